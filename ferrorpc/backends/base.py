@@ -1,0 +1,110 @@
+"""A backend performs operations for one group of ranks. This is the extension point of ferrorpc.
+
+A backend that has only `send`, `recv` and `barrier` gets every collective: `prepare` runs the plans over them. One that
+knows better overrides `prepare`. All backends pass one contract suite (`ferrorpc.testing.contract`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from ferrorpc.collectives.call import Call
+    from ferrorpc.collectives.execution import Prepared
+    from ferrorpc.coordination.base import Session
+    from ferrorpc.errors import FerroError
+    from ferrorpc.guard import Clock, Latch
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do beyond the contract, asked instead of its class."""
+
+    asynchronous: bool = True
+    """Operations of one rank may be in flight together, in any order."""
+    subgroups: bool = True
+    shared_memory: bool = False
+    device_arrays: bool = False
+    """Takes GPU arrays without a copy through the host."""
+
+
+class Backend(ABC):
+    """Operations of one group. Ranks in arguments are group ranks.
+
+    Attributes:
+        name: as in `group.backend`: "grpc", "simulated", "nccl", "hybrid" or a third party's own.
+        rank, size: of this group.
+        world_ranks: world rank of each group rank; errors speak of these.
+        group_id: 0 for the world.
+        session: the line to the coordinator; None for a backend without one (no store, no reform).
+        latch: trips when the generation ends.
+        clock: what every wait goes through.
+    """
+
+    name: ClassVar[str]
+    rank: int
+    size: int
+    world_ranks: tuple[int, ...]
+    group_id: int
+    session: Session | None
+    latch: Latch
+    clock: Clock
+
+    @property
+    def world_size(self) -> int:
+        """The group's size (the name other libraries use)."""
+        return self.size
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this backend can do."""
+        return Capabilities()
+
+    @abstractmethod
+    def send(self, data: np.ndarray[Any, Any], dst: int, tag: int = 0) -> None:
+        """Sends an array; returns when `data` may be changed again. Receipt is not implied."""
+
+    @abstractmethod
+    def recv(
+        self, src: int, tag: int = 0, out: np.ndarray[Any, Any] | None = None, timeout: float | None = None
+    ) -> np.ndarray[Any, Any]:
+        """The next array from `src` with this tag (first in, first out), in `out` when given.
+
+        Raises:
+            CollectiveTimeoutError: nothing came within `timeout` seconds; nothing is lost, a later recv gets it.
+            TensorMismatchError: `out` does not fit; the message stays for the next recv.
+        """
+
+    @abstractmethod
+    def barrier(self, timeout: float | None = None) -> None:
+        """Returns when every rank has entered. Raises BarrierTimeoutError naming those that did not."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finishes own work, says goodbye, frees everything. Idempotent, under 1 s."""
+
+    def prepare(self, call: Call) -> Prepared:
+        """Validates, selects an algorithm and lays it out, once per signature; the result is run for every such call."""
+        from ferrorpc.collectives.relay import RelayPrepared  # noqa: PLC0415  the executor over plain send and recv
+
+        return RelayPrepared(self, call)
+
+    def split(self, ranks: Sequence[int], group_id: int) -> Backend:
+        """The backend of a subgroup (group ranks of this one, this rank included). Local: no message flows."""
+        raise NotImplementedError
+
+    def abort(self, cause: FerroError) -> None:
+        """Ends the generation, on every rank, with this cause; without a session on this rank only."""
+        if self.session is not None:
+            self.session.report(cause)
+        else:
+            self.latch.trip(cause)
+
+    def renew(self, timeout: float) -> Backend:
+        """The same kind of backend in the next generation (`group.reform`). Only world backends with a session can."""
+        raise NotImplementedError

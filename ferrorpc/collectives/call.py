@@ -1,0 +1,67 @@
+"""One collective call as a value: what must agree between ranks, and what is only this rank's affair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, unique
+
+from ferrorpc.types import ReduceOp, TensorSpec
+
+
+@unique
+class Operation(Enum):
+    """The collectives of the face."""
+
+    ALL_REDUCE = "all_reduce"
+    BROADCAST = "broadcast"
+    REDUCE = "reduce"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    BARRIER = "barrier"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A collective as one rank called it; hashable, the key of the cache of prepared calls.
+
+    Attributes:
+        inputs: specs of the arrays this rank brings (none for a receiver; one per rank for scatter's root, reduce_scatter
+            and all_to_all).
+        op: the reduction, for all_reduce, reduce and reduce_scatter.
+        root: group rank, for broadcast, reduce, gather and scatter.
+        wire: "bf16", "f16" or "int8": how messages of a reduction are compressed; sums stay float32.
+        algorithm: a name of `algorithms.catalogue`, or None for the default.
+        note: further text that must agree, such as the ranks of a new subgroup.
+    """
+
+    operation: Operation
+    inputs: tuple[TensorSpec, ...] = ()
+    op: ReduceOp | None = None
+    root: int | None = None
+    wire: str | None = None
+    algorithm: str | None = None
+    note: str = ""
+
+    @property
+    def signature(self) -> str:
+        """What every rank must agree on, in words; two different texts are a CollectiveMismatchError.
+
+        Reductions fix dtype and shape. Moves describe themselves message by message: gather, all_gather and all_to_all fix
+        the dtype only, broadcast and scatter only the root.
+        """
+        facts = [self.note] if self.note else []
+        if self.op is not None:
+            facts.append(f"op={self.op.value}")
+            facts.extend(str(spec) for spec in self.inputs)
+        elif self.operation in (Operation.GATHER, Operation.ALL_GATHER, Operation.ALL_TO_ALL) and self.inputs:
+            facts.append(self.inputs[0].dtype.label)
+        if self.root is not None:
+            facts.append(f"root={self.root}")
+        if self.wire is not None:
+            facts.append(f"wire={self.wire}")
+        if self.algorithm is not None:
+            facts.append(f"algorithm={self.algorithm}")
+        return f"{self.operation.value}({', '.join(facts)})"

@@ -1,0 +1,371 @@
+"""Every error ferrorpc raises, and nothing else.
+
+    FerroError                               .code .retryable .fields; the last line of str() begins "try:"
+    ├─ ConfigError (ValueError)              an option, variable or flag is wrong: never retry
+    ├─ UsageError                            the call itself is wrong; nothing was sent, the group stays open
+    │  ├─ InvalidRankError  InvalidWorldSizeError  SelfSendError
+    │  ├─ TensorMismatchError                dtype, shape, kind or op do not fit together
+    │  └─ GroupClosedError
+    ├─ RendezvousTimeoutError (TimeoutError) .missing
+    ├─ CollectiveTimeoutError (TimeoutError) .waiting_on
+    │  └─ BarrierTimeoutError                .missing
+    ├─ StoreTimeoutError (TimeoutError)
+    ├─ CoordinatorUnavailableError *         nobody answers there
+    ├─ StaleGenerationError *                fenced: the membership moved on without this caller
+    ├─ PeerLostError *                       .rank .reason
+    ├─ CollectiveMismatchError               .signatures
+    ├─ GroupAbortedError *                   .rank .cause
+    ├─ LimitExceededError
+    │  └─ MessageTooLargeError
+    ├─ CodecError                            bytes that are no message of ours
+    ├─ AuthenticationError  PermissionDeniedError  VersionMismatchError
+    ├─ BackendUnavailableError               .reason .hint
+    └─ NcclError
+
+(* retryable by default: a new attempt, or `group.reform()`, can succeed.)
+
+An error is its code, its message, its hint and its fields: that is what crosses the wire (`wire/status.py`), and from it
+`FerroError.restore` makes the same class again on the other side. Ranks are world ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import IntEnum, unique
+from typing import Any, ClassVar
+
+@unique
+class ErrorCode(IntEnum):
+    """The numbers on the wire; `protos/ferrorpc/v1/error.proto` has the same list (a test compares them)."""
+
+    INTERNAL = 1
+    CONFIG = 2
+    USAGE = 3
+    INVALID_RANK = 4
+    INVALID_WORLD_SIZE = 5
+    SELF_SEND = 6
+    TENSOR_MISMATCH = 7
+    GROUP_CLOSED = 8
+    RENDEZVOUS_TIMEOUT = 9
+    BARRIER_TIMEOUT = 10
+    STORE_TIMEOUT = 11
+    COLLECTIVE_TIMEOUT = 12
+    COORDINATOR_UNAVAILABLE = 13
+    STALE_GENERATION = 14
+    PEER_LOST = 15
+    COLLECTIVE_MISMATCH = 16
+    GROUP_ABORTED = 17
+    LIMIT_EXCEEDED = 18
+    MESSAGE_TOO_LARGE = 19
+    CODEC = 20
+    AUTHENTICATION = 21
+    PERMISSION_DENIED = 22
+    VERSION_MISMATCH = 23
+    BACKEND_UNAVAILABLE = 24
+    NCCL = 25
+
+
+type_of: dict[ErrorCode, type[FerroError]] = {}
+"""The class of each code; filled by the classes themselves."""
+
+
+class FerroError(Exception):
+    """The root. As itself (code INTERNAL) it means a bug in ferrorpc.
+
+    Args:
+        message: who, what and how long.
+        hint: what to try; a default of the class is used when None.
+        retryable: overrides the class's default.
+        fields: typed facts (int, float, str, bool, list of int or str, dict of int to str).
+    """
+
+    code: ClassVar[ErrorCode] = ErrorCode.INTERNAL
+    default_hint: ClassVar[str] = "report this as a bug in ferrorpc, with the lines above"
+    default_retryable: ClassVar[bool] = False
+
+    message: str
+    hint: str
+    retryable: bool
+    fields: dict[str, Any]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        type_of[cls.code] = cls
+
+    def __init__(self, message: str, *, hint: str | None = None, retryable: bool | None = None, **fields: Any) -> None:
+        self._fill(message, hint, retryable, fields)
+
+    def _fill(self, message: str, hint: str | None, retryable: bool | None, fields: Mapping[str, Any]) -> None:
+        self.message = message
+        self.hint = self.default_hint if hint is None else hint
+        self.retryable = self.default_retryable if retryable is None else retryable
+        self.fields = dict(fields)
+        super().__init__(f"{self.message}\ntry: {self.hint}")
+
+    @classmethod
+    def restore(cls, code: int, message: str, hint: str, retryable: bool, fields: Mapping[str, Any]) -> FerroError:
+        """The error with this code, as it was raised elsewhere. An unknown code (a newer peer) gives the root class."""
+        known = code in ErrorCode._value2member_map_
+        chosen = type_of.get(ErrorCode(code), FerroError) if known else FerroError
+        error = chosen.__new__(chosen)
+        FerroError._fill(error, message, hint, retryable, fields)
+        return error
+
+    def again(self) -> FerroError:
+        """A fresh copy: one cause raised in several threads must not share a traceback."""
+        return FerroError.restore(self.code, self.message, self.hint, self.retryable, self.fields)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FerroError.restore, (int(self.code), self.message, self.hint, self.retryable, self.fields)
+
+    @property
+    def group_rank(self) -> int | None:
+        """The rank within the subgroup the call was made on, where that differs from the world rank in the message."""
+        value = self.fields.get("group_rank")
+        return None if value is None else int(value)
+
+
+class ConfigError(FerroError, ValueError):
+    """An option, an environment variable or a flag is wrong. Exit code 64: retrying cannot help."""
+
+    code = ErrorCode.CONFIG
+    default_hint = "run `ferrorpc config` to see every value and where it came from"
+
+
+class UsageError(FerroError):
+    """The call itself is wrong; nothing was sent and the group stays open."""
+
+    code = ErrorCode.USAGE
+    default_hint = "see the docstring of the function that was called"
+
+
+class InvalidRankError(UsageError):
+    """A rank outside the group."""
+
+    code = ErrorCode.INVALID_RANK
+    default_hint = "ranks go from 0 to group.size - 1"
+
+
+class InvalidWorldSizeError(UsageError):
+    """A world size that cannot be."""
+
+    code = ErrorCode.INVALID_WORLD_SIZE
+    default_hint = "give a world size of at least 1, or MIN:MAX with 1 <= MIN <= MAX"
+
+
+class SelfSendError(UsageError):
+    """A send to, or a receive from, the caller's own rank."""
+
+    code = ErrorCode.SELF_SEND
+    default_hint = "copy the array instead; send and recv are for two different ranks"
+
+
+class TensorMismatchError(UsageError):
+    """dtype, shape, kind or operation do not fit together on this rank."""
+
+    code = ErrorCode.TENSOR_MISMATCH
+    default_hint = "make dtype and shape agree; `out` must match the result exactly"
+
+
+class GroupClosedError(UsageError):
+    """An operation on a group after close()."""
+
+    code = ErrorCode.GROUP_CLOSED
+    default_hint = "call ferrorpc.init_process_group() again, or move close() after the last operation"
+
+
+class RendezvousTimeoutError(FerroError, TimeoutError):
+    """The round did not fill in time. `missing`: what is known of each rank that did not come."""
+
+    code = ErrorCode.RENDEZVOUS_TIMEOUT
+    default_hint = "look at the logs of the missing ranks, or raise FERRORPC_TIMEOUT"
+
+    def __init__(self, missing: Iterable[Any], message: str, **more: Any) -> None:
+        super().__init__(message, missing=list(missing), **more)
+
+    @property
+    def missing(self) -> list[Any]:
+        """The ranks that did not come; names where a rank was never given."""
+        return list(self.fields.get("missing", []))
+
+
+class CollectiveTimeoutError(FerroError, TimeoutError):
+    """An operation's deadline passed on this rank. `waiting_on`: world ranks it still waited for."""
+
+    code = ErrorCode.COLLECTIVE_TIMEOUT
+    default_hint = "look at what the ranks named above are doing (`ferrorpc status`), or pass a larger timeout="
+
+    def __init__(self, waiting_on: Iterable[int], message: str, **more: Any) -> None:
+        super().__init__(message, waiting_on=sorted(waiting_on), **more)
+
+    @property
+    def waiting_on(self) -> list[int]:
+        """World ranks whose part had not come."""
+        return [int(rank) for rank in self.fields.get("waiting_on", [])]
+
+
+class BarrierTimeoutError(CollectiveTimeoutError):
+    """A barrier's deadline passed. `missing`: the ranks that never arrived."""
+
+    code = ErrorCode.BARRIER_TIMEOUT
+    default_hint = "look at the logs of the missing ranks, or raise the barrier's timeout"
+
+    def __init__(self, missing: Iterable[int], message: str, **more: Any) -> None:
+        ranks = sorted(missing)
+        FerroError.__init__(self, message, missing=ranks, waiting_on=ranks, **more)
+
+    @property
+    def missing(self) -> list[int]:
+        """World ranks that never arrived."""
+        return [int(rank) for rank in self.fields.get("missing", [])]
+
+
+class StoreTimeoutError(FerroError, TimeoutError):
+    """A wait on the store passed its deadline; the store is unchanged."""
+
+    code = ErrorCode.STORE_TIMEOUT
+    default_hint = "check that another rank sets this key, and its spelling; or pass a larger timeout="
+
+
+class CoordinatorUnavailableError(FerroError):
+    """Nobody answers at the coordinator's address, or not for longer than FERRORPC_MAX_OUTAGE."""
+
+    code = ErrorCode.COORDINATOR_UNAVAILABLE
+    default_hint = "check FERRORPC_COORDINATOR and `ferrorpc health --addr HOST:PORT`"
+    default_retryable = True
+
+
+class StaleGenerationError(FerroError):
+    """Fenced: the membership moved on without this caller. Nothing was applied."""
+
+    code = ErrorCode.STALE_GENERATION
+    default_hint = "join again with ferrorpc.init_process_group(); this process's last generation is over"
+    default_retryable = True
+
+
+class PeerLostError(FerroError):
+    """A member died or left while it was still needed."""
+
+    code = ErrorCode.PEER_LOST
+    default_hint = "call group.reform() to go on without it or with its replacement"
+    default_retryable = True
+
+    def __init__(self, rank: int, reason: str, message: str | None = None, **more: Any) -> None:
+        text = f"rank {rank} was lost: {reason}" if message is None else message
+        super().__init__(text, rank=rank, reason=reason, **more)
+
+    @property
+    def rank(self) -> int:
+        """World rank of the member that was lost."""
+        return int(self.fields["rank"])
+
+    @property
+    def reason(self) -> str:
+        """What is known of its end: an exit code, a signal, an exception, a lease."""
+        return str(self.fields["reason"])
+
+
+class CollectiveMismatchError(FerroError):
+    """Ranks disagree about one operation. `signatures`: world rank -> what that rank called."""
+
+    code = ErrorCode.COLLECTIVE_MISMATCH
+    default_hint = "make every rank call the same operations in the same order with the same shapes, then group.reform()"
+
+    def __init__(self, signatures: Mapping[int, str], message: str | None = None, **more: Any) -> None:
+        lines = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(signatures.items()))
+        super().__init__(message or f"ranks disagree about one operation: {lines}", signatures=dict(signatures), **more)
+
+    @property
+    def signatures(self) -> dict[int, str]:
+        """World rank -> the signature of its call."""
+        return {int(rank): str(text) for rank, text in self.fields.get("signatures", {}).items()}
+
+
+class GroupAbortedError(FerroError):
+    """The generation was ended by `abort` or by an error on one rank. `rank` began it, `cause` is its reason."""
+
+    code = ErrorCode.GROUP_ABORTED
+    default_hint = "look at the log of the rank named above; group.reform() makes a new generation"
+    default_retryable = True
+
+    def __init__(self, rank: int, cause: str, message: str | None = None, **more: Any) -> None:
+        super().__init__(message or f"rank {rank} ended the group: {cause}", rank=rank, cause=cause, **more)
+
+    @property
+    def rank(self) -> int:
+        """World rank that ended the generation."""
+        return int(self.fields["rank"])
+
+    @property
+    def cause(self) -> str:
+        """Its reason."""
+        return str(self.fields["cause"])
+
+
+class LimitExceededError(FerroError):
+    """A named limit was passed; the request was not applied."""
+
+    code = ErrorCode.LIMIT_EXCEEDED
+    default_hint = "stay below the limit named above; docs/operations.md lists them all"
+
+
+class MessageTooLargeError(LimitExceededError):
+    """A single message larger than the lane admits."""
+
+    code = ErrorCode.MESSAGE_TOO_LARGE
+    default_hint = "send arrays with group operations (they are cut in chunks); the store is for small values"
+
+
+class CodecError(FerroError):
+    """Bytes that are no message of ours, or contradict themselves. Nothing was allocated for them."""
+
+    code = ErrorCode.CODEC
+    default_hint = "check that every process runs the same ferrorpc version and that nothing else talks to this port"
+
+
+class AuthenticationError(FerroError):
+    """The peer could not prove who it is."""
+
+    code = ErrorCode.AUTHENTICATION
+    default_hint = "check FERRORPC_TOKEN_FILE and the FERRORPC_TLS_* variables on both sides"
+
+
+class PermissionDeniedError(FerroError):
+    """The peer is known but may not do this."""
+
+    code = ErrorCode.PERMISSION_DENIED
+    default_hint = "use a token or certificate of a role that may do this"
+
+
+class VersionMismatchError(FerroError):
+    """The two sides speak different versions of the protocol."""
+
+    code = ErrorCode.VERSION_MISMATCH
+    default_hint = "install the same ferrorpc version everywhere"
+
+
+class BackendUnavailableError(FerroError):
+    """The backend asked for cannot work here."""
+
+    code = ErrorCode.BACKEND_UNAVAILABLE
+    default_hint = "choose another backend, or install what is named above"
+
+    def __init__(self, reason: str, hint: str | None = None, **more: Any) -> None:
+        super().__init__(reason, hint=hint, reason=reason, **more)
+
+    @property
+    def reason(self) -> str:
+        """Why it cannot work here."""
+        return str(self.fields["reason"])
+
+
+class NcclError(FerroError):
+    """NCCL reported an error."""
+
+    code = ErrorCode.NCCL
+    default_hint = "run with NCCL_DEBUG=INFO and look at the first warning of the rank named above"
+
+
+type_of[ErrorCode.INTERNAL] = FerroError
+
+__all__ = ["ErrorCode", *(cls.__name__ for cls in type_of.values())]

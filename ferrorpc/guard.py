@@ -1,0 +1,162 @@
+"""Waiting: the clock every wait goes through, deadlines, and the latch that ends all waits of a generation at once.
+
+Nothing in the data plane sleeps, reads a clock or blocks on its own account. It asks a `Clock` for the time, for threads
+and for `Parker`s to wait on. The real clock gives real ones; the simulated world (`ferrorpc.testing`) gives virtual ones,
+with a baton that only one thread holds, so that a seed replays every interleaving.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from ferrorpc.errors import FerroError
+
+FOREVER: Final = float("inf")
+
+
+class Parker(Protocol):
+    """A place where one thread waits. A permit given early is kept, several given early count once."""
+
+    def park(self, until: float) -> bool:
+        """Waits for a permit or until clock time `until`. True when there was a permit, which is consumed."""
+
+    def unpark(self) -> None:
+        """Gives the permit. May be called from any thread, any number of times; never blocks."""
+
+
+class Clock(Protocol):
+    """Time in seconds from an arbitrary origin, threads, and places to wait."""
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+
+    def parker(self) -> Parker:
+        """A new place to wait."""
+
+    def start(self, body: Callable[[], None], name: str) -> None:
+        """Runs `body` on a daemon thread of its own."""
+
+    def call_at(self, when: float, action: Callable[[], None]) -> None:
+        """Runs `action`, which must not block, at clock time `when` on a thread of the clock's."""
+
+
+class _SemaphoreParker:
+    """A binary semaphore over a lock: the cheapest wait with a timeout that CPython has."""
+
+    __slots__ = ("_guard", "_lock", "_permit")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._guard = threading.Lock()
+        self._permit = False
+
+    def park(self, until: float) -> bool:
+        if until == FOREVER:
+            self._lock.acquire()
+        else:
+            remaining = until - time.monotonic()
+            if not self._lock.acquire(timeout=min(max(remaining, 0.0), threading.TIMEOUT_MAX)):
+                return False
+        with self._guard:
+            self._permit = False
+        return True
+
+    def unpark(self) -> None:
+        with self._guard:
+            if not self._permit:
+                self._permit = True
+                self._lock.release()
+
+
+class SystemClock:
+    """The real clock: time.monotonic, daemon threads, locks."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def parker(self) -> Parker:
+        return _SemaphoreParker()
+
+    def start(self, body: Callable[[], None], name: str) -> None:
+        threading.Thread(target=body, name=name, daemon=True).start()
+
+    def call_at(self, when: float, action: Callable[[], None]) -> None:
+        timer = threading.Timer(max(0.0, when - time.monotonic()), action)
+        timer.daemon = True
+        timer.start()
+
+
+SYSTEM_CLOCK: Final = SystemClock()
+
+
+class Latch:
+    """The one-way switch of a generation: trips once, keeps the first cause, and wakes everyone who watches it.
+
+    Invariants: 1. `cause` never changes once set. 2. Each watcher is called exactly once, after `cause` is set; one that
+    subscribes later is called at once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watchers: dict[int, Callable[[], None]] = {}
+        self._next = 0
+        self.cause: FerroError | None = None
+
+    def trip(self, cause: FerroError) -> bool:
+        """Sets the first cause and wakes the watchers. False when it had tripped before: then nothing changes."""
+        with self._lock:
+            if self.cause is not None:
+                return False
+            self.cause = cause
+            watchers = list(self._watchers.values())
+            self._watchers.clear()
+        for watcher in watchers:
+            watcher()
+        return True
+
+    def watch(self, watcher: Callable[[], None]) -> int:
+        """Calls `watcher` (which must not block) when the latch trips. Returns a ticket for `forget`."""
+        with self._lock:
+            if self.cause is None:
+                self._next += 1
+                self._watchers[self._next] = watcher
+                return self._next
+        watcher()
+        return 0
+
+    def forget(self, ticket: int) -> None:
+        """Takes a watcher back."""
+        with self._lock:
+            self._watchers.pop(ticket, None)
+
+    def check(self) -> None:
+        """Raises a fresh copy of the first cause when the latch has tripped."""
+        if self.cause is not None:
+            raise self.cause.again()
+
+
+class Guard:
+    """What bounds one operation: a deadline in clock seconds and the latch of its generation."""
+
+    __slots__ = ("clock", "deadline", "latch", "seconds", "started")
+
+    def __init__(self, clock: Clock, latch: Latch, seconds: float) -> None:
+        self.clock = clock
+        self.latch = latch
+        self.seconds = seconds
+        self.started = clock.now()
+        self.deadline = self.started + seconds
+
+    @property
+    def expired(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.clock.now() >= self.deadline
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the operation was entered."""
+        return self.clock.now() - self.started

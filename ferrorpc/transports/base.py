@@ -1,0 +1,98 @@
+"""A transport carries the frames of one generation between its ranks. Nothing here knows what a collective is.
+
+Three nouns. A `Key` names one operation of the generation. A `Frame` is one chunk of one message of it, as it arrived. A
+`Box` (mailbox.py) is where an operation's frames, grants and probe answers wait on the receiving rank until the one driver
+of that operation takes them.
+
+Credit: the first EAGER_CHUNKS chunks of each message may always go; the rest go once the receiver has granted it, which it
+does when it has entered the operation. So what both sides have entered is never blocked by what one has, and memory is
+bounded by eager chunks times operations in flight.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from ferrorpc.types import DType
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ferrorpc.transports.mailbox import Mailbox
+
+EAGER_CHUNKS: Final = 4
+CHUNK_BYTES: Final = 1 << 20
+POINT_TO_POINT: Final = 0xFFFFFFFF
+"""The stream number of send and recv; DDP, synchronisers and pipelines count up from 1, program order is 0."""
+
+
+class Key(NamedTuple):
+    """One operation of one generation. Stale generations never get this far: the stream they come on is refused."""
+
+    group: int
+    stream: int
+    number: int
+
+
+class Header(NamedTuple):
+    """What all chunks of one message have in common. Built once per prepared call and slot, used for every number."""
+
+    slot: int
+    """Which message of the operation: the plan's label, or the tag of send and recv."""
+    signature: str
+    dtype: DType
+    shape: tuple[int, ...]
+    total: int
+    """Bytes of the whole message."""
+
+
+class Frame:
+    """One chunk as it arrived. `payload` is a read-only view of the bytes the network (or the sender) gave us."""
+
+    __slots__ = ("header", "key", "offset", "payload", "source")
+
+    def __init__(self, key: Key, source: int, header: Header, offset: int, payload: memoryview) -> None:
+        self.key = key
+        self.source = source
+        self.header = header
+        self.offset = offset
+        self.payload = payload
+
+
+class Transport(ABC):
+    """The lanes from one rank to all others of its generation. Ranks are world ranks.
+
+    Every method may be called from any thread, and none of them blocks.
+    """
+
+    rank: int
+    size: int
+    mailbox: Mailbox
+    """Where this rank's frames arrive; handed in at construction, so that one mailbox can serve several lanes."""
+
+    @abstractmethod
+    def send(
+        self, peer: int, key: Key, header: Header, offset: int, payload: np.ndarray[Any, Any] | None, room: Callable[[], None]
+    ) -> bool:
+        """Sends one chunk (a contiguous uint8 array of at most CHUNK_BYTES, or None for an empty message).
+
+        The payload is copied before this returns. False when the lane to `peer` is full: nothing was sent, and `room` is
+        called once (from any thread; it must not block) when it makes sense to try again.
+
+        Raises:
+            FerroError: the first cause, when the generation is broken or the transport closed.
+        """
+
+    @abstractmethod
+    def grant(self, peer: int, key: Key, slot: int) -> None:
+        """Tells `peer` that the rest of its message `slot` may come."""
+
+    @abstractmethod
+    def probe(self, peer: int, key: Key, signature: str) -> None:
+        """Asks `peer` where it stands in this operation; the answer arrives in the operation's box."""
+
+    @abstractmethod
+    def close(self, timeout: float) -> None:
+        """Flushes what was sent, says goodbye on every stream, stops. Idempotent; at most `timeout` seconds."""

@@ -1,0 +1,176 @@
+"""The words everything else is written in: dtypes, reduction operators and which of them fit together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum, unique
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ferrorpc.errors import TensorMismatchError, UsageError
+
+NANOSECONDS: Final = 1_000_000_000
+
+
+@unique
+class DType(IntEnum):
+    """Element types on the wire; the numbers are those of `protos/ferrorpc/v1/tensor.proto`."""
+
+    BOOL = 1
+    INT8 = 2
+    INT16 = 3
+    INT32 = 4
+    INT64 = 5
+    UINT8 = 6
+    UINT16 = 7
+    UINT32 = 8
+    UINT64 = 9
+    FLOAT16 = 10
+    BFLOAT16 = 11
+    FLOAT32 = 12
+    FLOAT64 = 13
+    COMPLEX64 = 14
+    COMPLEX128 = 15
+
+    @property
+    def label(self) -> str:
+        """Lower-case name, as NumPy spells it."""
+        return self.name.lower()
+
+    @property
+    def storage(self) -> np.dtype[Any]:
+        """The NumPy dtype its bytes are held in: its own, or uint16 for bfloat16, which NumPy does not know."""
+        return _STORAGE[self]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return int(_STORAGE[self].itemsize)
+
+    @property
+    def is_half(self) -> bool:
+        """Whether sums of this type are kept in float32 and rounded once."""
+        return self in (DType.FLOAT16, DType.BFLOAT16)
+
+    @property
+    def is_float(self) -> bool:
+        """Real floating point, halves included."""
+        return DType.FLOAT16 <= self <= DType.FLOAT64
+
+    @property
+    def is_complex(self) -> bool:
+        """Complex floating point."""
+        return self >= DType.COMPLEX64
+
+    @property
+    def is_integer(self) -> bool:
+        """Signed or unsigned integers, bool not included."""
+        return DType.INT8 <= self <= DType.UINT64
+
+
+_STORAGE: Final = {dtype: np.dtype("uint16" if dtype is DType.BFLOAT16 else dtype.label) for dtype in DType}
+_BY_NAME: Final = {dtype.label: dtype for dtype in DType}
+
+
+def dtype_of(value: np.dtype[Any]) -> DType:
+    """The wire dtype of a NumPy dtype (ml_dtypes' bfloat16 included).
+
+    Raises:
+        TensorMismatchError: for any other dtype, and for foreign byte order; the message lists what is supported.
+    """
+    found = _BY_NAME.get(value.name)
+    if found is None or not value.isnative:
+        known = ", ".join(_BY_NAME)
+        raise TensorMismatchError(
+            f"dtype {value.str if found else value} is not supported", hint=f"use native byte order and one of: {known}"
+        )
+    return found
+
+
+def dtype_named(name: str) -> DType:
+    """The wire dtype with this lower-case name."""
+    if name not in _BY_NAME:
+        raise TensorMismatchError(f"dtype {name} is not supported", hint=f"use one of: {', '.join(_BY_NAME)}")
+    return _BY_NAME[name]
+
+
+@unique
+class ReduceOp(Enum):
+    """How values of several ranks become one."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    PRODUCT = "product"
+    MIN = "min"
+    MAX = "max"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+
+    @classmethod
+    def named(cls, op: ReduceOp | str) -> ReduceOp:
+        """The operator given as itself or by its lower-case name.
+
+        Raises:
+            UsageError: for anything else.
+        """
+        if isinstance(op, ReduceOp):
+            return op
+        try:
+            return cls(op)
+        except ValueError:
+            raise UsageError(f"op={op!r} is no reduction", hint=f"use one of: {', '.join(o.value for o in cls)}") from None
+
+
+_BITS: Final = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+
+
+def refusal(op: ReduceOp, dtype: DType) -> str | None:
+    """Why this operator cannot be applied to this dtype, or None when it can: the op x dtype table."""
+    if op is ReduceOp.MEAN and not (dtype.is_float or dtype.is_complex):
+        return f"the mean of {dtype.label} values is not a {dtype.label}: convert to a float first, or use op='sum'"
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_complex:
+        return f"{dtype.label} values have no order, so op={op.value!r} means nothing for them"
+    if op in _BITS and not (dtype.is_integer or dtype is DType.BOOL):
+        return f"op={op.value!r} works on bits: use integers or bool, not {dtype.label}"
+    return None
+
+
+class TensorSpec(NamedTuple):
+    """What a message says of its array: dtype and shape."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype.label}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One member of a generation, as the others know it."""
+
+    rank: int
+    name: str
+    host: str = ""
+    address: str = ""
+    """host:port of its worker server; empty in one process."""
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a rendezvous gave this process. Everything later carries (cluster_id, generation)."""
+
+    job: str
+    cluster_id: str
+    generation: int
+    rank: int
+    peers: tuple[Peer, ...]
+    reason: str = ""
+
+    @property
+    def size(self) -> int:
+        """World size of this generation."""
+        return len(self.peers)
