@@ -34,6 +34,7 @@ from collections.abc import Iterable, Mapping
 from enum import IntEnum, unique
 from typing import Any, ClassVar
 
+
 @unique
 class ErrorCode(IntEnum):
     """The numbers on the wire; `protos/ferrorpc/v1/error.proto` has the same list (a test compares them)."""

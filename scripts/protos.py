@@ -62,7 +62,11 @@ def main() -> int:
         fresh, committed = contents(Path(scratch) / "ferrorpc" / "v1"), contents(ROOT / "ferrorpc" / "v1")
     differs = False
     for name in sorted(fresh | committed):
-        diff = list(difflib.unified_diff(committed.get(name, []), fresh.get(name, []), f"committed/{name}", f"fresh/{name}", lineterm=""))
+        diff = list(
+            difflib.unified_diff(
+                committed.get(name, []), fresh.get(name, []), f"committed/{name}", f"fresh/{name}", lineterm=""
+            )
+        )
         differs = differs or bool(diff)
         print("\n".join(diff[:40]), end="\n" if diff else "")
     print("ferrorpc/v1 is stale: run `make protos`" if differs else "ferrorpc/v1 is fresh")

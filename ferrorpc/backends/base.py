@@ -7,18 +7,21 @@ knows better overrides `prepare`. All backends pass one contract suite (`ferrorp
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from ferrorpc.errors import BackendUnavailableError, FerroError
+
 if TYPE_CHECKING:
     from ferrorpc.collectives.call import Call
-    from ferrorpc.collectives.execution import Prepared
+    from ferrorpc.collectives.execution import Execution, Prepared
     from ferrorpc.coordination.base import Session
-    from ferrorpc.errors import FerroError
-    from ferrorpc.guard import Clock, Latch
+    from ferrorpc.guard import Clock, Guard, Latch
+    from ferrorpc.types import TensorSpec
+    from ferrorpc.work import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +93,43 @@ class Backend(ABC):
 
     def prepare(self, call: Call) -> Prepared:
         """Validates, selects an algorithm and lays it out, once per signature; the result is run for every such call."""
-        from ferrorpc.collectives.relay import RelayPrepared  # noqa: PLC0415  the executor over plain send and recv
+        from ferrorpc.collectives.relay import RelayPrepared
 
         return RelayPrepared(self, call)
 
+    def start_send(self, data: np.ndarray[Any, Any], spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
+        """A send as an execution, for `send(async_op=True)`. `data` is C-contiguous in storage dtype."""
+        from ferrorpc.collectives.relay import RelaySend
+
+        return RelaySend(self, data, dst, tag, guard)
+
+    def start_recv(
+        self, src: int, tag: int, out: np.ndarray[Any, Any] | None, spec: TensorSpec | None, guard: Guard
+    ) -> Execution:
+        """A recv as an execution; `spec` is what `out` holds. The result's own spec is in `execution.specs`."""
+        from ferrorpc.collectives.relay import RelayRecv
+
+        return RelayRecv(self, src, tag, out, guard)
+
+    def run(self, execution: Execution) -> list[np.ndarray[Any, Any]]:
+        """Drives an execution on the caller's thread until it is complete, its deadline passes or the generation ends.
+
+        A failure other than a UsageError (and than a recv's timeout) breaks the generation; what is raised is the first
+        cause kept by the coordinator, or this rank's own timeout.
+        """
+        from ferrorpc.collectives.progress import drive
+
+        return drive(execution, self.abort)
+
+    def submit(self, execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
+        """Hands an execution to the progress thread; the Work's result is `convert(execution)`, made on that thread."""
+        from ferrorpc.collectives.progress import progress_of
+
+        return progress_of(self.clock).submit(execution, self.abort, convert)
+
     def split(self, ranks: Sequence[int], group_id: int) -> Backend:
         """The backend of a subgroup (group ranks of this one, this rank included). Local: no message flows."""
-        raise NotImplementedError
+        raise BackendUnavailableError(f"backend {self.name!r} has no subgroups")
 
     def abort(self, cause: FerroError) -> None:
         """Ends the generation, on every rank, with this cause; without a session on this rank only."""
@@ -107,4 +140,4 @@ class Backend(ABC):
 
     def renew(self, timeout: float) -> Backend:
         """The same kind of backend in the next generation (`group.reform`). Only world backends with a session can."""
-        raise NotImplementedError
+        raise BackendUnavailableError(f"backend {self.name!r} has no coordinator, so its group cannot be formed again")

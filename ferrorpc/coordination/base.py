@@ -112,7 +112,12 @@ class Session(ABC):
 
     @abstractmethod
     def exchange_nccl_id(
-        self, communicator: str, attempt: int, ranks: Sequence[int], unique_ids: Sequence[bytes] | FerroError | None, timeout: float
+        self,
+        communicator: str,
+        attempt: int,
+        ranks: Sequence[int],
+        unique_ids: Sequence[bytes] | FerroError | None,
+        timeout: float,
     ) -> list[bytes]:
         """Relays NCCL ids within this generation: leaders pass the ids they minted (or the error that stopped them), the
         others None; all get the ids."""

@@ -1,7 +1,7 @@
 """A transport carries the frames of one generation between its ranks. Nothing here knows what a collective is.
 
-Three nouns. A `Key` names one operation of the generation. A `Frame` is one chunk of one message of it, as it arrived. A
-`Box` (mailbox.py) is where an operation's frames, grants and probe answers wait on the receiving rank until the one driver
+Three nouns. A `Key` names one operation of the generation. A `Frame` is one chunk of one message of it, as it arrived
+(both in wire/frames.py). A `Box` (mailbox.py) is where an operation's frames, grants and probe answers wait on the receiving rank until the one driver
 of that operation takes them.
 
 Credit: the first EAGER_CHUNKS chunks of each message may always go; the rest go once the receiver has granted it, which it
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
-from ferrorpc.types import DType
+from ferrorpc.wire.frames import Header, Key
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,39 +26,6 @@ EAGER_CHUNKS: Final = 4
 CHUNK_BYTES: Final = 1 << 20
 POINT_TO_POINT: Final = 0xFFFFFFFF
 """The stream number of send and recv; DDP, synchronisers and pipelines count up from 1, program order is 0."""
-
-
-class Key(NamedTuple):
-    """One operation of one generation. Stale generations never get this far: the stream they come on is refused."""
-
-    group: int
-    stream: int
-    number: int
-
-
-class Header(NamedTuple):
-    """What all chunks of one message have in common. Built once per prepared call and slot, used for every number."""
-
-    slot: int
-    """Which message of the operation: the plan's label, or the tag of send and recv."""
-    signature: str
-    dtype: DType
-    shape: tuple[int, ...]
-    total: int
-    """Bytes of the whole message."""
-
-
-class Frame:
-    """One chunk as it arrived. `payload` is a read-only view of the bytes the network (or the sender) gave us."""
-
-    __slots__ = ("header", "key", "offset", "payload", "source")
-
-    def __init__(self, key: Key, source: int, header: Header, offset: int, payload: memoryview) -> None:
-        self.key = key
-        self.source = source
-        self.header = header
-        self.offset = offset
-        self.payload = payload
 
 
 class Transport(ABC):
@@ -74,7 +41,13 @@ class Transport(ABC):
 
     @abstractmethod
     def send(
-        self, peer: int, key: Key, header: Header, offset: int, payload: np.ndarray[Any, Any] | None, room: Callable[[], None]
+        self,
+        peer: int,
+        key: Key,
+        header: Header,
+        offset: int,
+        payload: np.ndarray[Any, Any] | None,
+        room: Callable[[], None],
     ) -> bool:
         """Sends one chunk (a contiguous uint8 array of at most CHUNK_BYTES, or None for an empty message).
 

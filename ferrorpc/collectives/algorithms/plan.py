@@ -1,0 +1,132 @@
+"""A plan: what one rank does in one collective, as data.
+
+Every algorithm in this package is a pure function from (rank, size, element counts) to a `Plan`. One executor runs any plan
+on any transport; the validator below it proves plans right without running them.
+
+A rank has three lists of arrays: IN (what the caller brought; never written), WORK (accumulators of a reduction, in the
+kernel's work dtype: float32 for halves) and OUT (results). A `Region` is a run of elements of one of them. Actions are done
+in order; sends do not wait for receipt, so "send all, then receive all" is sound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, unique
+from typing import TypeAlias
+
+
+@unique
+class Buffer(Enum):
+    """Which list of arrays."""
+
+    IN = "in"
+    WORK = "work"
+    OUT = "out"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Elements [start, stop) of the flattened array `item` of a buffer; stop None: the whole array, whatever its size."""
+
+    buffer: Buffer
+    item: int = 0
+    start: int = 0
+    stop: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.buffer.value}{self.item}[{self.start}:{'' if self.stop is None else self.stop}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Sends a region to group rank `peer` as message `slot`. (source, slot) is unique among what a rank receives."""
+
+    peer: int
+    slot: int
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Awaits message `slot` of `peer` and stores it. Whole items of OUT are allocated from the message's own description."""
+
+    peer: int
+    slot: int
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Awaits message `slot` of `peer`; region = region op message (the message is the right operand). WORK only."""
+
+    peer: int
+    slot: int
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class FoldUnder:
+    """As Fold with the message as the *left* operand: region = message op region. For algorithms that meet lower ranks late."""
+
+    peer: int
+    slot: int
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """WORK region = IN region, in the work dtype."""
+
+    source: Region
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class FoldOwn:
+    """WORK region = WORK region op IN region."""
+
+    source: Region
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """OUT region = WORK region, divided by the group's size for MEAN, rounded once to the call's dtype."""
+
+    source: Region
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """OUT region = IN region, bit for bit."""
+
+    source: Region
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Quantise:
+    """OUT region = decode(encode(region)) with the call's wire codec: the owner keeps the bits that the others receive."""
+
+    region: Region
+
+
+Action: TypeAlias = Send | Receive | Fold | FoldUnder | Load | FoldOwn | Finish | Copy | Quantise
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One rank's part.
+
+    Attributes:
+        algorithm: name of the algorithm, true of what it does.
+        actions: in order.
+        work_items: element counts of the WORK arrays (() when there are none).
+        out_items: how many OUT arrays there are.
+    """
+
+    algorithm: str
+    actions: tuple[Action, ...]
+    work_items: tuple[int, ...] = ()
+    out_items: int = 1

@@ -1,0 +1,88 @@
+"""A running operation, and what a backend prepares to start one.
+
+An execution never blocks: `advance` does everything that can be done now and says what it waits for. Whoever drives it
+(the caller's thread for a blocking call, the progress thread for an asynchronous one) parks until the execution calls its
+`wake`, and advances it again. So one thread interleaves any number of operations, in whatever order their messages come.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ferrorpc.errors import FerroError
+from ferrorpc.guard import Guard
+from ferrorpc.types import TensorSpec
+from ferrorpc.wire.frames import Key
+
+
+class Execution(ABC):
+    """One operation on one rank, from entry to result.
+
+    Attributes:
+        label: for explanations and errors, such as "all_reduce(op=sum, float32[3]) #12".
+        guard: its deadline and latch. The driver, not the execution, watches them.
+        wake: set by the driver before the first `advance`; called from any thread when `advance` may get further.
+        results: the arrays in storage dtypes, once `advance` returned True; empty where this rank gets nothing.
+        specs: what each result holds.
+    """
+
+    label: str
+    guard: Guard
+    wake: Callable[[], None]
+    results: list[np.ndarray[Any, Any]]
+    specs: list[TensorSpec]
+
+    @abstractmethod
+    def advance(self) -> bool:
+        """Does what can be done without waiting. True when the operation is complete.
+
+        Raises:
+            FerroError: the operation failed on this rank; the driver reports it and breaks the generation, unless it is a
+                UsageError, which concerns this rank alone.
+        """
+
+    @abstractmethod
+    def waiting_on(self) -> list[int]:
+        """World ranks whose part has not come, as far as is known; [] when complete."""
+
+    @abstractmethod
+    def probe(self) -> None:
+        """Asks those waited on where they stand. The driver calls it after a while without progress."""
+
+    @abstractmethod
+    def explain(self) -> str:
+        """One sentence: what is waited for, on whom, and what they answered to the last probe."""
+
+    @abstractmethod
+    def timeout_error(self) -> FerroError:
+        """The error of this operation's deadline: CollectiveTimeoutError, or BarrierTimeoutError for a barrier."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Frees what the operation held, after success or failure. Idempotent."""
+
+
+class Prepared(ABC):
+    """A call validated, its algorithm selected and laid out; started once per operation number."""
+
+    @abstractmethod
+    def start(
+        self,
+        key: Key,
+        inputs: Sequence[np.ndarray[Any, Any]],
+        outputs: Sequence[np.ndarray[Any, Any]] | None,
+        guard: Guard,
+    ) -> Execution:
+        """A new execution of this call.
+
+        Args:
+            key: its identity; all ranks of the group start it under the same key.
+            inputs: C-contiguous arrays matching `call.inputs`, in storage dtypes (bfloat16 as uint16). Read only, and
+                unchanged until the execution is complete, unless they are also outputs.
+            outputs: C-contiguous arrays for the results, possibly the inputs themselves; None to allocate them.
+            guard: deadline and latch.
+        """

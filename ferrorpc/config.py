@@ -1,0 +1,187 @@
+"""Every setting: one table, from which the environment, the flags and `ferrorpc config` are made.
+
+Precedence: argument > variable > default. Seconds are floats ("60", "500ms"), sizes have units ("4MiB").
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ferrorpc.errors import ConfigError
+
+DEFAULT_PORT: Final = 29700
+DEFAULT_HTTP_PORT: Final = 29701
+PREFIX: Final = "FERRORPC_"
+_SECONDS: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0}
+_BYTES: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 1000, "MB": 10**6, "GB": 10**9}
+_NUMBER: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def seconds(text: str) -> float:
+    """A duration: "60", "0.5", "500ms", "2min"."""
+    match = _NUMBER.fullmatch(text)
+    if match is None or match[2] not in _SECONDS:
+        raise ValueError("expected seconds, such as 60, 0.5 or 500ms")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def size_bytes(text: str) -> int:
+    """A size: "4MiB", "512KiB", "1048576"."""
+    match = _NUMBER.fullmatch(text)
+    if match is None or match[2] not in _BYTES:
+        raise ValueError("expected a size, such as 4MiB or 512KiB")
+    return int(float(match[1]) * _BYTES[match[2]])
+
+
+def host_port(text: str) -> str:
+    """ "host:port"; an IPv6 host in brackets."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise ValueError("expected HOST:PORT")
+    return text
+
+
+def world_size(text: str) -> tuple[int, int]:
+    """ "N" or "MIN:MAX", as (min, max)."""
+    low, _, high = text.partition(":")
+    if not low.isdigit() or (high and not high.isdigit()):
+        raise ValueError("expected N or MIN:MAX")
+    result = int(low), int(high or low)
+    if not 1 <= result[0] <= result[1]:
+        raise ValueError("expected 1 <= MIN <= MAX")
+    return result
+
+
+def boolean(text: str) -> bool:
+    """1/0, true/false, yes/no, on/off."""
+    known = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+        "": False,
+    }
+    if text.lower() not in known:
+        raise ValueError("expected 1 or 0")
+    return known[text.lower()]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the table."""
+
+    name: str
+    default: Any
+    parse: Callable[[str], Any]
+    help: str
+    choices: tuple[str, ...] = ()
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return PREFIX + self.name.upper()
+
+
+SETTINGS: Final = (
+    Setting(
+        "coordinator",
+        None,
+        host_port,
+        "host:port of the coordinator; without one a local coordinator or a world of one",
+    ),
+    Setting("job", "default", str, "name of the job; jobs on one coordinator do not see each other"),
+    Setting("name", None, str, "this member's name; default <node>-<local rank>, the pod's, or <host>-<pid>"),
+    Setting("world_size", None, world_size, "N members, or MIN:MAX for an elastic world"),
+    Setting("rank_hint", None, int, "the rank to give this member where it is free"),
+    Setting("backend", "auto", str, "who performs operations", ("auto", "grpc", "simulated", "nccl", "hybrid")),
+    Setting("transport", "auto", str, "how tensors travel between ranks", ("auto", "grpc", "shared_memory")),
+    Setting("bind", "127.0.0.1", str, "address this worker listens on"),
+    Setting(
+        "advertise",
+        None,
+        str,
+        "host the other ranks reach this worker by; default the address of the route to the coordinator",
+    ),
+    Setting("port", DEFAULT_PORT, int, "port of a coordinator that rank 0 starts"),
+    Setting("timeout", 60.0, seconds, "seconds for a rendezvous and for each operation"),
+    Setting("heartbeat_interval", 0.5, seconds, "seconds between beats"),
+    Setting(
+        "lease",
+        3.0,
+        seconds,
+        "seconds without a frame after which a member is stalled, or dead once its stream has ended",
+    ),
+    Setting("grace", 2.0, seconds, "seconds a member whose stream ended has to resume"),
+    Setting("stall", 60.0, seconds, "seconds after which a stalled member is evicted"),
+    Setting("max_outage", 300.0, seconds, "seconds without a coordinator before that is an error"),
+    Setting("tls_ca", None, str, "file with the job's certificate authority"),
+    Setting("tls_cert", None, str, "file with this process's certificate"),
+    Setting("tls_key", None, str, "file with this process's key"),
+    Setting("token_file", None, str, "file with the job's bearer token"),
+    Setting("insecure", False, boolean, "listen beyond loopback without TLS"),
+    Setting("log_level", "WARNING", str, "of the loggers ferrorpc.*", ("DEBUG", "INFO", "WARNING", "ERROR")),
+    Setting("log_format", "text", str, "how log lines look", ("text", "json")),
+    Setting("trace_dir", None, str, "directory for Chrome traces; none are written without it"),
+)
+_BY_NAME: Final = {setting.name: setting for setting in SETTINGS}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A setting's value and where it came from: "argument", the variable's name, or "default"."""
+
+    value: Any
+    source: str
+
+
+class Config(Mapping[str, Any]):
+    """The settings of one process, read once at the edge and passed down. `config["lease"]`, `config.source("lease")`."""
+
+    def __init__(self, arguments: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> None:
+        environment = os.environ if environment is None else environment
+        given = {name: value for name, value in (arguments or {}).items() if value is not None}
+        unknown = sorted(set(given) - set(_BY_NAME))
+        if unknown:
+            raise ConfigError(f"no setting is called {', '.join(unknown)}", hint=f"settings are: {', '.join(_BY_NAME)}")
+        self._values = {setting.name: _resolve(setting, given, environment) for setting in SETTINGS}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name].value
+
+    def __iter__(self) -> Any:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def source(self, name: str) -> str:
+        """Where the value came from."""
+        return self._values[name].source
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={v.value!r}" for name, v in self._values.items() if v.source != "default")
+        return f"Config({shown})"
+
+
+def _resolve(setting: Setting, given: Mapping[str, Any], environment: Mapping[str, str]) -> Value:
+    if setting.name in given:
+        raw, source = given[setting.name], "argument"
+    elif environment.get(setting.variable):
+        raw, source = environment[setting.variable], setting.variable
+    else:
+        return Value(setting.default, "default")
+    try:
+        value = setting.parse(raw) if isinstance(raw, str) else raw
+    except ValueError as error:
+        raise ConfigError(f"{setting.variable if source != 'argument' else setting.name}={raw!r}: {error}") from None
+    if setting.choices and value not in setting.choices:
+        raise ConfigError(f"{setting.name}={value!r} (from {source}) is not one of {', '.join(setting.choices)}")
+    return Value(value, source)

@@ -1,0 +1,110 @@
+"""Work: an operation in flight, as the caller holds it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeVar
+
+from ferrorpc.errors import CollectiveTimeoutError
+from ferrorpc.guard import FOREVER, Clock
+
+Result = TypeVar("Result")
+_log = logging.getLogger("ferrorpc.work")
+
+
+class Work(Generic[Result]):
+    """The handle of an asynchronous operation. It keeps the operation's arrays alive until it is done.
+
+    `wait` may time out any number of times without consuming anything. `done` and `exception` never block. An error that
+    nobody looked at is logged once, when the handle goes.
+    """
+
+    def __init__(self, clock: Clock, label: str) -> None:
+        self.label = label
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self._done = False
+        self._observed = False
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether the operation has ended, well or badly."""
+        return self._done
+
+    def exception(self) -> BaseException | None:
+        """Its error; None when it went well or still runs."""
+        self._observed = self._observed or self._done
+        return self._error
+
+    def wait(self, timeout: float | None = None) -> Result:
+        """The result, as soon as there is one.
+
+        Args:
+            timeout: seconds; None waits as long as the operation's own deadline allows.
+
+        Raises:
+            CollectiveTimeoutError: it still runs after `timeout`; it goes on, and wait may be called again.
+            FerroError: whatever ended the operation.
+        """
+        if not self._done:
+            parker = self._clock.parker()
+            self.on_done(parker.unpark)
+            until = FOREVER if timeout is None else self._clock.now() + timeout
+            while not self._done:
+                if not parker.park(until) and not self._done:
+                    raise CollectiveTimeoutError(
+                        [], f"{self.label} still runs after {timeout:g} s", hint="call wait() again: nothing was lost"
+                    )
+        self._observed = True
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def __await__(self) -> Generator[Any, None, Result]:
+        loop = asyncio.get_running_loop()
+        event = asyncio.Event()
+        self.on_done(lambda: _signal(loop, event))
+        yield from event.wait().__await__()
+        return self.wait()
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` (which must not block) once the operation has ended; at once if it has."""
+        with self._lock:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def complete(self, result: Result) -> None:
+        """For the driver: the operation went well."""
+        self._result = result
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """For the driver: the operation failed."""
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._done = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def __del__(self) -> None:
+        if getattr(self, "_error", None) is not None and not self._observed:
+            _log.error("%s failed and nobody looked at it: %s", self.label, self._error)
+
+    def __repr__(self) -> str:
+        state = "running" if not self._done else "failed" if self._error is not None else "done"
+        return f"<Work {self.label}: {state}>"
+
+
+def _signal(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    loop.call_soon_threadsafe(event.set)
