@@ -1,8 +1,8 @@
 """A transport carries the frames of one generation between its ranks. Nothing here knows what a collective is.
 
 Three nouns. A `Key` names one operation of the generation. A `Frame` is one chunk of one message of it, as it arrived
-(both in wire/frames.py). A `Box` (mailbox.py) is where an operation's frames, grants and probe answers wait on the receiving rank until the one driver
-of that operation takes them.
+(both in wire/frames.py). A `Box` (mailbox.py) is where an operation's frames, grants and probe answers wait on the receiving
+rank until the one driver of that operation takes them.
 
 Credit: the first EAGER_CHUNKS chunks of each message may always go; the rest go once the receiver has granted it, which it
 does when it has entered the operation. So what both sides have entered is never blocked by what one has, and memory is
