@@ -1,0 +1,129 @@
+"""The transport between ranks of one process: a frame is copied once and put into the peer's mailbox.
+
+It can be made slow on purpose: with a `Faults` object every message takes a random time, drawn from a seed, and still
+arrives in order with the others of its pair, as on a TCP stream. On a virtual clock that replays every interleaving.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from ferrorpc.guard import Clock, Latch
+from ferrorpc.transports.base import Transport
+from ferrorpc.transports.mailbox import Mailbox
+from ferrorpc.wire.frames import Frame, Header, Key
+
+
+class Faults(Protocol):
+    """What may be done to messages between ranks of one process."""
+
+    def delay(self, random: random.Random, source: int, target: int) -> float:
+        """Seconds this message takes from `source` to `target`."""
+
+
+class Network:
+    """What the ranks of one in-process world share: who can be reached, and how long it takes."""
+
+    def __init__(self, clock: Clock, faults: Faults | None, seed: int) -> None:
+        self._clock = clock
+        self._faults = faults
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+        self._members: dict[int, InprocTransport] = {}
+        self._arrivals: dict[tuple[int, int], float] = {}
+
+    def join(self, transport: InprocTransport) -> None:
+        """A rank can be reached."""
+        with self._lock:
+            self._members[transport.rank] = transport
+
+    def leave(self, rank: int) -> None:
+        """A rank can be reached no more."""
+        with self._lock:
+            self._members.pop(rank, None)
+
+    def find(self, rank: int) -> InprocTransport | None:
+        """The rank's end, or None when it has left or not come yet."""
+        return self._members.get(rank)
+
+    def carry(self, source: int, target: int, action: Callable[[], None]) -> None:
+        """Runs `action` at the target: at once, or when the message has travelled. Order within a pair is kept."""
+        if self._faults is None:
+            action()
+            return
+        with self._lock:
+            when = self._clock.now() + self._faults.delay(self._random, source, target)
+            when = max(when, self._arrivals.get((source, target), 0.0))
+            self._arrivals[source, target] = when
+        self._clock.call_at(when, action)
+
+
+class InprocTransport(Transport):
+    """One rank's end of a `Network`.
+
+    Args:
+        on_link_lost: told (peer, reason) when something is sent to a rank that has left.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        network: Network,
+        mailbox: Mailbox,
+        latch: Latch,
+        on_link_lost: Callable[[int, str], None],
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.mailbox = mailbox
+        self._network = network
+        self._latch = latch
+        self._on_link_lost = on_link_lost
+        network.join(self)
+
+    def send(
+        self,
+        peer: int,
+        key: Key,
+        header: Header,
+        offset: int,
+        payload: np.ndarray[Any, Any] | None,
+        room: Callable[[], None],
+    ) -> bool:
+        self._latch.check()
+        data = memoryview(b"" if payload is None else payload.tobytes())
+        frame = Frame(key, self.rank, header, offset, data)
+        self._carry(peer, lambda end: end.mailbox.deliver(frame), needed=True)
+        return True
+
+    def grant(self, peer: int, key: Key, slot: int) -> None:
+        self._carry(peer, lambda end: end.mailbox.granted(self.rank, key, slot), needed=False)
+
+    def probe(self, peer: int, key: Key, signature: str) -> None:
+        self._carry(peer, lambda end: end.answer(self.rank, key, signature), needed=True)
+
+    def answer(self, peer: int, key: Key, signature: str) -> None:
+        """A probe has come: the answer goes back the way it came."""
+        standing = self.mailbox.standing(key, signature)
+        self._carry(peer, lambda end: end.mailbox.probe_answered(self.rank, key, *standing), needed=False)
+
+    def _carry(self, peer: int, action: Callable[[InprocTransport], None], needed: bool) -> None:
+        if needed and self._network.find(peer) is None:
+            self._on_link_lost(peer, f"rank {peer} has left")
+            return
+
+        def arrive() -> None:
+            end = self._network.find(peer)
+            if end is not None:
+                action(end)
+
+        self._network.carry(self.rank, peer, arrive)
+
+    def close(self, timeout: float) -> None:
+        self._network.leave(self.rank)

@@ -1,0 +1,219 @@
+"""Where messages wait on the receiving rank until the operation they belong to takes them.
+
+Reader threads put frames, grants and probe answers in; the one driver of each operation takes them out. Three rules keep
+strange messages from doing harm. A frame for an operation that this rank has not entered waits (credit bounds how much can).
+A frame whose signature differs from the local call is reported at once, whether it came before, during or after that call:
+finished operations leave their signature in a bounded history for that. Anything for an operation older than the history
+is dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from ferrorpc.errors import CollectiveMismatchError, FerroError
+from ferrorpc.transports.base import CHUNK_BYTES, EAGER_CHUNKS, POINT_TO_POINT
+from ferrorpc.transports.pairwise import Inbound, Post
+from ferrorpc.v1 import transport_pb2
+from ferrorpc.wire.frames import Frame, Key
+
+HISTORY: Final = 4096
+"""Finished operations whose signature is remembered."""
+
+SAME: Final = int(transport_pb2.STANDING_SAME)
+DIFFERENT: Final = int(transport_pb2.STANDING_DIFFERENT)
+ABSENT: Final = int(transport_pb2.STANDING_ABSENT)
+FINISHED: Final = int(transport_pb2.STANDING_FINISHED)
+
+
+class Standing(NamedTuple):
+    """Where a rank stands in an operation, as it answers a probe."""
+
+    standing: int
+    signature: str
+    last_number: int
+    last_signature: str
+
+
+def _nobody() -> None:
+    """The wake of a box that no driver has taken yet."""
+
+
+class Box:
+    """What has arrived for one operation. Filled by reader threads, emptied by the operation's driver."""
+
+    __slots__ = ("answers", "frames", "granted", "signature", "ungranted", "wake")
+
+    def __init__(self) -> None:
+        self.signature: str | None = None
+        """The local call's; None until this rank has entered."""
+        self.wake: Callable[[], None] = _nobody
+        self.frames: dict[tuple[int, int], deque[Frame]] = {}
+        """Chunks by (source, slot), in order."""
+        self.granted: set[tuple[int, int]] = set()
+        """(peer, slot) of messages whose later chunks may go."""
+        self.ungranted: deque[tuple[int, int]] = deque()
+        """(source, slot) of long messages that wait for this rank's grant."""
+        self.answers: dict[int, Standing] = {}
+        """What each peer said to the last probe."""
+
+    def put(self, frame: Frame) -> None:
+        """Appends a chunk."""
+        place = (frame.source, frame.header.slot)
+        queue = self.frames.get(place)
+        if queue is None:
+            queue = self.frames[place] = deque()
+        queue.append(frame)
+        if frame.offset == 0 and frame.header.total > EAGER_CHUNKS * CHUNK_BYTES:
+            self.ungranted.append(place)
+
+
+class Mailbox:
+    """All boxes of one rank in one generation.
+
+    Args:
+        rank: own world rank, for messages.
+        report: breaks the generation with an error; must not block.
+    """
+
+    def __init__(self, rank: int, report: Callable[[FerroError], None]) -> None:
+        self.rank = rank
+        self._report = report
+        self._lock = threading.Lock()
+        self._boxes: dict[Key, Box] = {}
+        self._history: OrderedDict[Key, str] = OrderedDict()
+        self._last: dict[tuple[int, int], tuple[int, str]] = {}
+        self._sending: dict[tuple[Key, int, int], Box] = {}
+        self._inbound: dict[tuple[int, int, int], Inbound] = {}
+
+    def enter(self, key: Key, signature: str, wake: Callable[[], None]) -> Box:
+        """This rank has called the operation: its box, with whatever came early."""
+        with self._lock:
+            box = self._boxes.get(key)
+            if box is None:
+                box = self._boxes[key] = Box()
+            box.signature, box.wake = signature, wake
+            if key.number >= self._last.get((key.group, key.stream), (0, ""))[0]:
+                self._last[key.group, key.stream] = key.number, signature
+            early = [queue[0] for queue in box.frames.values() if queue[0].header.signature != signature]
+        if early:
+            self._mismatch(key, signature, early[0].source, early[0].header.signature)
+        return box
+
+    def leave(self, key: Key) -> None:
+        """The operation is over on this rank; its signature stays in the history."""
+        with self._lock:
+            box = self._boxes.pop(key, None)
+            if box is not None and box.signature is not None:
+                self._history[key] = box.signature
+                if len(self._history) > HISTORY:
+                    self._history.popitem(last=False)
+
+    def deliver(self, frame: Frame) -> None:
+        """A chunk arrived. Called by reader threads; never blocks."""
+        key = frame.key
+        if key.stream == POINT_TO_POINT:
+            with self._lock:
+                self._inbound_of(key.group, frame.source, frame.header.slot).put(frame)
+            return
+        with self._lock:
+            box = self._boxes.get(key)
+            if box is None:
+                finished = self._history.get(key)
+                if finished is None and key.number > self._forgotten(key):
+                    box = self._boxes[key] = Box()
+            if box is not None:
+                box.put(frame)
+                finished = box.signature
+                wake = box.wake
+        if finished is not None and finished != frame.header.signature:
+            self._mismatch(key, finished, frame.source, frame.header.signature)
+        if box is not None:
+            wake()
+
+    def _forgotten(self, key: Key) -> int:
+        """Operations of program order up to this number are older than the history. Other streams skip numbers freely."""
+        if key.stream != 0:
+            return -1
+        return self._last.get((key.group, key.stream), (0, ""))[0] - HISTORY
+
+    def granted(self, peer: int, key: Key, slot: int) -> None:
+        """`peer` has entered the operation: the rest of message `slot` may go to it."""
+        with self._lock:
+            box = self._sending.get((key, peer, slot)) if key.stream == POINT_TO_POINT else self._boxes.get(key)
+            if box is None:
+                return
+            box.granted.add((peer, slot))
+        box.wake()
+
+    def standing(self, key: Key, signature: str) -> Standing:
+        """The answer to a peer's probe: where this rank stands in that operation."""
+        with self._lock:
+            box = self._boxes.get(key)
+            entered = box.signature if box is not None else None
+            finished = self._history.get(key)
+            last_number, last_signature = self._last.get((key.group, key.stream), (0, ""))
+        mine = entered if entered is not None else finished
+        if mine is None:
+            passed = key.stream == 0 and last_number >= key.number
+            return Standing(FINISHED if passed else ABSENT, "", last_number, last_signature)
+        if mine != signature:
+            return Standing(DIFFERENT, mine, last_number, last_signature)
+        return Standing(SAME if entered is not None else FINISHED, mine, last_number, last_signature)
+
+    def probe_answered(self, peer: int, key: Key, standing: int, signature: str, last_number: int, last_signature: str) -> None:
+        """`peer` said where it stands; a difference is a mismatch although no frame of it ever came."""
+        with self._lock:
+            box = self._boxes.get(key)
+            if box is None or box.signature is None:
+                return
+            box.answers[peer] = Standing(standing, signature, last_number, last_signature)
+            mine = box.signature
+        if standing == DIFFERENT and signature != mine:
+            self._mismatch(key, mine, peer, signature)
+
+    def failed(self, error: FerroError) -> None:
+        """A lane met something that ends the generation, such as bytes that are no frame."""
+        self._report(error)
+
+    def start_sending(self, key: Key, peer: int, slot: int, box: Box) -> None:
+        """A point-to-point message goes out; grants for it go to this box."""
+        with self._lock:
+            self._sending[key, peer, slot] = box
+
+    def stop_sending(self, key: Key, peer: int, slot: int) -> None:
+        """The message has gone."""
+        with self._lock:
+            self._sending.pop((key, peer, slot), None)
+
+    def post(self, group: int, source: int, tag: int, post: Post) -> None:
+        """A recv waits for the next message of (source, tag)."""
+        with self._lock:
+            self._inbound_of(group, source, tag).add(post)
+
+    def take(self, group: int, source: int, tag: int, post: Post) -> None:
+        """The recv has its message, whole."""
+        with self._lock:
+            self._inbound_of(group, source, tag).take(post)
+
+    def unpost(self, group: int, source: int, tag: int, post: Post) -> None:
+        """The recv gives up: its message, whole or in part, is kept for the next one."""
+        with self._lock:
+            self._inbound_of(group, source, tag).give_back(post)
+
+    def _inbound_of(self, group: int, source: int, tag: int) -> Inbound:
+        place = (group, source, tag)
+        inbound = self._inbound.get(place)
+        if inbound is None:
+            inbound = self._inbound[place] = Inbound()
+        return inbound
+
+    def _mismatch(self, key: Key, mine: str, peer: int, theirs: str) -> None:
+        where = f"operation {key.number}" + (f" of group {key.group:x}" if key.group else "")
+        text = (
+            f"ranks {self.rank} and {peer} disagree about {where}: rank {self.rank} called {mine}, rank {peer} called {theirs}"
+        )
+        self._report(CollectiveMismatchError({self.rank: mine, peer: theirs}, text, number=key.number))
