@@ -23,18 +23,19 @@ class Execution(ABC):
     """One operation on one rank, from entry to result.
 
     Attributes:
-        label: for explanations and errors, such as "all_reduce(op=sum, float32[3]) #12".
         guard: its deadline and latch. The driver, not the execution, watches them.
         wake: set by the driver before the first `advance`; called from any thread when `advance` may get further.
         results: the arrays in storage dtypes, once `advance` returned True; empty where this rank gets nothing.
         specs: what each result holds.
     """
 
-    label: str
     guard: Guard
     wake: Callable[[], None]
     results: list[np.ndarray[Any, Any]]
     specs: list[TensorSpec]
+
+    timeout_breaks = True
+    """Whether its deadline ends the generation; a recv's does not."""
 
     @abstractmethod
     def advance(self) -> bool:
@@ -44,6 +45,11 @@ class Execution(ABC):
             FerroError: the operation failed on this rank; the driver reports it and breaks the generation, unless it is a
                 UsageError, which concerns this rank alone.
         """
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """For explanations and errors, such as "all_reduce(op=sum, float32[3]) #12"."""
 
     @abstractmethod
     def waiting_on(self) -> list[int]:

@@ -35,21 +35,36 @@ class Network:
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._members: dict[int, InprocTransport] = {}
+        self._left: set[int] = set()
+        self._early: dict[int, list[Callable[[InprocTransport], None]]] = {}
         self._arrivals: dict[tuple[int, int], float] = {}
 
     def join(self, transport: InprocTransport) -> None:
-        """A rank can be reached."""
+        """A rank can be reached; it gets what was sent to it before it came."""
         with self._lock:
             self._members[transport.rank] = transport
+            early = self._early.pop(transport.rank, [])
+        for action in early:
+            action(transport)
 
     def leave(self, rank: int) -> None:
         """A rank can be reached no more."""
         with self._lock:
             self._members.pop(rank, None)
+            self._left.add(rank)
 
-    def find(self, rank: int) -> InprocTransport | None:
-        """The rank's end, or None when it has left or not come yet."""
-        return self._members.get(rank)
+    def has_left(self, rank: int) -> bool:
+        """Whether the rank was here and is gone."""
+        return rank in self._left
+
+    def arrive(self, target: int, action: Callable[[InprocTransport], None]) -> None:
+        """A message is at its target: now, or when the target comes; never, if it has left."""
+        with self._lock:
+            end = self._members.get(target)
+            if end is None and target not in self._left:
+                self._early.setdefault(target, []).append(action)
+        if end is not None:
+            action(end)
 
     def carry(self, source: int, target: int, action: Callable[[], None]) -> None:
         """Runs `action` at the target: at once, or when the message has travelled. Order within a pair is kept."""
@@ -114,16 +129,10 @@ class InprocTransport(Transport):
         self._carry(peer, lambda end: end.mailbox.probe_answered(self.rank, key, *standing), needed=False)
 
     def _carry(self, peer: int, action: Callable[[InprocTransport], None], needed: bool) -> None:
-        if needed and self._network.find(peer) is None:
+        if needed and self._network.has_left(peer):
             self._on_link_lost(peer, f"rank {peer} has left")
             return
-
-        def arrive() -> None:
-            end = self._network.find(peer)
-            if end is not None:
-                action(end)
-
-        self._network.carry(self.rank, peer, arrive)
+        self._network.carry(self.rank, peer, lambda: self._network.arrive(peer, action))
 
     def close(self, timeout: float) -> None:
         self._network.leave(self.rank)

@@ -1,0 +1,132 @@
+"""The backend over transports: select an algorithm, plan it, run the plan. `GrpcBackend` and `SimulatedBackend` only choose
+which transport that is."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ferrorpc.backends.base import Backend
+from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.collectives.executor import PlanPrepared
+from ferrorpc.collectives.pairwise import RecvExecution, SendExecution, SendNumbers
+from ferrorpc.collectives.select import plan_for
+from ferrorpc.coordination.base import Session
+from ferrorpc.errors import SelfSendError
+from ferrorpc.guard import Guard
+from ferrorpc.transports.base import Transport
+from ferrorpc.types import TensorSpec, dtype_of
+from ferrorpc.wire.frames import Key
+
+BARRIER_STREAM = 0xFFFFFFFE
+"""The stream of `Backend.barrier`, apart from the operations that a ProcessGroup numbers."""
+
+Array = np.ndarray[Any, Any]
+
+
+class MessageBackend(Backend):
+    """Every operation as messages between ranks.
+
+    Args:
+        transport: the lanes of this generation.
+        session: the line to the coordinator.
+        timeout: seconds an operation may take where none are given.
+        ranks: world ranks of the group, in group order; None for the world.
+        group_id: 0 for the world.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        session: Session,
+        *,
+        timeout: float = 60.0,
+        ranks: Sequence[int] | None = None,
+        group_id: int = 0,
+    ) -> None:
+        self.transport = transport
+        self.session: Session | None = session
+        self.latch = session.membership.latch
+        self.clock = session.clock
+        self.timeout = timeout
+        self.group_id = group_id
+        self.world_ranks = tuple(range(transport.size)) if ranks is None else tuple(ranks)
+        self.size = len(self.world_ranks)
+        self.rank = self.world_ranks.index(transport.rank)
+        self._sends = SendNumbers()
+        self._barriers = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def guard(self, timeout: float | None) -> Guard:
+        """Deadline and latch of an operation that begins now."""
+        return Guard(self.clock, self.latch, self.timeout if timeout is None else timeout)
+
+    def prepare(self, call: Call) -> Prepared:
+        return PlanPrepared(self.transport, self.world_ranks, self.rank, call, plan_for(call, self.rank, self.size))
+
+    def start_send(self, data: Array, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
+        self._refuse_self(dst)
+        with self._lock:
+            number = self._sends.next(dst, tag)
+        return SendExecution(self.transport, self.group_id, number, data, spec, self.world_ranks[dst], tag, guard)
+
+    def start_recv(self, src: int, tag: int, out: Array | None, spec: TensorSpec | None, guard: Guard) -> Execution:
+        self._refuse_self(src)
+        return RecvExecution(self.transport, self.group_id, self.world_ranks[src], tag, out, spec, guard)
+
+    def _refuse_self(self, peer: int) -> None:
+        if peer == self.rank:
+            raise SelfSendError(f"rank {peer} cannot send to or receive from itself")
+
+    def send(self, data: Array, dst: int, tag: int = 0) -> None:
+        contiguous = np.ascontiguousarray(data).reshape(data.shape)
+        spec = TensorSpec(dtype_of(contiguous.dtype), contiguous.shape)
+        self.run(self.start_send(contiguous, spec, dst, tag, self.guard(None)))
+
+    def recv(self, src: int, tag: int = 0, out: Array | None = None, timeout: float | None = None) -> Array:
+        spec = None if out is None else TensorSpec(dtype_of(out.dtype), out.shape)
+        target = out if out is None or out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+        execution = self.start_recv(src, tag, target, spec, self.guard(timeout))
+        result = self.run(execution)[0]
+        if out is None or result is out:
+            return result
+        out[...] = result
+        return out
+
+    def barrier(self, timeout: float | None = None) -> None:
+        with self._lock:
+            number = next(self._barriers)
+        prepared = self.prepare(Call(Operation.BARRIER))
+        self.run(prepared.start(Key(self.group_id, BARRIER_STREAM, number), [], None, self.guard(timeout)))
+
+    def split(self, ranks: Sequence[int], group_id: int) -> MessageBackend:
+        """The subgroup of these group ranks, on the same lanes."""
+        world = [self.world_ranks[rank] for rank in ranks]
+        return _Subgroup(self, world, group_id)
+
+    def close(self) -> None:
+        self.transport.close(timeout=0.8)
+
+
+class _Subgroup(MessageBackend):
+    """Part of a world, on the world's lanes: closing it frees nothing."""
+
+    def __init__(self, parent: MessageBackend, world: Sequence[int], group_id: int) -> None:
+        if parent.session is None:
+            raise AssertionError("a message backend always has a session")
+        super().__init__(parent.transport, parent.session, timeout=parent.timeout, ranks=world, group_id=group_id)
+        self.latch = parent.latch
+        self._parent = parent
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """As its parent's."""
+        return self._parent.name
+
+    def close(self) -> None:
+        """The lanes belong to the world."""

@@ -1,0 +1,74 @@
+"""A whole world in one process: for tests, for trying things out, and for replaying schedules from a seed."""
+
+from __future__ import annotations
+
+from ferrorpc.backends.base import Backend
+from ferrorpc.backends.message import MessageBackend
+from ferrorpc.coordination.base import Session
+from ferrorpc.coordination.local import LocalWorld
+from ferrorpc.errors import InvalidWorldSizeError
+from ferrorpc.guard import SYSTEM_CLOCK, Clock
+from ferrorpc.transports.inproc import Faults, InprocTransport, Network
+from ferrorpc.transports.mailbox import Mailbox
+
+
+class Lanes:
+    """The networks of a simulated world: a new one for each generation, so that nothing of the last can arrive."""
+
+    def __init__(self, clock: Clock, faults: Faults | None, seed: int) -> None:
+        self._clock = clock
+        self._faults = faults
+        self._seed = seed
+        self._networks: dict[int, Network] = {}
+
+    def of(self, generation: int) -> Network:
+        """The network of a generation."""
+        network = self._networks.get(generation)
+        if network is None:
+            fresh = Network(self._clock, self._faults, self._seed + generation)
+            network = self._networks.setdefault(generation, fresh)
+        return network
+
+
+class SimulatedBackend(MessageBackend):
+    """One rank of an in-process world. Make all ranks at once with `create_group`; use each from a thread of its own."""
+
+    name = "simulated"
+
+    def __init__(self, session: Session, lanes: Lanes, timeout: float) -> None:
+        assignment = session.membership.assignment
+        mailbox = Mailbox(assignment.rank, session.report)
+        transport = InprocTransport(
+            assignment.rank,
+            assignment.size,
+            lanes.of(assignment.generation),
+            mailbox,
+            session.membership.latch,
+            session.report_link_lost,
+        )
+        super().__init__(transport, session, timeout=timeout)
+        self._lanes = lanes
+        self._line = session
+
+    @staticmethod
+    def create_group(
+        size: int, *, clock: Clock | None = None, faults: Faults | None = None, seed: int = 0, timeout: float = 60.0
+    ) -> list[Backend]:
+        """The backends of ranks 0 to size - 1 of a new world.
+
+        Args:
+            size: world size, at least 1.
+            clock: what all waits go through; the real clock by default.
+            faults: delays of messages, drawn from `seed`.
+            timeout: seconds an operation may take where none are given.
+        """
+        if size < 1:
+            raise InvalidWorldSizeError(f"a world of {size} ranks cannot be")
+        chosen = SYSTEM_CLOCK if clock is None else clock
+        world = LocalWorld(size, clock=chosen)
+        lanes = Lanes(chosen, faults, seed)
+        return [SimulatedBackend(world.session(rank), lanes, timeout) for rank in range(size)]
+
+    def renew(self, timeout: float) -> SimulatedBackend:
+        self._line.rejoin(timeout)
+        return SimulatedBackend(self._line, self._lanes, self.timeout)

@@ -1,0 +1,274 @@
+"""Who advances executions: the caller's thread for a blocking call, one progress thread for all asynchronous ones.
+
+Both do the same. They advance, and park until the execution is woken, its generation ends, or a timer is due: after
+PROBE_SECONDS without progress the peers waited on are asked where they stand, after EXPLAIN_SECONDS the wait is explained in
+the log, and at the deadline the operation fails. A failure is reported first, and what is raised is the first cause that
+the coordinator kept, so that every rank raises the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from ferrorpc.collectives.execution import Execution
+from ferrorpc.errors import FerroError, UsageError
+from ferrorpc.guard import FOREVER, Clock, Parker
+from ferrorpc.work import Work
+
+PROBE_SECONDS: Final = 0.25
+EXPLAIN_SECONDS: Final = 5.0
+VERDICT_SECONDS: Final = 1.5
+"""How long a failure waits for the coordinator's first cause before the rank's own error is raised."""
+
+_log = logging.getLogger("ferrorpc.collectives")
+
+
+class Patience:
+    """When the next timer of a waiting execution is due, and what it does."""
+
+    __slots__ = ("_execution", "_explain_at", "_probe_at", "_step")
+
+    def __init__(self, execution: Execution) -> None:
+        guard = execution.guard
+        self._execution = execution
+        self._step = min(PROBE_SECONDS, guard.seconds / 2)
+        self._probe_at = guard.started + self._step
+        self._explain_at = guard.started + EXPLAIN_SECONDS
+
+    def due(self) -> float:
+        """Clock time of the next timer."""
+        return min(self._execution.guard.deadline, self._probe_at, self._explain_at)
+
+    def progressed(self) -> None:
+        """Something arrived: the next probe can wait."""
+        self._probe_at = self._execution.guard.clock.now() + self._step
+
+    def act(self) -> None:
+        """A timer is due.
+
+        Raises:
+            FerroError: it was the deadline.
+        """
+        execution, now = self._execution, self._execution.guard.clock.now()
+        if now >= execution.guard.deadline:
+            raise execution.timeout_error()
+        if now >= self._probe_at:
+            execution.probe()
+            self._probe_at = now + max(self._step, (now - execution.guard.started) / 4)
+        if now >= self._explain_at:
+            _log.warning("after %.0f s, %s", execution.guard.waited, execution.explain())
+            self._explain_at = now + 2 * execution.guard.waited
+
+
+def breaks(execution: Execution, error: FerroError) -> bool:
+    """Whether this failure ends the generation, or concerns this rank alone."""
+    if isinstance(error, UsageError):
+        return False
+    return execution.timeout_breaks or not isinstance(error, TimeoutError)
+
+
+def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.ndarray[Any, Any]]:
+    """Drives one execution on this thread; returns its results.
+
+    Raises:
+        FerroError: the first cause of the generation's end, this rank's timeout, or a UsageError of this call.
+    """
+    guard = execution.guard
+    parker = guard.clock.parker()
+    execution.wake = parker.unpark
+    try:
+        guard.latch.check()
+        if not execution.advance():
+            _wait(execution, parker)
+    except FerroError as error:
+        if guard.latch.cause is not None or not breaks(execution, error):
+            raise
+        raise verdict(execution, error, abort, parker) from None
+    except Exception as bug:
+        abort(FerroError(f"{execution.label}: {bug!r}"))
+        raise
+    finally:
+        execution.finish()
+    return execution.results
+
+
+def _wait(execution: Execution, parker: Parker) -> None:
+    latch = execution.guard.latch
+    patience = Patience(execution)
+    ticket = latch.watch(parker.unpark)
+    try:
+        while True:
+            woken = parker.park(patience.due())
+            latch.check()
+            if not woken:
+                patience.act()
+            elif execution.advance():
+                return
+            else:
+                patience.progressed()
+    finally:
+        latch.forget(ticket)
+
+
+def verdict(execution: Execution, error: FerroError, abort: Callable[[FerroError], None], parker: Parker) -> FerroError:
+    """Reports a failure and returns what to raise: the first cause as soon as it is known, else the failure itself."""
+    latch = execution.guard.latch
+    until = execution.guard.clock.now() + VERDICT_SECONDS
+    ticket = latch.watch(parker.unpark)
+    abort(error)
+    while latch.cause is None and parker.park(until):
+        pass
+    latch.forget(ticket)
+    return error if latch.cause is None else latch.cause.again()
+
+
+class _Entry:
+    """One asynchronous execution."""
+
+    __slots__ = ("abort", "convert", "execution", "failure", "patience", "queued", "scheduled", "ticket", "verdict_by", "work")
+
+    def __init__(
+        self, execution: Execution, abort: Callable[[FerroError], None], convert: Callable[[Execution], Any], work: Work[Any]
+    ) -> None:
+        self.execution = execution
+        self.abort = abort
+        self.convert = convert
+        self.work = work
+        self.patience = Patience(execution)
+        self.queued = False
+        self.scheduled = False
+        self.ticket = 0
+        self.failure: FerroError | None = None
+        self.verdict_by = FOREVER
+
+    def due(self) -> float:
+        """Clock time of its next timer."""
+        return self.verdict_by if self.failure is not None else self.patience.due()
+
+
+class Progress:
+    """The thread that interleaves all asynchronous executions of one process (of one virtual world)."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._parker = clock.parker()
+        self._ready: deque[_Entry] = deque()
+        self._timers: list[tuple[float, int, _Entry]] = []
+        self._count = 0
+        self._lock = threading.Lock()
+        self._started = False
+
+    def submit(
+        self, execution: Execution, abort: Callable[[FerroError], None], convert: Callable[[Execution], Any]
+    ) -> Work[Any]:
+        """Takes an execution over. The result of the Work is `convert(execution)`, called on the progress thread."""
+        work: Work[Any] = Work(self._clock, execution.label)
+        entry = _Entry(execution, abort, convert, work)
+        execution.wake = lambda: self._wake(entry)
+        with self._lock:
+            start, self._started = not self._started, True
+        if start:
+            self._clock.start(self._run, "ferrorpc-progress")
+        entry.ticket = execution.guard.latch.watch(execution.wake)
+        self._wake(entry)
+        return work
+
+    def _wake(self, entry: _Entry) -> None:
+        if not entry.queued:
+            entry.queued = True
+            self._ready.append(entry)
+            self._parker.unpark()
+
+    def _run(self) -> None:
+        while True:
+            while self._ready:
+                entry = self._ready.popleft()
+                entry.queued = False
+                self._guarded(entry, self._step)
+            now = self._clock.now()
+            while self._timers and self._timers[0][0] <= now:
+                self._guarded(heapq.heappop(self._timers)[2], self._fire)
+            if not self._ready:
+                self._parker.park(self._timers[0][0] if self._timers else FOREVER)
+
+    def _guarded(self, entry: _Entry, act: Callable[[_Entry], None]) -> None:
+        if entry.work.done():
+            return
+        try:
+            act(entry)
+        except FerroError as error:
+            self._fail(entry, error)
+        except Exception as bug:  # noqa: BLE001  a bug in one operation must not stop all the others of the process
+            self._fail(entry, FerroError(f"{entry.execution.label}: {bug!r}"))
+
+    def _step(self, entry: _Entry) -> None:
+        """It was woken: advance it, or end it if it failed and the verdict is here."""
+        latch = entry.execution.guard.latch
+        if entry.failure is not None:
+            if latch.cause is not None:
+                self._end(entry, latch.cause.again())
+            return
+        latch.check()
+        if entry.execution.advance():
+            self._end(entry, None)
+        elif not entry.scheduled:
+            entry.scheduled = True
+            self._schedule(entry)
+        else:
+            entry.patience.progressed()
+
+    def _fire(self, entry: _Entry) -> None:
+        """A timer of it is due, or was before it progressed."""
+        if entry.failure is not None:
+            if self._clock.now() >= entry.verdict_by:
+                self._end(entry, entry.failure)
+            return
+        if self._clock.now() >= entry.patience.due():
+            entry.patience.act()
+        self._schedule(entry)
+
+    def _schedule(self, entry: _Entry) -> None:
+        self._count += 1
+        heapq.heappush(self._timers, (entry.due(), self._count, entry))
+
+    def _fail(self, entry: _Entry, error: FerroError) -> None:
+        if entry.execution.guard.latch.cause is not None or not breaks(entry.execution, error):
+            self._end(entry, error)
+            return
+        entry.failure = error
+        entry.verdict_by = self._clock.now() + VERDICT_SECONDS
+        self._schedule(entry)
+        entry.abort(error)
+
+    def _end(self, entry: _Entry, error: FerroError | None) -> None:
+        entry.execution.guard.latch.forget(entry.ticket)
+        entry.execution.finish()
+        if error is not None:
+            entry.work.fail(error)
+            return
+        try:
+            result = entry.convert(entry.execution)
+        except FerroError as problem:
+            entry.work.fail(problem)
+        else:
+            entry.work.complete(result)
+
+
+_create = threading.Lock()
+
+
+def progress_of(clock: Clock) -> Progress:
+    """The progress thread of this clock: one a process, one a virtual world. Kept on the clock, so that it goes with it."""
+    found: Progress | None = getattr(clock, "progress", None)
+    if found is None:
+        with _create:
+            found = getattr(clock, "progress", None) or Progress(clock)
+            vars(clock)["progress"] = found
+    return found

@@ -1,0 +1,200 @@
+"""Collectives over nothing but a backend's own blocking send and recv, so that a third party needs to write only those.
+
+The same plans, another way to run them: sends go out on a helper thread in order (a backend's send may block until its
+peer receives), receives are blocking calls on the driver's thread. Every message has a tag of its own, made from the
+operation's key and the plan's slot. Such a backend runs one operation at a time, and cannot tell a mismatch from a delay.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ferrorpc.collectives.algorithms.plan import Fold, FoldUnder, Receive, Send
+from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.collectives.select import plan_for
+from ferrorpc.collectives.workspace import Rules, Workspace
+from ferrorpc.errors import CollectiveTimeoutError, FerroError
+from ferrorpc.guard import Guard
+from ferrorpc.types import TensorSpec, dtype_of
+from ferrorpc.wire.frames import Key
+
+if TYPE_CHECKING:
+    from ferrorpc.backends.base import Backend
+
+Array = np.ndarray[Any, Any]
+
+
+def relay_tag(key: Key, slot: int) -> int:
+    """A tag that no other message between two ranks bears for a long time, apart from the users' own small ones."""
+    return 1 << 62 | (key.stream & 0xFFFF) << 46 | (key.number & 0x3FFFFFFF) << 16 | (slot & 0xFFFF)
+
+
+class Courier:
+    """Sends arrays in order on a thread of its own; its first failure is kept for the driver."""
+
+    def __init__(self, backend: Backend, guard: Guard) -> None:
+        self._backend = backend
+        self._guard = guard
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[Array, int, int]] = deque()
+        self._drained = guard.clock.parker()
+        self._busy = False
+        self.error: FerroError | None = None
+
+    def send(self, data: Array, peer: int, tag: int) -> None:
+        """Queues one array, which nobody may change any more."""
+        with self._lock:
+            self._queue.append((data, peer, tag))
+            start, self._busy = not self._busy, True
+        if start:
+            self._guard.clock.start(self._run, "ferrorpc-courier")
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._busy = False
+                    break
+                data, peer, tag = self._queue.popleft()
+            try:
+                self._backend.send(data, peer, tag)
+            except FerroError as error:
+                with self._lock:
+                    self.error = error
+                    self._queue.clear()
+        self._drained.unpark()
+
+    def drain(self) -> None:
+        """Waits until all is sent. Raises what stopped it."""
+        while self._busy:
+            if not self._drained.park(self._guard.deadline):
+                raise CollectiveTimeoutError([], f"a send took longer than {self._guard.seconds:g} s")
+        if self.error is not None:
+            raise self.error
+
+
+class RelayExecution(Execution):
+    """What the executions of this file share: they block in `advance`, so there is nobody to ask and nothing to free."""
+
+    def __init__(self, backend: Backend, guard: Guard, label: str, peers: Sequence[int]) -> None:
+        self.guard = guard
+        self.results: list[Array] = []
+        self.specs: list[TensorSpec] = []
+        self._backend = backend
+        self._label = label
+        self._peers = list(peers)
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+    def waiting_on(self) -> list[int]:
+        return [self._backend.world_ranks[peer] for peer in self._peers]
+
+    def probe(self) -> None:
+        """A backend of send and recv cannot be asked where it stands."""
+
+    def explain(self) -> str:
+        return f"{self._label} waits for ranks {self.waiting_on()}"
+
+    def timeout_error(self) -> FerroError:
+        return CollectiveTimeoutError(self.waiting_on(), f"after {self.guard.seconds:g} s, {self.explain()}")
+
+    def finish(self) -> None:
+        """Nothing is held."""
+
+    def remaining(self) -> float:
+        """Seconds left for a blocking call."""
+        return max(0.0, self.guard.deadline - self.guard.clock.now())
+
+
+class RelayPrepared(Prepared):
+    """A call with its plan, to be run over `backend.send` and `backend.recv`."""
+
+    def __init__(self, backend: Backend, call: Call) -> None:
+        self.backend = backend
+        self.call = call
+        self.rules = Rules(call, plan_for(call, backend.rank, backend.size), backend.rank, backend.size)
+
+    def start(self, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard) -> Execution:
+        return RelayCollective(self, key, inputs, outputs, guard)
+
+
+class RelayCollective(RelayExecution):
+    """One run of a plan."""
+
+    def __init__(
+        self, prepared: RelayPrepared, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard
+    ) -> None:
+        actions = prepared.rules.plan.actions
+        peers = {action.peer for action in actions if isinstance(action, Receive | Fold | FoldUnder)}
+        super().__init__(prepared.backend, guard, f"{prepared.call.signature} #{key.number}", sorted(peers))
+        self._rules = prepared.rules
+        self._key = key
+        self._workspace = Workspace(prepared.rules, inputs, outputs)
+
+    def advance(self) -> bool:
+        courier = Courier(self._backend, self.guard)
+        for action in self._rules.plan.actions:
+            if courier.error is not None:
+                raise courier.error
+            if isinstance(action, Send):
+                spec, raw = self._workspace.outgoing(action.region)
+                data = raw.copy().view(spec.dtype.storage).reshape(spec.shape)
+                courier.send(data, action.peer, relay_tag(self._key, action.slot))
+            elif isinstance(action, Receive | Fold | FoldUnder):
+                self._take(action)
+            else:
+                self._workspace.apply(action)
+        courier.drain()
+        self.results, self.specs = self._workspace.results
+        return True
+
+    def _take(self, action: Receive | Fold | FoldUnder) -> None:
+        data = self._backend.recv(action.peer, relay_tag(self._key, action.slot), timeout=self.remaining())
+        spec = TensorSpec(dtype_of(data.dtype), data.shape)
+        if data.dtype == self._rules.dtype.storage:
+            spec = TensorSpec(self._rules.dtype, data.shape)
+        self._workspace.expect(action, spec)
+        flat = np.ascontiguousarray(data).reshape(-1)
+        if self._rules.codec is not None and flat.size:
+            self._workspace.accept_encoded(action, flat)
+        else:
+            self._workspace.accept(action, spec, 0, flat)
+
+
+class RelaySend(RelayExecution):
+    """One blocking send."""
+
+    def __init__(self, backend: Backend, data: Array, dst: int, tag: int, guard: Guard) -> None:
+        super().__init__(backend, guard, f"send(to rank {backend.world_ranks[dst]}, tag={tag})", [dst])
+        self._data = data
+        self._dst = dst
+        self._tag = tag
+
+    def advance(self) -> bool:
+        self._backend.send(self._data, self._dst, self._tag)
+        return True
+
+
+class RelayRecv(RelayExecution):
+    """One blocking recv."""
+
+    timeout_breaks = False
+
+    def __init__(self, backend: Backend, src: int, tag: int, out: Array | None, guard: Guard) -> None:
+        super().__init__(backend, guard, f"recv(from rank {backend.world_ranks[src]}, tag={tag})", [src])
+        self._src = src
+        self._tag = tag
+        self._out = out
+
+    def advance(self) -> bool:
+        data = self._backend.recv(self._src, self._tag, self._out, self.remaining())
+        self.results, self.specs = [data], [TensorSpec(dtype_of(data.dtype), data.shape)]
+        return True
