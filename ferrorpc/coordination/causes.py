@@ -1,0 +1,27 @@
+"""From the first cause of a generation's end to what each of its ranks raises."""
+
+from __future__ import annotations
+
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, PeerLostError
+
+
+def cause_on(rank: int, origin: int, cause: FerroError) -> FerroError:
+    """What `rank` raises when `origin` (-1 for nobody) ended the generation with `cause`.
+
+    All ranks raise the same first cause, with one exception: only the rank whose deadline passed has timed out. The others
+    were ended by it.
+    """
+    if isinstance(cause, CollectiveTimeoutError) and rank != origin:
+        return GroupAbortedError(origin, cause.message)
+    return cause
+
+
+def link_lost(reporter: int, peer: int, reason: str) -> PeerLostError:
+    """The cause when the stream between two ranks that are both alive broke."""
+    return PeerLostError(
+        peer,
+        reason,
+        f"the data stream between rank {reporter} and rank {peer} broke: {reason}; both are alive",
+        hint="look at the network between the two; group.reform() makes new streams",
+        reporter=reporter,
+    )

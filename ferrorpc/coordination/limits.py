@@ -1,0 +1,50 @@
+"""What may be sent to a coordinator. Checked before sending, so that a request that is too large never ends a session."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from ferrorpc.errors import LimitExceededError, UsageError
+
+KEY_BYTES_MAX: Final = 512
+VALUE_BYTES_MAX: Final = 1 << 20
+PAYLOAD_BYTES_MAX: Final = 4 << 10
+FRAME_BYTES_MAX: Final = 256 << 10
+BINDINGS: Final = ("job", "session", "generation")
+_KEY: Final = re.compile(r"[!-~]+")
+
+
+def check_key(key: str) -> None:
+    """Refuses a key that no store takes.
+
+    Raises:
+        LimitExceededError: longer than 512 bytes.
+        UsageError: empty, or with characters other than printable ASCII without the blank.
+    """
+    if len(key.encode("utf-8", "surrogatepass")) > KEY_BYTES_MAX:
+        raise LimitExceededError(f"the key {key[:40]!r}... has more than {KEY_BYTES_MAX} bytes")
+    if not _KEY.fullmatch(key):
+        raise UsageError(f"key {key!r} is not made of printable ASCII without blanks", hint="use keys such as 'run/lr'")
+
+
+def check_value(value: bytes) -> None:
+    """Refuses a value larger than 1 MiB, or one that is no bytes."""
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise UsageError(
+            f"a store holds bytes, not {type(value).__name__}", hint="encode it: str.encode(), json.dumps(...).encode()"
+        )
+    if len(value) > VALUE_BYTES_MAX:
+        raise LimitExceededError(f"a value of {len(value)} bytes is larger than {VALUE_BYTES_MAX} bytes")
+
+
+def check_payload(payload: bytes) -> None:
+    """Refuses a barrier payload larger than 4 KiB."""
+    if len(payload) > PAYLOAD_BYTES_MAX:
+        raise LimitExceededError(f"a barrier payload of {len(payload)} bytes is larger than {PAYLOAD_BYTES_MAX} bytes")
+
+
+def check_binding(bind: str) -> None:
+    """Refuses what a key cannot be bound to."""
+    if bind not in BINDINGS:
+        raise UsageError(f"bind={bind!r} is not one of {', '.join(BINDINGS)}")

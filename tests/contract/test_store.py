@@ -1,0 +1,132 @@
+"""What every store does, wherever its values are."""
+
+import threading
+
+import pytest
+
+from ferrorpc.coordination.base import Store
+from ferrorpc.coordination.local import LocalWorld
+from ferrorpc.errors import LimitExceededError, StoreTimeoutError, UsageError
+
+
+@pytest.fixture(params=["local"])
+def stores(request: pytest.FixtureRequest) -> tuple[Store, Store]:
+    """The store as two members of one job see it."""
+    world = LocalWorld(2)
+    return world.session(0).store, world.session(1).store
+
+
+def test_a_value_set_by_one_is_read_by_the_other(stores):
+    ours, theirs = stores
+    ours.set("key", b"\x00value\xff")
+    assert theirs.get("key") == b"\x00value\xff"
+    theirs.set("key", b"")
+    assert ours.get("key", timeout=0) == b""
+
+
+def test_get_waits_for_the_key(stores):
+    ours, theirs = stores
+    timer = threading.Timer(0.1, lambda: theirs.set("late", b"here"))
+    timer.start()
+    assert ours.get("late", timeout=20) == b"here"
+    timer.join()
+
+
+@pytest.mark.parametrize("seconds", [0, 0.05])
+def test_a_key_nobody_sets_is_a_timeout_that_names_it(stores, seconds):
+    with pytest.raises(StoreTimeoutError, match="nobody-sets-this"):
+        stores[0].get("nobody-sets-this", timeout=seconds)
+
+
+def test_wait_returns_when_every_key_exists_and_names_those_that_do_not(stores):
+    ours, theirs = stores
+    theirs.set("a", b"1")
+    with pytest.raises(StoreTimeoutError) as caught:
+        ours.wait(["a", "b", "c"], timeout=0.05)
+    assert "'b'" in str(caught.value)
+    assert "'a'" not in str(caught.value)
+    timer = threading.Timer(0.1, lambda: (theirs.set("b", b""), theirs.set("c", b"")))
+    timer.start()
+    ours.wait(["a", "b", "c"], timeout=20)
+    timer.join()
+    assert ours.keys() == ["a", "b", "c"]
+    ours.wait([], timeout=0)
+
+
+def test_add_counts_from_zero_and_returns_the_sum(stores):
+    ours, theirs = stores
+    assert [ours.add("n"), theirs.add("n", 5), ours.add("n", -10)] == [1, 6, -4]
+    assert ours.get("n") == b"-4"
+    theirs.set("n", b"41")
+    assert ours.add("n") == 42
+
+
+def test_add_to_what_is_no_number_is_refused_and_changes_nothing(stores):
+    stores[0].set("text", b"hello")
+    with pytest.raises(UsageError):
+        stores[1].add("text")
+    assert stores[0].get("text") == b"hello"
+
+
+def test_concurrent_additions_are_all_counted(stores):
+    def count(store: Store) -> None:
+        for _ in range(50):
+            store.add("n")
+
+    threads = [threading.Thread(target=count, args=(store,)) for store in stores * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert stores[0].get("n") == b"200"
+
+
+def test_compare_set_swaps_only_what_was_expected(stores):
+    ours, theirs = stores
+    assert ours.compare_set("lock", None, b"ours")
+    assert not theirs.compare_set("lock", None, b"theirs")
+    assert not theirs.compare_set("lock", b"nobody", b"theirs")
+    assert theirs.compare_set("lock", b"ours", b"theirs")
+    assert ours.get("lock") == b"theirs"
+    assert not ours.compare_set("absent", b"", b"x")
+
+
+def test_delete_says_whether_there_was_a_key(stores):
+    ours, theirs = stores
+    ours.set("key", b"1")
+    assert theirs.delete("key")
+    assert not ours.delete("key")
+    with pytest.raises(StoreTimeoutError):
+        ours.get("key", timeout=0)
+
+
+def test_keys_are_sorted_and_chosen_by_prefix(stores):
+    for key in ("b/2", "a", "b/10", "c"):
+        stores[0].set(key, b"")
+    assert stores[1].keys("b/") == ["b/10", "b/2"]
+    assert stores[1].keys() == ["a", "b/10", "b/2", "c"]
+    assert stores[1].keys("nothing") == []
+
+
+def test_what_passes_a_limit_is_refused_and_changes_nothing(stores):
+    with pytest.raises(LimitExceededError):
+        stores[0].set("big", bytes((1 << 20) + 1))
+    with pytest.raises(LimitExceededError):
+        stores[0].set("k" * 513, b"")
+    assert stores[0].keys() == []
+    stores[0].set("k" * 512, bytes(1 << 20))
+    assert stores[1].get("k" * 512) == bytes(1 << 20)
+
+
+@pytest.mark.parametrize("key", ["", "two words", "tab\t", "ключ"])
+def test_a_key_outside_the_alphabet_is_refused(stores, key):
+    with pytest.raises(UsageError):
+        stores[0].set(key, b"")
+
+
+def test_only_bytes_are_stored_and_only_known_bindings_taken(stores):
+    with pytest.raises(UsageError):
+        stores[0].set("key", "text")
+    with pytest.raises(UsageError):
+        stores[0].set("key", b"", bind="forever")
+    assert stores[0].keys() == []
