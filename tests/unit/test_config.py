@@ -1,0 +1,58 @@
+"""Settings: where a value comes from, and what is refused."""
+
+import pytest
+
+from ferrorpc.config import SETTINGS, Config, seconds, size_bytes, world_size
+from ferrorpc.errors import ConfigError
+
+
+def test_argument_beats_variable_beats_default() -> None:
+    environment = {"FERRORPC_LEASE": "500ms", "FERRORPC_JOB": "night"}
+    config = Config({"job": "day"}, environment)
+    assert (config["job"], config.source("job")) == ("day", "argument")
+    assert (config["lease"], config.source("lease")) == (0.5, "FERRORPC_LEASE")
+    assert (config["grace"], config.source("grace")) == (2.0, "default")
+
+
+@pytest.mark.parametrize(("text", "value"), [("60", 60.0), ("0.5", 0.5), ("500ms", 0.5), ("2min", 120.0), ("1h", 3600.0)])
+def test_durations(text: str, value: float) -> None:
+    assert seconds(text) == value
+
+
+@pytest.mark.parametrize(("text", "value"), [("4MiB", 4 << 20), ("1048576", 1 << 20), ("512KiB", 1 << 19), ("1kB", 1000)])
+def test_sizes(text: str, value: int) -> None:
+    assert size_bytes(text) == value
+
+
+def test_world_sizes() -> None:
+    assert world_size("4") == (4, 4)
+    assert world_size("2:8") == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("FERRORPC_LEASE", "soon"),
+        ("FERRORPC_WORLD_SIZE", "0"),
+        ("FERRORPC_WORLD_SIZE", "4:2"),
+        ("FERRORPC_COORDINATOR", "nowhere"),
+        ("FERRORPC_COORDINATOR", "host:99999"),
+        ("FERRORPC_BACKEND", "mpi"),
+        ("FERRORPC_INSECURE", "maybe"),
+    ],
+)
+def test_a_wrong_value_names_its_variable(variable: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=variable):
+        Config(environment={variable: text})
+
+
+def test_an_unknown_argument_is_refused() -> None:
+    with pytest.raises(ConfigError, match="wrold_size"):
+        Config({"wrold_size": 4}, {})
+
+
+def test_every_setting_has_a_help_text_and_a_default_it_accepts() -> None:
+    for setting in SETTINGS:
+        assert setting.help
+        if setting.choices:
+            assert setting.default in setting.choices

@@ -1,0 +1,62 @@
+"""Errors keep their class, facts and hint, also across the wire and between threads."""
+
+import pickle
+
+import pytest
+
+from ferrorpc import errors
+from ferrorpc.errors import ErrorCode, FerroError, type_of
+
+
+@pytest.mark.parametrize("code", list(ErrorCode), ids=lambda code: code.name)
+def test_every_code_has_one_class_and_comes_back_as_it(code: ErrorCode) -> None:
+    cls = type_of[code]
+    assert cls.code is code
+    error = FerroError.restore(code, "who and what", "a hint", True, {"rank": 3})
+    assert type(error) is cls
+    assert (error.message, error.hint, error.retryable, error.fields) == ("who and what", "a hint", True, {"rank": 3})
+    assert str(error).splitlines()[-1] == "try: a hint"
+
+
+@pytest.mark.parametrize("cls", type_of.values(), ids=lambda cls: cls.__name__)
+def test_every_class_says_what_to_try(cls: type[FerroError]) -> None:
+    assert cls.default_hint
+
+
+def test_an_unknown_code_from_a_newer_peer_is_still_an_error() -> None:
+    assert type(FerroError.restore(999, "new", "", False, {})) is FerroError
+
+
+def test_the_face_of_each_structured_error() -> None:
+    assert errors.PeerLostError(2, "exit 1").rank == 2
+    assert errors.PeerLostError(2, "exit 1").reason == "exit 1"
+    assert errors.GroupAbortedError(1, "nan").cause == "nan"
+    assert errors.CollectiveMismatchError({0: "a", 1: "b"}).signatures == {0: "a", 1: "b"}
+    assert errors.CollectiveTimeoutError([3, 1], "late").waiting_on == [1, 3]
+    assert errors.BarrierTimeoutError([3], "late").missing == [3]
+    assert errors.RendezvousTimeoutError(["b-1"], "late").missing == ["b-1"]
+    assert errors.BackendUnavailableError("no GPU", "add one").hint == "add one"
+
+
+def test_timeouts_are_also_builtin_timeouts_and_config_errors_value_errors() -> None:
+    for cls in (
+        errors.RendezvousTimeoutError,
+        errors.BarrierTimeoutError,
+        errors.StoreTimeoutError,
+        errors.CollectiveTimeoutError,
+    ):
+        assert issubclass(cls, TimeoutError)
+    assert issubclass(errors.ConfigError, ValueError)
+
+
+def test_a_copy_shares_no_traceback() -> None:
+    error = errors.PeerLostError(1, "gone")
+    with pytest.raises(errors.PeerLostError):
+        raise error
+    assert error.__traceback__ is not None
+    assert error.again().__traceback__ is None
+
+
+def test_errors_survive_multiprocessing() -> None:
+    error = pickle.loads(pickle.dumps(errors.CollectiveMismatchError({0: "a", 1: "b"})))
+    assert error.signatures == {0: "a", 1: "b"}

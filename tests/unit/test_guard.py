@@ -1,0 +1,60 @@
+"""Parkers keep permits, latches trip once, guards end in time."""
+
+import threading
+import time
+
+import pytest
+
+from ferrorpc.errors import GroupAbortedError, PeerLostError
+from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Guard, Latch
+
+
+def test_a_permit_given_early_is_kept_and_counts_once() -> None:
+    parker = SYSTEM_CLOCK.parker()
+    parker.unpark()
+    parker.unpark()
+    assert parker.park(FOREVER)
+    assert not parker.park(SYSTEM_CLOCK.now() + 0.01)
+
+
+def test_a_parked_thread_wakes_for_a_permit_of_another() -> None:
+    parker = SYSTEM_CLOCK.parker()
+    SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.01, parker.unpark)
+    assert parker.park(SYSTEM_CLOCK.now() + 5.0)
+
+
+def test_a_deadline_in_the_past_does_not_wait() -> None:
+    started = time.monotonic()
+    assert not SYSTEM_CLOCK.parker().park(started - 1.0)
+    assert time.monotonic() - started < 1.0
+
+
+def test_a_latch_keeps_the_first_cause_and_calls_each_watcher_once() -> None:
+    latch = Latch()
+    calls: list[str] = []
+    latch.watch(lambda: calls.append("early"))
+    forgotten = latch.watch(lambda: calls.append("forgotten"))
+    latch.forget(forgotten)
+    assert latch.trip(PeerLostError(1, "gone"))
+    assert not latch.trip(GroupAbortedError(0, "later"))
+    latch.watch(lambda: calls.append("late"))
+    assert calls == ["early", "late"]
+    with pytest.raises(PeerLostError) as raised:
+        latch.check()
+    assert raised.value is not latch.cause
+
+
+def test_many_threads_trip_a_latch_once() -> None:
+    latch = Latch()
+    won: list[bool] = []
+    threads = [threading.Thread(target=lambda n=n: won.append(latch.trip(PeerLostError(n, "x")))) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert won.count(True) == 1
+
+
+def test_a_guard_knows_when_it_is_over() -> None:
+    assert Guard(SYSTEM_CLOCK, Latch(), 0.0).expired
+    assert not Guard(SYSTEM_CLOCK, Latch(), 60.0).expired

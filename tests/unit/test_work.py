@@ -1,0 +1,64 @@
+"""The handle of an asynchronous operation."""
+
+import asyncio
+import gc
+import logging
+
+import pytest
+
+from ferrorpc.errors import CollectiveTimeoutError, PeerLostError
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.work import Work
+
+
+def work() -> Work[int]:
+    return Work(SYSTEM_CLOCK, "all_reduce #1")
+
+
+def test_wait_may_time_out_any_number_of_times_without_consuming_the_result() -> None:
+    handle = work()
+    for _ in range(3):
+        with pytest.raises(CollectiveTimeoutError, match="still runs"):
+            handle.wait(timeout=0.01)
+    handle.complete(7)
+    assert handle.done()
+    assert [handle.wait(), handle.wait(timeout=0)] == [7, 7]
+
+
+def test_a_failed_operation_raises_in_wait_and_shows_in_exception() -> None:
+    handle = work()
+    assert handle.exception() is None
+    handle.fail(PeerLostError(1, "gone"))
+    assert isinstance(handle.exception(), PeerLostError)
+    with pytest.raises(PeerLostError):
+        handle.wait()
+
+
+def test_it_can_be_awaited() -> None:
+    async def main() -> int:
+        handle = work()
+        SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.01, lambda: handle.complete(3))
+        return await handle
+
+    assert asyncio.run(main()) == 3
+
+
+def test_an_unobserved_error_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR, "ferrorpc.work"):
+        handle = work()
+        handle.fail(PeerLostError(1, "gone"))
+        del handle
+        gc.collect()
+        watched = work()
+        watched.fail(PeerLostError(2, "gone"))
+        watched.exception()
+        del watched
+        gc.collect()
+    assert [record.getMessage().split(" failed")[0] for record in caplog.records] == ["all_reduce #1"]
+
+
+def test_repr_is_a_status_line() -> None:
+    handle = work()
+    assert repr(handle) == "<Work all_reduce #1: running>"
+    handle.complete(0)
+    assert repr(handle) == "<Work all_reduce #1: done>"

@@ -1,0 +1,135 @@
+"""Frames, grants and probe answers find their operation, and nothing strange does harm."""
+
+from ferrorpc.errors import CollectiveMismatchError, FerroError
+from ferrorpc.transports.base import CHUNK_BYTES, EAGER_CHUNKS, POINT_TO_POINT
+from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, HISTORY, SAME, Mailbox
+from ferrorpc.transports.pairwise import Post
+from ferrorpc.types import DType
+from ferrorpc.wire.frames import Frame, Header, Key
+
+
+def frame(
+    key: Key, source: int, *, slot: int = 0, signature: str = "a()", total: int = 4, offset: int = 0, size: int = 4
+) -> Frame:
+    header = Header(slot, signature, DType.UINT8, (total,), total)
+    return Frame(key, source, header, offset, memoryview(bytes(size)))
+
+
+def mailbox() -> tuple[Mailbox, list[FerroError]]:
+    reported: list[FerroError] = []
+    return Mailbox(1, reported.append), reported
+
+
+def test_a_frame_that_comes_before_the_call_waits_for_it() -> None:
+    box_of, reported = mailbox()
+    box_of.deliver(frame(Key(0, 0, 1), 0))
+    box = box_of.enter(Key(0, 0, 1), "a()", lambda: None)
+    assert [f.source for f in box.frames[0, 0]] == [0]
+    assert reported == []
+
+
+def test_a_frame_wakes_the_driver_of_its_operation_only() -> None:
+    box_of, _ = mailbox()
+    woken: list[int] = []
+    box_of.enter(Key(0, 0, 1), "a()", lambda: woken.append(1))
+    box_of.enter(Key(0, 0, 2), "a()", lambda: woken.append(2))
+    box_of.deliver(frame(Key(0, 0, 2), 0))
+    assert woken == [2]
+
+
+def test_a_different_signature_is_reported_with_both_texts_before_during_and_after_the_call() -> None:
+    for order in ("before", "during", "after"):
+        box_of, reported = mailbox()
+        key = Key(0, 0, 7)
+        if order == "before":
+            box_of.deliver(frame(key, 0, signature="b()"))
+        box_of.enter(key, "a()", lambda: None)
+        if order == "during":
+            box_of.deliver(frame(key, 0, signature="b()"))
+        box_of.leave(key)
+        if order == "after":
+            box_of.deliver(frame(key, 0, signature="b()"))
+        (error,) = reported
+        assert isinstance(error, CollectiveMismatchError)
+        assert error.signatures == {0: "b()", 1: "a()"}, order
+
+
+def test_a_late_frame_of_a_finished_call_is_dropped_when_it_agrees() -> None:
+    box_of, reported = mailbox()
+    key = Key(0, 0, 1)
+    box_of.enter(key, "a()", lambda: None)
+    box_of.leave(key)
+    box_of.deliver(frame(key, 0))
+    assert reported == []
+    assert box_of.standing(key, "a()").standing == FINISHED
+
+
+def test_frames_older_than_the_history_leave_nothing_behind() -> None:
+    box_of, reported = mailbox()
+    for number in range(1, HISTORY + 11):
+        box_of.enter(Key(0, 0, number), "a()", lambda: None)
+        box_of.leave(Key(0, 0, number))
+    box_of.deliver(frame(Key(0, 0, 3), 0, signature="b()"))
+    assert reported == []
+    assert box_of.standing(Key(0, 0, 3), "a()").standing == FINISHED
+
+
+def test_a_probe_is_answered_with_where_this_rank_stands() -> None:
+    box_of, _ = mailbox()
+    box_of.enter(Key(0, 0, 1), "a()", lambda: None)
+    assert box_of.standing(Key(0, 0, 1), "a()").standing == SAME
+    different = box_of.standing(Key(0, 0, 1), "c()")
+    assert (different.standing, different.signature) == (DIFFERENT, "a()")
+    absent = box_of.standing(Key(0, 0, 2), "a()")
+    assert (absent.standing, absent.last_number, absent.last_signature) == (ABSENT, 1, "a()")
+
+
+def test_an_answer_that_differs_is_a_mismatch_although_no_frame_came() -> None:
+    box_of, reported = mailbox()
+    box_of.enter(Key(0, 0, 1), "a()", lambda: None)
+    box_of.probe_answered(0, Key(0, 0, 1), DIFFERENT, "b()", 1, "b()")
+    assert [type(error) for error in reported] == [CollectiveMismatchError]
+
+
+def test_a_long_message_asks_for_a_grant_once() -> None:
+    box_of, _ = mailbox()
+    key, total = Key(0, 0, 1), (EAGER_CHUNKS + 2) * CHUNK_BYTES
+    box_of.deliver(frame(key, 0, total=total, size=CHUNK_BYTES))
+    box_of.deliver(frame(key, 0, total=total, offset=CHUNK_BYTES, size=CHUNK_BYTES))
+    assert list(box_of.enter(key, "a()", lambda: None).ungranted) == [(0, 0)]
+
+
+def test_messages_between_two_ranks_are_matched_in_the_order_of_the_sends() -> None:
+    box_of, _ = mailbox()
+    box_of.deliver(frame(Key(0, POINT_TO_POINT, 2), 0, slot=5))
+    first, second = Post(lambda: None), Post(lambda: None)
+    box_of.post(0, 0, 5, first)
+    box_of.post(0, 0, 5, second)
+    assert first.message is None
+    box_of.deliver(frame(Key(0, POINT_TO_POINT, 1), 0, slot=5))
+    assert (first.number, second.number) == (1, 2)
+
+
+def test_a_recv_that_gives_up_leaves_its_message_to_the_next_one() -> None:
+    box_of, _ = mailbox()
+    first, second = Post(lambda: None), Post(lambda: None)
+    box_of.post(0, 0, 5, first)
+    box_of.deliver(frame(Key(0, POINT_TO_POINT, 1), 0, slot=5, total=8))
+    box_of.deliver(frame(Key(0, POINT_TO_POINT, 2), 0, slot=5))
+    box_of.unpost(0, 0, 5, first)
+    box_of.post(0, 0, 5, second)
+    assert second.number == 1
+    box_of.deliver(frame(Key(0, POINT_TO_POINT, 1), 0, slot=5, total=8, offset=4))
+    assert second.message is not None
+    assert second.message.complete
+
+
+def test_a_recv_that_waits_in_vain_is_taken_out_of_the_queue() -> None:
+    box_of, _ = mailbox()
+    first, second = Post(lambda: None), Post(lambda: None)
+    box_of.post(0, 0, 0, first)
+    box_of.post(0, 0, 0, second)
+    box_of.unpost(0, 0, 0, first)
+    box_of.deliver(frame(Key(0, POINT_TO_POINT, 1), 0))
+    assert first.message is None
+    assert second.message is not None
