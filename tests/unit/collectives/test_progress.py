@@ -1,0 +1,166 @@
+"""Executions are advanced when woken, probed when slow, ended at their deadline, and their failures reported once."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from ferrorpc.collectives.execution import Execution
+from ferrorpc.collectives.progress import Progress, drive
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, PeerLostError, UsageError
+from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
+
+
+class Scripted(Execution):
+    """Complete after `steps` wake-ups, or failing with `error` then."""
+
+    def __init__(self, latch: Latch, *, steps: int = 0, error: Exception | None = None, seconds: float = 30.0) -> None:
+        self.guard = Guard(SYSTEM_CLOCK, latch, seconds)
+        self.results, self.specs = [], []
+        self.advances = 0
+        self.probes = 0
+        self.finished = 0
+        self._steps = steps
+        self._error = error
+
+    @property
+    def label(self) -> str:
+        return "scripted #1"
+
+    def advance(self) -> bool:
+        self.advances += 1
+        if self.advances <= self._steps:
+            SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.005, lambda: self.wake())
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def waiting_on(self) -> list[int]:
+        return [3]
+
+    def probe(self) -> None:
+        self.probes += 1
+
+    def explain(self) -> str:
+        return "waits for rank 3"
+
+    def timeout_error(self) -> FerroError:
+        return CollectiveTimeoutError([3], "too late")
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+class Never(Scripted):
+    """Waits for ever."""
+
+    def advance(self) -> bool:
+        self.advances += 1
+        return False
+
+
+def reporter(latch: Latch) -> tuple[list[FerroError], Callable[[FerroError], None]]:
+    reported: list[FerroError] = []
+
+    def report(error: FerroError) -> None:
+        reported.append(error)
+        latch.trip(error)
+
+    return reported, report
+
+
+def run(way: str, execution: Execution, report: Callable[[FerroError], None]) -> None:
+    if way == "drive":
+        drive(execution, report)
+    else:
+        Progress(SYSTEM_CLOCK).submit(execution, report, lambda done: done).wait(timeout=20.0)
+
+
+both = pytest.mark.parametrize("way", ["drive", "progress"])
+
+
+@both
+def test_it_is_advanced_once_for_each_wake_and_then_freed(way: str) -> None:
+    execution = Scripted(Latch(), steps=3)
+    run(way, execution, lambda error: None)
+    assert (execution.advances, execution.finished) == (4, 1)
+
+
+@both
+def test_at_its_deadline_it_is_reported_and_raises_its_own_timeout(way: str) -> None:
+    latch = Latch()
+    reported, report = reporter(latch)
+    execution = Never(latch, seconds=0.1)
+    with pytest.raises(CollectiveTimeoutError) as raised:
+        run(way, execution, report)
+    assert raised.value.waiting_on == [3]
+    assert [type(error) for error in reported] == [CollectiveTimeoutError]
+    assert (execution.probes >= 1, execution.finished) == (True, 1)
+
+
+@both
+def test_what_is_raised_is_the_first_cause_that_was_kept(way: str) -> None:
+    latch = Latch()
+    execution = Scripted(latch, steps=1, error=PeerLostError(2, "mine"))
+
+    def somebody_was_first(error: FerroError) -> None:
+        latch.trip(GroupAbortedError(0, "theirs"))
+
+    with pytest.raises(GroupAbortedError, match="theirs"):
+        run(way, execution, somebody_was_first)
+
+
+@both
+def test_the_end_of_the_generation_ends_the_wait(way: str) -> None:
+    latch = Latch()
+    reported, report = reporter(latch)
+    SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.02, lambda: latch.trip(PeerLostError(1, "gone")))
+    execution = Never(latch)
+    with pytest.raises(PeerLostError):
+        run(way, execution, report)
+    assert (reported, execution.finished) == ([], 1)
+
+
+@both
+def test_a_usage_error_concerns_this_rank_alone(way: str) -> None:
+    latch = Latch()
+    reported, report = reporter(latch)
+    with pytest.raises(UsageError):
+        run(way, Scripted(latch, steps=1, error=UsageError("wrong out")), report)
+    assert (reported, latch.cause) == ([], None)
+
+
+@both
+def test_nothing_starts_after_the_generation_has_ended(way: str) -> None:
+    latch = Latch()
+    latch.trip(PeerLostError(1, "gone"))
+    execution = Scripted(latch)
+    with pytest.raises(PeerLostError):
+        run(way, execution, lambda error: None)
+    assert execution.advances == 0
+
+
+def test_a_verdict_that_does_not_come_leaves_the_ranks_own_error() -> None:
+    execution = Scripted(Latch(), steps=1, error=PeerLostError(2, "mine"))
+    with pytest.raises(PeerLostError, match="mine"):
+        drive(execution, lambda error: None)
+
+
+def test_a_bug_in_one_operation_does_not_stop_the_others() -> None:
+    latch = Latch()
+    progress = Progress(SYSTEM_CLOCK)
+    reported, report = reporter(latch)
+    broken = progress.submit(Scripted(latch, error=ZeroDivisionError("a bug")), report, lambda done: done)
+    sound = progress.submit(Scripted(Latch(), steps=2), report, lambda done: 7)
+    assert sound.wait(timeout=20.0) == 7
+    with pytest.raises(FerroError, match="a bug"):
+        broken.wait(timeout=20.0)
+    assert len(reported) == 1
+
+
+def test_many_operations_in_flight_end_in_their_own_time() -> None:
+    progress = Progress(SYSTEM_CLOCK)
+    works = [progress.submit(Scripted(Latch(), steps=n % 5), lambda error: None, lambda done, n=n: n) for n in range(50)]
+    assert [work.wait(timeout=20.0) for work in works] == list(range(50))
+    assert sum(thread.name == "ferrorpc-progress" for thread in threading.enumerate()) >= 1
