@@ -1,0 +1,274 @@
+"""The one place where decisions meet the world: it owns the clock, steps the state, and carries out what was decided.
+
+    gRPC frame, call, end of stream --> event --> Coordinator.step(event, now) --> effects
+    effects: Persist -> the group being filled;  Send, Reply, Close -> out, once durable
+
+What a frame tells must never be forgotten again. So each Send, Reply and Close waits until every Persist decided before it
+(in its own step or an earlier one) is durable. While one group is being written the next is filled, and everything decided
+within one turn of the event loop shares a group. Without a journal nothing waits.
+
+Everything here runs on one event loop and runs to completion: no locks, no task per message. An exception from the state is a
+bug that may have left memory and journal apart; the driver then stops at once (`failure`), and a restart goes on from what
+is durable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from ferrorpc.errors import CoordinatorUnavailableError
+from ferrorpc.v1 import error_pb2, session_pb2
+from ferrorpc_coordinator.journal import Journal, Row
+from ferrorpc_coordinator.metrics import Counters
+from ferrorpc_coordinator.outbox import Outbox
+from ferrorpc_coordinator.state.effects import Close, Effect, Persist, Reply, Send, SendMany, UnaryResponse
+from ferrorpc_coordinator.state.events import (
+    Called,
+    Cancelled,
+    Connected,
+    Disconnected,
+    Drain,
+    Event,
+    Received,
+    Tick,
+    UnaryRequest,
+)
+
+_log = logging.getLogger("ferrorpc.coordinator.driver")
+
+Outgoing = Send | SendMany | Reply | Close
+
+
+class Decider(Protocol):
+    """What the driver needs of the state machine."""
+
+    def step(self, event: Event, now_ns: int) -> list[Effect]:
+        """Decides."""
+
+    def next_deadline(self) -> int | None:
+        """When it wants a Tick at the latest."""
+
+
+class Driver:
+    """Drives one coordinator on the running event loop.
+
+    Args:
+        decider: the state machine, already recovered.
+        journal: where Persist effects go; None keeps everything in memory.
+        counters: what is counted on the way.
+        now_ns: the monotonic clock; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        decider: Decider,
+        journal: Journal | None,
+        counters: Counters,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._decider = decider
+        self._journal = journal
+        self._counters = counters
+        self._now_ns = now_ns
+        self._outboxes: dict[int, Outbox] = {}
+        self._calls: dict[int, asyncio.Future[UnaryResponse | error_pb2.ErrorDetail]] = {}
+        self._numbers = 0
+        self._rows: dict[tuple[str, str], Row] = {}
+        self._filling = 1
+        self._written = 0
+        self._durable = 0
+        self._held: deque[tuple[int, Outgoing]] = deque()
+        self._settle_scheduled = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._armed_ns = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.failure: asyncio.Future[None] = self._loop.create_future()
+        """Fails when the coordinator cannot go on."""
+        if journal is not None:
+            journal.start(self._journal_failed)
+
+    @property
+    def sessions(self) -> int:
+        """Streams that are open."""
+        return len(self._outboxes)
+
+    def begin(self) -> None:
+        """The first step: what recovery itself decided becomes durable, and the timer is armed."""
+        self._step(Tick())
+
+    def connect(self, hello: session_pb2.Hello) -> Outbox:
+        """A new stream, whose first frame was `hello`."""
+        self._numbers += 1
+        outbox = self._outboxes[self._numbers] = Outbox(self._numbers)
+        self._step(Connected(self._numbers, hello))
+        return outbox
+
+    def receive(self, stream: int, frame: session_pb2.ClientFrame) -> None:
+        """A further frame of a stream."""
+        self._counters.frames_received += 1
+        self._step(Received(stream, frame))
+
+    def disconnect(self, stream: int) -> None:
+        """The stream has ended, whoever ended it. Later frames for it are dropped."""
+        if self._outboxes.pop(stream, None) is not None:
+            self._step(Disconnected(stream))
+
+    async def call(self, request: UnaryRequest) -> UnaryResponse | error_pb2.ErrorDetail:
+        """One unary request; the answer may be long in coming.
+
+        Raises:
+            CoordinatorUnavailableError: the coordinator ends before there is an answer.
+        """
+        self._numbers += 1
+        number = self._numbers
+        answer: asyncio.Future[UnaryResponse | error_pb2.ErrorDetail] = self._loop.create_future()
+        self._calls[number] = answer
+        self._step(Called(number, request))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._step(Cancelled(number))
+            raise
+        finally:
+            self._calls.pop(number, None)
+
+    def drain(self, within_ms: int) -> None:
+        """Tells every session that the coordinator stops within so many milliseconds."""
+        self._step(Drain(within_ms))
+
+    async def settled(self) -> None:
+        """Returns once everything decided so far is durable and handed to the streams."""
+        await self._idle.wait()
+
+    def close(self) -> None:
+        """Stops the timer, ends every stream and fails every call that is still open."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for outbox in self._outboxes.values():
+            outbox.finish()
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(CoordinatorUnavailableError("the coordinator is stopping"))
+
+    # -- deciding ------------------------------------------------------------------------------------------------------
+
+    def _step(self, event: Event) -> None:
+        if self.failure.done():
+            return
+        try:
+            effects = self._decider.step(event, self._now_ns())
+        except Exception as error:
+            self._stop(error)
+            raise
+        if self._journal is not None:
+            for effect in effects:
+                if isinstance(effect, Persist):
+                    self._rows[effect.table, effect.key] = (effect.table, effect.key, effect.value)
+        needs = self._filling if self._rows else self._written
+        for effect in effects:
+            if isinstance(effect, Persist):
+                continue
+            if needs > self._durable:
+                self._held.append((needs, effect))
+            else:
+                self._release(effect)
+        if not self._settle_scheduled:
+            self._settle_scheduled = True
+            self._idle.clear()
+            self._loop.call_soon(self._settle)
+
+    def _settle(self) -> None:
+        """Once a turn of the event loop: hands over a group of rows and arms the timer."""
+        self._settle_scheduled = False
+        self._flush()
+        self._arm()
+        self._note_idle()
+
+    def _arm(self) -> None:
+        """Sees to it that the loop wakes by the next deadline. A timer that fires too early arms itself again."""
+        deadline_ns = self._decider.next_deadline()
+        if deadline_ns is None or self.failure.done():
+            return
+        if self._timer is not None:
+            if self._armed_ns <= deadline_ns:
+                return
+            self._timer.cancel()
+        self._armed_ns = deadline_ns
+        self._timer = self._loop.call_later(max(0, deadline_ns - self._now_ns()) / 1e9, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        now_ns = self._now_ns()
+        self._counters.loop_lag.observe(max(0, now_ns - self._armed_ns) / 1e9)
+        deadline_ns = self._decider.next_deadline()
+        if deadline_ns is not None and deadline_ns > now_ns:
+            self._arm()
+            return
+        self._step(Tick())
+        if self._journal is not None:
+            self._journal.retry_reserve()
+
+    # -- durability ----------------------------------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        if self._journal is None or not self._rows or self._written > self._durable:
+            return
+        rows = list(self._rows.values())
+        self._rows.clear()
+        self._written = self._filling
+        self._filling += 1
+        self._journal.write(rows, self._journal_wrote)
+
+    def _journal_wrote(self) -> None:
+        """On the journal's thread."""
+        self._loop.call_soon_threadsafe(self._made_durable)
+
+    def _journal_failed(self, error: Exception) -> None:
+        """On the journal's thread."""
+        self._loop.call_soon_threadsafe(self._stop, error)
+
+    def _made_durable(self) -> None:
+        self._durable = self._written
+        held = self._held
+        while held and held[0][0] <= self._durable:
+            self._release(held.popleft()[1])
+        self._flush()
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._held and not self._rows and self._written == self._durable:
+            self._idle.set()
+
+    def _stop(self, error: Exception) -> None:
+        if not self.failure.done():
+            self.failure.set_exception(error)
+        self.close()
+
+    # -- carrying out --------------------------------------------------------------------------------------------------
+
+    def _release(self, effect: Outgoing) -> None:
+        if isinstance(effect, Send):
+            if effect.stream in self._outboxes:
+                self._write(effect.stream, effect.frame.SerializeToString())
+        elif isinstance(effect, SendMany):
+            for stream, data in effect.encoded():
+                self._write(stream, data)
+        elif isinstance(effect, Reply):
+            answer = self._calls.get(effect.call)
+            if answer is not None and not answer.done():
+                answer.set_result(effect.message)
+        elif effect.stream in self._outboxes:
+            self._outboxes[effect.stream].finish()
+
+    def _write(self, stream: int, data: bytes) -> None:
+        outbox = self._outboxes.get(stream)
+        if outbox is not None and not outbox.push(data):
+            _log.warning("stream %d leaves too much unread and is cut off; it may resume", stream)
+            self._loop.call_soon(self.disconnect, stream)

@@ -1,0 +1,246 @@
+"""What survives a restart: rows of (table, key, value) in SQLite, written by one thread in groups.
+
+The driver hands over everything that was decided while the last group was being written, so a slow disk makes groups
+larger instead of answers later. A group is one transaction in write-ahead mode with synchronous=FULL: when `done` is
+called, it has reached the disk.
+
+A full disk is expected to happen once. The journal keeps a reserve file beside the database and gives it up then: what was
+decided already can still be written, `full` tells the driver to refuse new writes, and the reserve is taken again once
+there is room. Any other failure to write is final (a second fsync may lie about the first): `failed` is called and the
+coordinator stops, because it must not promise what it cannot keep.
+
+Several coordinators must never write one journal, so opening takes a lock that the kernel frees when its holder dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from ferrorpc.errors import ConfigError
+
+Row = tuple[str, str, bytes | None]
+"""Table, key and value; a value of None removes the row."""
+
+SCHEMA_VERSION: Final = 1
+RESERVE_BYTES: Final = 4 << 20
+_RETRY_SECONDS: Final = 0.25
+_TRANSIENT: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY)
+_log = logging.getLogger("ferrorpc.coordinator.journal")
+
+
+class Journal:
+    """The rows on disk, and the thread that writes them.
+
+    Invariants: 1. Only one process has a journal's directory open. 2. Groups are written in the order they were given.
+    3. `done` of a group is called once, after it is durable. 4. Rows read at opening are those of a prefix of the groups.
+    """
+
+    def __init__(self, directory: Path, lock: int, connection: sqlite3.Connection, reserve_bytes: int) -> None:
+        self._directory = directory
+        self._lock = lock
+        self._connection = connection
+        self._reserve = directory / "reserve"
+        self._reserve_bytes = reserve_bytes
+        self._groups: queue.SimpleQueue[tuple[Sequence[Row], Callable[[], None]] | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.full = False
+        """Whether the disk is full: what was decided is still written, new writes ought to be refused."""
+        self.commits = 0
+        """Groups made durable since opening."""
+
+    @classmethod
+    def open(cls, directory: Path, *, reserve_bytes: int = RESERVE_BYTES) -> Journal:
+        """Opens or creates the journal in `directory`; `reserve_bytes` are set aside for the day the disk is full.
+
+        Raises:
+            ConfigError: another coordinator has it open, it cannot be written, or it is damaged.
+        """
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = _take_lock(directory)
+        except OSError as error:
+            raise ConfigError(
+                f"the data directory {directory} cannot be used: {error.strerror}", hint="give another --data-dir"
+            ) from None
+        try:
+            connection = _connect(directory / "journal.sqlite")
+        except BaseException:
+            os.close(lock)
+            raise
+        journal = cls(directory, lock, connection, reserve_bytes)
+        journal._take_reserve()
+        return journal
+
+    def rows(self) -> list[tuple[str, str, bytes]]:
+        """Everything that is durable. To be called before `start`.
+
+        Raises:
+            ConfigError: the database is damaged.
+        """
+        try:
+            return list(self._connection.execute("SELECT tab, key, value FROM rows ORDER BY tab, key"))
+        except sqlite3.DatabaseError as error:
+            raise _damaged(self._directory, error) from None
+
+    def start(self, failed: Callable[[Exception], None]) -> None:
+        """Starts the writer. `failed` is called on its thread, once, when a group can never be written."""
+        self._thread = threading.Thread(target=self._write_groups, args=(failed,), name="ferrorpc-journal", daemon=True)
+        self._thread.start()
+
+    def write(self, group: Sequence[Row], done: Callable[[], None]) -> None:
+        """Queues one group; `done` is called on the writer's thread once it is durable. Never blocks."""
+        self._groups.put((group, done))
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Writes what was queued, waiting at most `seconds`, and frees the directory."""
+        if self._thread is not None:
+            self._groups.put(None)
+            self._thread.join(seconds)
+            self._closing.set()
+            self._thread.join(2 * _RETRY_SECONDS)
+            if self._thread.is_alive():  # inside a system call that does not return: leave its connection alone
+                return
+            self._thread = None
+        self._connection.close()
+        os.close(self._lock)
+
+    def commit(self, group: Sequence[Row]) -> None:
+        """Writes one group and returns when it is durable. `write` does this on the writer's thread.
+
+        Raises:
+            sqlite3.Error: it was not written; the rows are as before.
+        """
+        removed = [(table, key) for table, key, value in group if value is None]
+        changed = [row for row in group if row[2] is not None]
+        connection = self._connection
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            connection.executemany("INSERT OR REPLACE INTO rows (tab, key, value) VALUES (?, ?, ?)", changed)
+            connection.executemany("DELETE FROM rows WHERE tab = ? AND key = ?", removed)
+            connection.execute("COMMIT")
+        except sqlite3.Error:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+        self.commits += 1
+
+    def _write_groups(self, failed: Callable[[Exception], None]) -> None:
+        while (item := self._groups.get()) is not None:
+            group, done = item
+            try:
+                written = self._commit_patiently(group)
+            except sqlite3.Error as error:
+                _log.critical("the journal in %s cannot be written: %s", self._directory, error)
+                failed(error)
+                return
+            if not written:
+                return
+            done()
+            if self.full and self._take_reserve():
+                self.full = False
+                _log.warning("there is room for the journal in %s again", self._directory)
+
+    def _commit_patiently(self, group: Sequence[Row]) -> bool:
+        """Commits, waiting out a full disk. False when the journal was closed meanwhile."""
+        while not self._closing.is_set():
+            try:
+                self.commit(group)
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode not in _TRANSIENT:
+                    raise
+                if error.sqlite_errorcode == sqlite3.SQLITE_FULL and not self.full:
+                    self.full = True
+                    _log.error("no room for the journal in %s: writes are refused until there is", self._directory)
+                    self._reserve.unlink(missing_ok=True)
+                else:
+                    time.sleep(_RETRY_SECONDS)
+            else:
+                return True
+        return False
+
+    def retry_reserve(self) -> None:
+        """While the disk is full: looks whether there is room again. Cheap; to be called about once a second."""
+        if self.full:
+            self.write((), lambda: None)
+
+    def _take_reserve(self) -> bool:
+        if self._reserve_bytes == 0:
+            return True
+        try:
+            handle = os.open(self._reserve, os.O_CREAT | os.O_RDWR, 0o600)
+        except OSError:
+            return False
+        try:
+            os.posix_fallocate(handle, 0, self._reserve_bytes)
+        except OSError:
+            self._reserve.unlink(missing_ok=True)
+            return False
+        finally:
+            os.close(handle)
+        return True
+
+
+def _take_lock(directory: Path) -> int:
+    handle = os.open(directory / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(handle)
+        raise ConfigError(
+            f"the data directory {directory} is in use by another coordinator (process {holder})",
+            hint="stop that coordinator first, or give this one another --data-dir",
+        ) from None
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+    return handle
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    # The file holds token hashes and the job's values: its owner alone may read it.
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    except OSError as error:
+        raise ConfigError(f"the journal {path} cannot be opened: {error.strerror}", hint="give another --data-dir") from None
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=16)
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA busy_timeout = 1000")
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, SCHEMA_VERSION):
+            raise ConfigError(
+                f"the journal {path} has format {version}, this version reads format {SCHEMA_VERSION}",
+                hint="run the version of ferrorpc that wrote it, or give another --data-dir",
+            )
+        if version == 0:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("CREATE TABLE IF NOT EXISTS rows (tab, key, value, PRIMARY KEY (tab, key)) WITHOUT ROWID")
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            connection.execute("COMMIT")
+    except sqlite3.DatabaseError as error:
+        with contextlib.suppress(sqlite3.Error):
+            connection.close()
+        raise _damaged(path.parent, error) from None
+    except ConfigError:
+        connection.close()
+        raise
+    return connection
+
+
+def _damaged(directory: Path, error: sqlite3.Error) -> ConfigError:
+    return ConfigError(
+        f"the journal in {directory} cannot be read: {error}",
+        hint="restore the directory from a copy, or start with an empty --data-dir (a new cluster: every member joins again)",
+    )

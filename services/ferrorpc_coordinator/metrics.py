@@ -1,0 +1,196 @@
+"""What the coordinator counts, and how Prometheus gets to read it.
+
+Counting is an addition to a plain attribute on the event loop. The Prometheus client is loaded only when a metrics port is
+given; it reads the numbers when it is scraped, on a thread of its own, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from ferrorpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
+_log = logging.getLogger("ferrorpc.coordinator.metrics")
+_BOUNDS_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+
+class Histogram:
+    """Counts of values by upper bound, as Prometheus wants them."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float] = _BOUNDS_SECONDS) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, how many were at most that), the last being "+Inf"."""
+        running, result = 0, []
+        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
+            running += count
+            result.append((bound, float(running)))
+        return result
+
+
+@dataclass
+class Counters:
+    """Everything that is counted. Written on the event loop only."""
+
+    frames_received: int = 0
+    heartbeats: int = 0
+    handled: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(method, gRPC status code) -> how many calls ended so."""
+    generations_broken: Counter[str] = field(default_factory=Counter)
+    """Error code of the first cause -> how many generations it ended."""
+    member_changes: Counter[str] = field(default_factory=Counter)
+    """State a member went into -> how often."""
+    barrier_spread: Histogram = field(default_factory=Histogram)
+    """Seconds between first and last arrival of a released barrier."""
+    loop_lag: Histogram = field(default_factory=Histogram)
+    """Seconds the event loop was late."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobGauges:
+    """What a job looks like at the moment of a scrape."""
+
+    members: Mapping[str, int]
+    generation: int
+    store_keys: int
+    store_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """What the coordinator looks like at the moment of a scrape."""
+
+    sessions: int
+    journal_commits: int
+    journal_full: bool
+    jobs: Mapping[str, JobGauges]
+
+
+class Exporter:
+    """Serves /metrics and /healthz over HTTP on a thread of its own.
+
+    Args:
+        counters: read at each scrape.
+        gauges: called at each scrape, on the HTTP server's thread; it must be safe there.
+        healthy: called for /healthz, likewise.
+    """
+
+    def __init__(self, counters: Counters, gauges: Callable[[], Gauges], healthy: Callable[[], bool]) -> None:
+        self._counters = counters
+        self._gauges = gauges
+        self._healthy = healthy
+        self._server: WSGIServer | None = None
+
+    def start(self, host: str, port: int) -> int:
+        """Listens; returns the port.
+
+        Raises:
+            ConfigError: the port cannot be bound.
+        """
+        from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+        from prometheus_client import CollectorRegistry, make_wsgi_app
+
+        class QuietHandler(WSGIRequestHandler):
+            timeout = 5.0
+
+            def log_message(self, format: str, *args: Any) -> None:
+                _log.debug(format, *args)
+
+        registry = CollectorRegistry()
+        registry.register(self)
+        metrics = make_wsgi_app(registry)
+
+        def application(environ: dict[str, Any], start_response: Any) -> Any:
+            path = environ.get("PATH_INFO", "")
+            if path == "/metrics":
+                return metrics(environ, start_response)
+            status, text = ("404 Not Found", b"see /metrics and /healthz\n")
+            if path == "/healthz":
+                status, text = ("200 OK", b"ok\n") if self._healthy() else ("503 Service Unavailable", b"draining\n")
+            start_response(status, [("Content-Type", "text/plain"), ("Content-Length", str(len(text)))])
+            return [text]
+
+        try:
+            self._server = make_server(host, port, application, WSGIServer, QuietHandler)
+        except OSError as error:
+            raise ConfigError(
+                f"the HTTP port {host}:{port} cannot be used: {error.strerror}", hint="give another --http-port"
+            ) from None
+        threading.Thread(target=self._server.serve_forever, name="ferrorpc-http", daemon=True).start()
+        return int(self._server.server_port)
+
+    def stop(self) -> None:
+        """Closes the port."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def collect(self) -> Iterator[Any]:
+        """The metric families, as a Prometheus collector yields them."""
+        yield from self._collect_counters()
+        yield from self._collect_gauges()
+
+    def describe(self) -> list[Any]:
+        """Nothing: the registry need not collect at registration."""
+        return []
+
+    def _collect_counters(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+        counters = self._counters
+        yield CounterMetricFamily("ferrorpc_session_frames", "Frames received on session streams", counters.frames_received)
+        yield CounterMetricFamily("ferrorpc_heartbeats", "Beats received", counters.heartbeats)
+        for name, text, labels, counted in (
+            ("ferrorpc_grpc_handled", "Calls ended, by method and code", ("method", "code"), counters.handled),
+            ("ferrorpc_generations_broken", "Generations ended, by first cause", ("cause",), counters.generations_broken),
+            ("ferrorpc_member_changes", "Members' changes of state", ("state",), counters.member_changes),
+        ):
+            family = CounterMetricFamily(name, text, labels=labels)
+            for key, value in list(counted.items()):
+                family.add_metric(key if isinstance(key, tuple) else (key,), value)
+            yield family
+        for name, text, histogram in (
+            ("ferrorpc_barrier_spread_seconds", "First to last arrival of released barriers", counters.barrier_spread),
+            ("ferrorpc_loop_lag_seconds", "How late the event loop was", counters.loop_lag),
+        ):
+            yield HistogramMetricFamily(name, text, buckets=histogram.buckets(), sum_value=histogram.total)
+
+    def _collect_gauges(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        now = self._gauges()
+        yield GaugeMetricFamily("ferrorpc_sessions", "Open session streams", now.sessions)
+        yield CounterMetricFamily("ferrorpc_journal_commits", "Groups made durable", now.journal_commits)
+        yield GaugeMetricFamily("ferrorpc_journal_full", "1 while the journal's disk is full", float(now.journal_full))
+        members = GaugeMetricFamily("ferrorpc_members", "Members by state", labels=("job", "state"))
+        generation = GaugeMetricFamily("ferrorpc_generation", "Newest generation", labels=("job",))
+        keys = GaugeMetricFamily("ferrorpc_store_keys", "Keys in the store", labels=("job",))
+        size = GaugeMetricFamily("ferrorpc_store_bytes", "Bytes in the store", labels=("job",))
+        for job, gauges in now.jobs.items():
+            for state, count in gauges.members.items():
+                members.add_metric((job, state), count)
+            generation.add_metric((job,), gauges.generation)
+            keys.add_metric((job,), gauges.store_keys)
+            size.add_metric((job,), gauges.store_bytes)
+        yield from (members, generation, keys, size)

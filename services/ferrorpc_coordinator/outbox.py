@@ -1,0 +1,72 @@
+"""What waits to be written to one session's stream: a bounded queue between the driver, which never blocks, and gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+OUTBOX_BYTES_MAX: Final = 8 << 20
+"""A client that leaves this much unread is cut off; it can resume and gets what it missed."""
+
+
+class Outbox:
+    """Frames in the order they were decided, as bytes.
+
+    Invariants: 1. `push` and `finish` never block. 2. What was pushed before `finish` is written before `drain` returns, unless
+    the limit was passed, in which case everything unwritten is dropped at once.
+    """
+
+    __slots__ = ("_bytes_max", "_finished", "_frames", "_held_bytes", "_waiter", "overflowed", "stream")
+
+    def __init__(self, stream: int, bytes_max: int = OUTBOX_BYTES_MAX) -> None:
+        self.stream = stream
+        self.overflowed = False
+        self._frames: deque[bytes] = deque()
+        self._held_bytes = 0
+        self._bytes_max = bytes_max
+        self._finished = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def push(self, frame: bytes) -> bool:
+        """Queues one frame. False when the reader is too slow: then nothing more is ever written."""
+        if self._finished:
+            return not self.overflowed
+        self._held_bytes += len(frame)
+        if self._held_bytes > self._bytes_max:
+            self.overflowed = True
+            self._frames.clear()
+            self.finish()
+            return False
+        self._frames.append(frame)
+        self._wake()
+        return True
+
+    def finish(self) -> None:
+        """Ends the stream after what is queued."""
+        self._finished = True
+        self._wake()
+
+    async def drain(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Writes until `finish`. The one consumer."""
+        frames = self._frames
+        while True:
+            while frames:
+                frame = frames.popleft()
+                self._held_bytes -= len(frame)
+                await write(frame)
+            if self._finished:
+                return
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,308 @@
+"""The driver over a small decider of its own: order, durability, timers, and what happens when something breaks."""
+
+import asyncio
+
+import pytest
+
+from ferrorpc.errors import CoordinatorUnavailableError
+from ferrorpc.v1 import session_pb2
+from ferrorpc_coordinator.driver import Driver
+from ferrorpc_coordinator.metrics import Counters
+from ferrorpc_coordinator.outbox import OUTBOX_BYTES_MAX
+from ferrorpc_coordinator.state.effects import Close, Persist, Reply, Send, SendMany
+from ferrorpc_coordinator.state.events import Called, Cancelled, Connected, Disconnected, Received, Tick
+
+MILLISECOND = 1_000_000
+
+
+class ScriptedDecider:
+    """Answers each event with what `script` says, and remembers what it was given."""
+
+    def __init__(self, script):
+        self.script = script
+        self.events = []
+        self.deadline = None
+
+    def step(self, event, now_ns):
+        self.events.append((event, now_ns))
+        return list(self.script(event) or ())
+
+    def next_deadline(self):
+        return self.deadline
+
+
+class ManualJournal:
+    """A journal whose groups become durable when the test says so."""
+
+    full = False
+
+    def __init__(self):
+        self.groups = []
+
+    def start(self, failed):
+        self.failed = failed
+
+    def write(self, group, done):
+        self.groups.append((list(group), done))
+
+    def retry_reserve(self):
+        pass
+
+
+def frame(text):
+    result = session_pb2.ServerFrame()
+    result.event.fenced.message = text
+    return result
+
+
+def texts(outbox):
+    return [session_pb2.ServerFrame.FromString(data).event.fenced.message for data in outbox._frames]
+
+
+def driven(test):
+    """Runs a coroutine function with `make(script, journal=None) -> (driver, decider)`."""
+
+    def run():
+        async def main():
+            drivers = []
+
+            def make(script=lambda event: (), journal=None):
+                decider = ScriptedDecider(script)
+                drivers.append(Driver(decider, journal, Counters()))
+                return drivers[-1], decider
+
+            try:
+                await asyncio.wait_for(test(make), 30)
+            finally:
+                for driver in drivers:
+                    driver.close()
+
+        asyncio.run(main())
+
+    run.__name__ = test.__name__
+    run.__doc__ = test.__doc__
+    return run
+
+
+async def turns(count=3):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@driven
+async def test_without_a_journal_nothing_waits(make):
+    def script(event):
+        if isinstance(event, Received):
+            return [Persist("t", "k", b"v"), Send(event.stream, frame("done"))]
+        return []
+
+    driver, _ = make(script)
+    outbox = driver.connect(session_pb2.Hello())
+    driver.receive(outbox.stream, session_pb2.ClientFrame())
+    assert texts(outbox) == ["done"]
+
+
+@driven
+async def test_a_frame_waits_for_every_row_decided_before_it(make):
+    answers = iter(
+        [
+            [Send(1, frame("before any row"))],
+            [Persist("t", "a", b"1"), Send(1, frame("with a"))],
+            [Send(1, frame("after a, decides no row"))],
+            [Persist("t", "b", b"2"), Send(1, frame("with b"))],
+        ]
+    )
+    journal = ManualJournal()
+    driver, _ = make(lambda event: next(answers) if isinstance(event, Received) else [], journal)
+    outbox = driver.connect(session_pb2.Hello())
+    for _ in range(3):
+        driver.receive(1, session_pb2.ClientFrame())
+    await turns()
+    assert texts(outbox) == ["before any row"]
+    assert [rows for rows, _ in journal.groups] == [[("t", "a", b"1")]]
+    driver.receive(1, session_pb2.ClientFrame())  # decided while the first group is being written
+    await turns()
+    assert len(journal.groups) == 1
+    journal.groups[0][1]()
+    await turns()
+    assert texts(outbox) == ["before any row", "with a", "after a, decides no row"]
+    assert [rows for rows, _ in journal.groups[1:]] == [[("t", "b", b"2")]]
+    journal.groups[1][1]()
+    await turns()
+    assert texts(outbox)[-1] == "with b"
+
+
+@driven
+async def test_events_of_one_turn_share_a_group_and_the_last_write_of_a_key_counts(make):
+    counter = iter(range(100))
+    journal = ManualJournal()
+    driver, _ = make(lambda event: [Persist("t", "k", b"%d" % next(counter))] if isinstance(event, Received) else [], journal)
+    driver.connect(session_pb2.Hello())
+    for _ in range(10):
+        driver.receive(1, session_pb2.ClientFrame())
+    await turns()
+    assert [rows for rows, _ in journal.groups] == [[("t", "k", b"9")]]
+
+
+@driven
+async def test_a_reply_waits_too_and_an_abandoned_call_is_told(make):
+    journal = ManualJournal()
+
+    def script(event):
+        if isinstance(event, Called):
+            return [Persist("t", "k", b""), Reply(event.call, session_pb2.StatusResponse(job="j"))]
+        return []
+
+    driver, decider = make(script, journal)
+    call = asyncio.ensure_future(driver.call(session_pb2.StatusRequest()))
+    abandoned = asyncio.ensure_future(driver.call(session_pb2.StatusRequest()))
+    await turns()
+    assert not call.done()
+    abandoned.cancel()
+    await turns()
+    assert [type(event) for event, _ in decider.events] == [Called, Called, Cancelled]
+    journal.groups[0][1]()
+    assert (await call).job == "j"
+
+
+@driven
+async def test_settled_returns_only_when_everything_is_durable(make):
+    journal = ManualJournal()
+    driver, _ = make(lambda event: [Persist("t", "k", b"")], journal)
+    driver.begin()
+    waiting = asyncio.ensure_future(driver.settled())
+    await turns()
+    assert not waiting.done()
+    journal.groups[0][1]()
+    await waiting
+
+
+@driven
+async def test_a_shared_frame_reaches_each_recipient_with_its_own_overlay(make):
+    def script(event):
+        if isinstance(event, Received):
+            overlays = [(stream, session_pb2.ServerFrame(result={"sequence": stream}).SerializeToString()) for stream in (1, 2)]
+            return [SendMany(session_pb2.ServerFrame(result={"barrier": {"spread_ms": 7}}), (*overlays, (99, b"")))]
+        return []
+
+    driver, _ = make(script)
+    outboxes = [driver.connect(session_pb2.Hello()) for _ in range(2)]
+    driver.receive(1, session_pb2.ClientFrame())
+    for outbox in outboxes:
+        (data,) = outbox._frames
+        result = session_pb2.ServerFrame.FromString(data).result
+        assert (result.sequence, result.barrier.spread_ms) == (outbox.stream, 7)
+
+
+@driven
+async def test_close_ends_the_stream_after_what_was_sent(make):
+    driver, _ = make(
+        lambda event: [Send(event.stream, frame("bye")), Close(event.stream)] if isinstance(event, Connected) else []
+    )
+    outbox = driver.connect(session_pb2.Hello())
+    written = []
+
+    async def write(data):
+        await asyncio.sleep(0)
+        written.append(data)
+
+    await outbox.drain(write)
+    assert len(written) == 1
+
+
+@driven
+async def test_a_client_that_does_not_read_is_cut_off(make):
+    large = frame("x" * (1 << 20))
+    driver, decider = make(lambda event: [Send(event.stream, large)] if isinstance(event, Received) else [])
+    outbox = driver.connect(session_pb2.Hello())
+    for _ in range(OUTBOX_BYTES_MAX // (1 << 20) + 1):
+        driver.receive(1, session_pb2.ClientFrame())
+    await turns()
+    assert outbox.overflowed
+    assert not len(outbox)
+    assert isinstance(decider.events[-1][0], Disconnected)
+    assert driver.sessions == 0
+    driver.receive(1, session_pb2.ClientFrame())  # what it still sends finds no stream to answer on
+    assert not len(outbox)
+
+
+@driven
+async def test_a_stream_ends_once_however_often_it_is_told(make):
+    driver, decider = make()
+    outbox = driver.connect(session_pb2.Hello())
+    driver.disconnect(outbox.stream)
+    driver.disconnect(outbox.stream)
+    assert [type(event) for event, _ in decider.events] == [Connected, Disconnected]
+
+
+@driven
+async def test_the_timer_ticks_at_the_deadline_and_not_before(make):
+    driver, decider = make()
+    origin = driver._now_ns()
+    ticked = asyncio.Event()
+
+    def script(event):
+        if isinstance(event, Tick) and decider.events[-1][1] >= decider.deadline:
+            decider.deadline = None
+            ticked.set()
+        return []
+
+    decider.script = script
+    decider.deadline = origin + 60_000 * MILLISECOND
+    driver.begin()
+    await turns()
+    decider.deadline = origin + 50 * MILLISECOND  # nearer than what was armed
+    driver.connect(session_pb2.Hello())
+    await ticked.wait()
+    ticks = [now for event, now in decider.events if isinstance(event, Tick)]
+    assert len(ticks) == 2  # begin, and the deadline
+    assert ticks[1] >= origin + 50 * MILLISECOND
+
+
+@driven
+async def test_a_deadline_that_moved_away_causes_no_early_tick(make):
+    driver, decider = make()
+    decider.deadline = driver._now_ns() + 20 * MILLISECOND
+    driver.begin()
+    await turns()
+    decider.deadline += 200 * MILLISECOND
+    await asyncio.sleep(0.1)
+    assert sum(isinstance(event, Tick) for event, _ in decider.events) == 1
+
+
+@driven
+async def test_an_exception_in_the_state_stops_everything(make):
+    def script(event):
+        if isinstance(event, Received):
+            raise AssertionError("a bug")
+        return []
+
+    driver, decider = make(script)
+    outbox = driver.connect(session_pb2.Hello())
+    waiting = asyncio.ensure_future(driver.call(session_pb2.StatusRequest()))
+    await turns()
+    with pytest.raises(AssertionError):
+        driver.receive(1, session_pb2.ClientFrame())
+    with pytest.raises(AssertionError, match="a bug"):
+        await driver.failure
+    with pytest.raises(CoordinatorUnavailableError):
+        await waiting
+    await outbox.drain(None)  # ended
+    seen = len(decider.events)
+    driver.connect(session_pb2.Hello())
+    assert len(decider.events) == seen
+
+
+@driven
+async def test_a_journal_that_fails_stops_everything_and_releases_nothing(make):
+    journal = ManualJournal()
+    driver, _ = make(
+        lambda event: [Persist("t", "k", b""), Send(1, frame("promised"))] if isinstance(event, Connected) else [], journal
+    )
+    outbox = driver.connect(session_pb2.Hello())
+    await turns()
+    journal.failed(OSError("the disk is gone"))
+    await turns()
+    with pytest.raises(OSError, match="the disk is gone"):
+        await driver.failure
+    assert texts(outbox) == []

@@ -1,0 +1,221 @@
+"""The journal alone: what is committed is there after reopening, one opener at a time, and a full disk is survived."""
+
+import contextlib
+import sqlite3
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ferrorpc.errors import ConfigError
+from ferrorpc_coordinator.journal import Journal
+
+
+def opened(path, **options):
+    options.setdefault("reserve_bytes", 0)
+    return Journal.open(path / "data", **options)
+
+
+def test_rows_come_back_after_reopening(tmp_path):
+    journal = opened(tmp_path)
+    journal.commit([("store", "a", b"1"), ("store", "b", b"\x00\xff"), ("meta", "a", b"")])
+    journal.commit([("store", "a", b"2"), ("store", "b", None), ("store", "absent", None)])
+    journal.close()
+    again = opened(tmp_path)
+    assert again.rows() == [("meta", "a", b""), ("store", "a", b"2")]
+    again.close()
+
+
+def test_groups_are_durable_before_done_is_called(tmp_path):
+    journal = opened(tmp_path)
+    journal.start(failed=lambda error: None)
+    seen = []
+    finished = threading.Event()
+
+    def done(number):
+        # Another connection sees what was committed; it cannot see what was not.
+        with contextlib.closing(sqlite3.connect(tmp_path / "data" / "journal.sqlite")) as reader:
+            seen.append((number, list(reader.execute("SELECT tab, key, value FROM rows"))))
+        if number == 2:
+            finished.set()
+
+    for number in range(3):
+        journal.write([("t", str(number), b"x")], lambda number=number: done(number))
+    assert finished.wait(10)
+    journal.close()
+    assert [number for number, _ in seen] == [0, 1, 2]
+    assert all(("t", str(number), b"x") in rows for number, rows in seen)
+
+
+def test_close_writes_what_was_queued(tmp_path):
+    journal = opened(tmp_path)
+    journal.start(failed=lambda error: None)
+    for number in range(50):
+        journal.write([("t", f"{number:02}", b"x")], lambda: None)
+    journal.close()
+    again = opened(tmp_path)
+    assert len(again.rows()) == 50
+    again.close()
+
+
+def test_a_second_opener_is_refused_and_told_who_has_it(tmp_path):
+    code = (
+        "import sys, pathlib; from ferrorpc_coordinator.journal import Journal;"
+        "Journal.open(pathlib.Path(sys.argv[1])); print('open', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "data")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "open\n"
+        with pytest.raises(ConfigError, match=rf"in use by another coordinator \(process {holder.pid}\)"):
+            opened(tmp_path)
+        holder.kill()
+        holder.wait()
+    opened(tmp_path).close()
+
+
+def test_a_journal_of_a_newer_format_is_refused(tmp_path):
+    journal = opened(tmp_path)
+    journal._connection.execute("PRAGMA user_version = 99")
+    journal.close()
+    with pytest.raises(ConfigError, match="format 99"):
+        opened(tmp_path)
+    # And the refusal gave the lock back.
+    with pytest.raises(ConfigError, match="format 99"):
+        opened(tmp_path)
+
+
+def test_a_damaged_journal_is_refused(tmp_path):
+    journal = opened(tmp_path)
+    journal.commit([("t", str(number), b"x" * 1000) for number in range(100)])
+    journal.close()
+    path = tmp_path / "data" / "journal.sqlite"
+    data = bytearray(path.read_bytes())
+    data[4096:] = bytes(len(data) - 4096)
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        try:
+            journal = opened(tmp_path)
+            journal.rows()
+        finally:
+            journal.close()
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "journal.sqlite").write_bytes(b"these bytes are no database at all" * 100)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        opened(tmp_path)
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "data").write_text("a file")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        opened(tmp_path)
+
+
+def test_the_journal_is_readable_by_its_owner_alone(tmp_path):
+    journal = opened(tmp_path)
+    journal.commit([("t", "k", b"secret")])
+    modes = {path.name: path.stat().st_mode & 0o077 for path in (tmp_path / "data").iterdir()}
+    journal.close()
+    assert "journal.sqlite" in modes
+    assert set(modes.values()) == {0}
+
+
+def test_a_torn_tail_loses_only_the_last_groups(tmp_path):
+    journal = opened(tmp_path)
+    for number in range(20):
+        journal.commit([("t", f"{number:02}", b"x" * 100)])
+    whole = (tmp_path / "data" / "journal.sqlite-wal").read_bytes()
+    base = (tmp_path / "data" / "journal.sqlite").read_bytes()
+    journal.close()
+    counts = []
+    for cut in range(0, len(whole) + 1, 997):
+        directory = tmp_path / f"cut{cut}" / "data"
+        directory.mkdir(parents=True)
+        (directory / "journal.sqlite").write_bytes(base)
+        (directory / "journal.sqlite-wal").write_bytes(whole[:cut])
+        again = Journal.open(directory, reserve_bytes=0)
+        rows = again.rows()
+        again.close()
+        assert [key for _, key, _ in rows] == [f"{number:02}" for number in range(len(rows))]
+        counts.append(len(rows))
+    assert counts == sorted(counts)
+    assert counts[-1] >= 18
+
+
+def test_a_full_disk_is_waited_out(tmp_path):
+    journal = opened(tmp_path)
+    failures = []
+    journal.start(failed=failures.append)
+    pages = journal._connection.execute("PRAGMA page_count").fetchone()[0]
+    journal._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
+    done = threading.Event()
+    journal.write([("t", str(number), b"x" * 2000) for number in range(100)], done.set)
+    assert not done.wait(0.6)
+    assert journal.full
+    journal._connection.execute("PRAGMA max_page_count = 100000")
+    assert done.wait(10)
+    journal.retry_reserve()
+    journal.close()
+    assert not journal.full
+    assert not failures
+    again = opened(tmp_path)
+    assert len(again.rows()) == 100
+    again.close()
+
+
+def test_closing_does_not_wait_for_a_full_disk_for_ever(tmp_path):
+    journal = opened(tmp_path)
+    journal.start(failed=lambda error: None)
+    pages = journal._connection.execute("PRAGMA page_count").fetchone()[0]
+    journal._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
+    called = []
+    journal.write([("t", str(number), b"x" * 2000) for number in range(100)], lambda: called.append(1))
+    journal.close(seconds=0.1)
+    assert not called
+
+
+def test_any_other_failure_is_final_and_told_once(tmp_path):
+    journal = opened(tmp_path)
+    failures = []
+    told = threading.Event()
+    journal.start(failed=lambda error: (failures.append(error), told.set()))
+    called = []
+    journal.write([("t", "k", object())], lambda: called.append(1))  # a value that SQLite cannot store
+    assert told.wait(10)
+    journal.write([("t", "k", b"later")], lambda: called.append(2))
+    journal.close(seconds=1.0)
+    assert len(failures) == 1
+    assert not called
+
+
+@pytest.mark.root
+def test_the_reserve_keeps_a_really_full_disk_working(tmp_path):
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], capture_output=True, check=False)
+    if made.returncode != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        journal = Journal.open(mount, reserve_bytes=256 << 10)
+        journal.start(failed=lambda error: None)
+        filler = mount / "filler"
+        with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(4096))
+        done = threading.Event()
+        journal.write([("t", str(number), b"x" * 1000) for number in range(40)], done.set)
+        assert done.wait(10)  # written into the room the reserve gave up
+        assert journal.full
+        filler.unlink()
+        freed = threading.Event()
+        journal.retry_reserve()
+        journal.write([("t", "more", b"x")], freed.set)
+        assert freed.wait(10)
+        journal.close()
+        assert not journal.full
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
