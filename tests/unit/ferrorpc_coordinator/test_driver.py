@@ -3,14 +3,14 @@
 import asyncio
 
 import pytest
-
-from ferrorpc.errors import CoordinatorUnavailableError
-from ferrorpc.v1 import session_pb2
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.metrics import Counters
 from ferrorpc_coordinator.outbox import OUTBOX_BYTES_MAX
 from ferrorpc_coordinator.state.effects import Close, Persist, Reply, Send, SendMany
 from ferrorpc_coordinator.state.events import Called, Cancelled, Connected, Disconnected, Received, Tick
+
+from ferrorpc.errors import CoordinatorUnavailableError
+from ferrorpc.v1 import session_pb2
 
 MILLISECOND = 1_000_000
 
