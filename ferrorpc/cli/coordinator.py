@@ -1,0 +1,26 @@
+"""`ferrorpc coordinator`: becomes the coordinator service, which is a program of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from ferrorpc.config import DEFAULT_PORT
+
+
+@click.command("coordinator", context_settings={"ignore_unknown_options": True})
+@click.option("--listen", default=f"127.0.0.1:{DEFAULT_PORT}", show_default=True, help="HOST:PORT; port 0 takes a free one.")
+@click.option("--data-dir", type=click.Path(), help="Keep the journal there; without one a restart is a new cluster.")
+@click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF python -m ferrorpc_coordinator]")
+def command(listen: str, data_dir: str | None, more: tuple[str, ...]) -> None:
+    """Run the coordinator service until it is told to stop (SIGTERM drains it).
+
+    `python -m ferrorpc_coordinator --help` shows every option; all of them can be given here.
+    """
+    kept = () if data_dir is None else ("--data-dir", data_dir)
+    arguments = [sys.executable, "-m", "ferrorpc_coordinator", "--listen", listen, *kept, *more]
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+    sys.stdout.flush()
+    os.execv(sys.executable, arguments)

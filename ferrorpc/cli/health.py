@@ -1,0 +1,31 @@
+"""`ferrorpc health`: asks any gRPC server that speaks grpc.health.v1; what a probe of a container runs."""
+
+from __future__ import annotations
+
+import click
+
+from ferrorpc.cli.client import CALL_SECONDS, address_of, channel
+from ferrorpc.config import Config
+
+
+@click.command("health")
+@click.option("--addr", "--coordinator", "address", metavar="HOST:PORT", help="Default: FERRORPC_COORDINATOR, else port 29700.")
+@click.option("--service", default="", help="A service's full name; empty for the whole server.")
+@click.option("--timeout", "timeout_seconds", type=click.FloatRange(min=0.01), default=CALL_SECONDS, show_default=True)
+def command(address: str | None, service: str, timeout_seconds: float) -> int:
+    """Ask a server whether it is healthy. Prints its answer; exit code 0 when it serves, else 1."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    config = Config()
+    where = address_of(address, config)
+    with channel(where, config) as opened:
+        request = health_pb2.HealthCheckRequest(service=service)
+        try:
+            response = health_pb2_grpc.HealthStub(opened).Check(request, timeout=timeout_seconds)
+        except grpc.RpcError as error:
+            click.echo(f"{where}: {error.code().name}: {error.details()}", err=True)
+            return 1
+    status = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+    click.echo(f"{where}: {status}")
+    return 0 if response.status == health_pb2.HealthCheckResponse.SERVING else 1

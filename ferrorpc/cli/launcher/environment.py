@@ -1,0 +1,72 @@
+"""The variables each worker finds: ferrorpc's own, and the contract that torchrun's users' scripts read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from ferrorpc.cli.launcher.plan import Plan
+from ferrorpc.config import PREFIX
+
+
+_TORCH: Final = (
+    *("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE"),
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+_FERRORPC: Final = ("COORDINATOR", "JOB", "NAME", "WORLD_SIZE", "RANK_HINT")
+_REPLACED: Final = frozenset((*_TORCH, *(PREFIX + name for name in _FERRORPC)))
+"""What an outer launcher may have set: never inherited."""
+
+
+def worker_environment(plan: Plan, worker: int, attempt: int, base: Mapping[str, str], errors_dir: Path) -> dict[str, str]:
+    """Everything worker number `worker` of this node is started with, on top of `base`.
+
+    In an elastic world ranks are not known before the rendezvous: RANK, WORLD_SIZE and their kin are left out, and
+    whatever `base` held of them is removed.
+
+    TORCHELASTIC_USE_AGENT_STORE is never set: torch's rank 0 hosts its own store on MASTER_PORT.
+    """
+    environment = {name: value for name, value in base.items() if name not in _REPLACED}
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // plan.processes)))
+    environment.update(_ferrorpc(plan, worker), **_torch(plan, worker, attempt, errors_dir))
+    # Forking after gRPC started kills children; this must be there before `import grpc`.
+    environment.update(GRPC_ENABLE_FORK_SUPPORT="0", PYTHONUNBUFFERED="1")
+    return environment
+
+
+def _ferrorpc(plan: Plan, worker: int) -> dict[str, str]:
+    low, high = plan.world
+    found = {
+        "FERRORPC_COORDINATOR": plan.coordinator,
+        "FERRORPC_JOB": plan.job,
+        "FERRORPC_NAME": plan.name(worker),
+        "FERRORPC_WORLD_SIZE": str(high) if low == high else f"{low}:{high}",
+    }
+    if plan.elastic and plan.node_rank is not None:
+        found["FERRORPC_RANK_HINT"] = str(plan.node_rank * plan.processes + worker)
+    return found
+
+
+def _torch(plan: Plan, worker: int, attempt: int, errors_dir: Path) -> dict[str, str]:
+    found = {
+        "LOCAL_RANK": str(worker),
+        "LOCAL_WORLD_SIZE": str(plan.processes),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": plan.master[0],
+        "MASTER_PORT": str(plan.master[1]),
+        "TORCHELASTIC_RUN_ID": plan.job,
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(plan.policy.max_restarts),
+        "TORCHELASTIC_ERROR_FILE": str(errors_dir / f"{plan.name(worker)}.json"),
+    }
+    rank = plan.rank(worker)
+    if rank is not None:
+        world = str(plan.world[1])
+        found.update(RANK=str(rank), WORLD_SIZE=world, ROLE_RANK=str(rank), ROLE_WORLD_SIZE=world)
+        found.update(GROUP_RANK=str(plan.node_rank), GROUP_WORLD_SIZE=str(plan.nodes[1]))
+    return found

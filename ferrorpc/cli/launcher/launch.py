@@ -1,0 +1,259 @@
+"""The launcher's one loop: waits for output, exits, signals and deadlines, and carries out what the gang decides.
+
+Everything happens on the main thread, because the death signal of a child (shim.py) follows the thread that started it,
+and because a process without threads can start children at any time.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Final
+
+from ferrorpc.cli.launcher.child import Child, Nursery
+from ferrorpc.cli.launcher.coordinator import OwnCoordinator
+from ferrorpc.cli.launcher.environment import worker_environment
+from ferrorpc.cli.launcher.gang import FOREVER, Action, Done, Exit, Gang, Signal, Start
+from ferrorpc.cli.launcher.output import Console, WorkerStream
+from ferrorpc.cli.launcher.pipes import Pipes
+from ferrorpc.cli.launcher.plan import Plan
+from ferrorpc.cli.launcher.report import crash_report, final_code, is_victim, reason
+from ferrorpc.cli.launcher.reports import ExitReports
+from ferrorpc.cli.launcher.signals import STOPS, SignalInbox, describe
+
+_WARM_UP_SECONDS: Final = 2.0
+"""A job that lives this long gets its reporter started before there is anything to report."""
+_ANSWER_SECONDS: Final = 1.0
+"""How long a restart waits for the coordinator to know of the exit, so that the report cannot hit the successor."""
+_UNAVAILABLE: Final = 75
+
+
+class Worker:
+    """One worker: its process, and its two streams."""
+
+    def __init__(self, child: Child, out: WorkerStream, err: WorkerStream, log: IO[bytes] | None, log_path: str | None) -> None:
+        self.child = child
+        self.out = out
+        self.err = err
+        self.log = log
+        self.log_path = log_path
+        self.seen_exit = False
+
+
+class Launch:
+    """One run of a plan, from the first process to the exit code."""
+
+    def __init__(self, plan: Plan, console: Console, environment: Mapping[str, str]) -> None:
+        self._plan = plan
+        self._console = console
+        self._environment = {**environment, "GRPC_ENABLE_FORK_SUPPORT": "0"}
+        self._gang = Gang(plan.processes, plan.policy)
+        self._labels = [plan.label(worker) for worker in range(plan.processes)]
+        self._pipes = Pipes()
+        self._workers: dict[int, Worker] = {}
+        self._coordinator: OwnCoordinator | None = None
+        self._waiting: tuple[Start, float] | None = None
+        """A restart and the latest time for it."""
+        self._code: int | None = None
+        self._started = time.monotonic()
+
+    def run(self) -> int:
+        """Runs the job to its end. Returns the exit code."""
+        directory = Path(tempfile.mkdtemp(prefix="ferrorpc-"))
+        with SignalInbox() as inbox, Nursery([directory]) as nursery:
+            self._directory = directory
+            self._nursery = nursery
+            self._inbox = inbox
+            self._reports = ExitReports(nursery, self._plan.coordinator, self._plan.job, self._environment)
+            self._pipes.call(inbox, self._on_signals)
+            try:
+                # Workers first: they need longer to reach their first call than the coordinator needs to listen.
+                self._carry_out(self._gang.begin())
+                if self._plan.owns_coordinator:
+                    self._coordinator = OwnCoordinator(
+                        nursery, self._plan.coordinator, directory / "journal", self._environment
+                    )
+                    self._listen_to_coordinator(self._coordinator)
+                while self._code is None:
+                    self._turn()
+            except BrokenPipeError:
+                self._code = 128 + signal.SIGPIPE  # nobody reads the console any more: end as any filter does
+            self._pipes.close()
+        return self._code
+
+    def _turn(self) -> None:
+        """Waits for the next thing to happen and deals with everything that has."""
+        now = time.monotonic()
+        timeout = None if (until := self._next_deadline(now)) == FOREVER else max(0.0, until - now)
+        self._pipes.wait(timeout)
+        now = time.monotonic()
+        self._carry_out(self._gang.tick(now))
+        self._look_after_coordinator(now)
+        if self._reports.child is None and now >= self._started + _WARM_UP_SECONDS:
+            self._start_reporter()
+        if self._waiting is not None and (now >= self._waiting[1] or not self._reports.outstanding):
+            start, self._waiting = self._waiting[0], None
+            self._spawn(start)
+
+    def _next_deadline(self, now: float) -> float:
+        deadlines = [self._gang.deadline]
+        if self._coordinator is not None:
+            deadlines.append(self._coordinator.deadline)
+        if self._reports.child is None:
+            deadlines.append(self._started + _WARM_UP_SECONDS)
+        if self._waiting is not None:
+            deadlines.append(self._waiting[1] if self._reports.outstanding else now)
+        return min(deadlines)
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Signal):
+                for worker in action.workers:
+                    self._signal(worker, action.number)
+            elif isinstance(action, Start):
+                self._start(action)
+            elif isinstance(action, Done):
+                self._finish()
+
+    def _start(self, start: Start) -> None:
+        """Starts workers, or lets them wait until the exits of their predecessors have been reported."""
+        if self._waiting is not None:
+            start = Start(self._waiting[0].workers + start.workers, start.attempt)
+        if self._reports.outstanding:
+            self._waiting = (start, time.monotonic() + _ANSWER_SECONDS)
+        else:
+            self._waiting = None
+            self._spawn(start)
+
+    def _signal(self, worker: int, number: int) -> None:
+        if worker in self._workers:
+            self._workers[worker].child.send(number)
+
+    # -- workers ---------------------------------------------------------------------------------------------------------
+
+    def _spawn(self, start: Start) -> None:
+        if start.attempt:
+            ranks = ", ".join(self._labels[worker] for worker in start.workers)
+            self._console.say(f"restart {start.attempt} of {self._plan.policy.max_restarts}: rank {ranks}")
+        for number in start.workers:
+            if (before := self._workers.pop(number, None)) is not None:
+                self._finish_output(before)
+                self._nursery.discard(before.child)
+            environment = worker_environment(self._plan, number, start.attempt, self._environment, self._directory)
+            child = self._nursery.start(self._plan.command, environment)
+            self._workers[number] = self._connect(number, child, start.attempt)
+
+    def _connect(self, number: int, child: Child, attempt: int) -> Worker:
+        log, path = self._open_log(number, attempt)
+        prefix = self._console.prefix(self._labels[number], number)
+        shown = self._plan.shown is None or number in self._plan.shown
+        out = WorkerStream(self._console, 1, prefix, shown=shown, log=log)
+        err = WorkerStream(self._console, 2, prefix, shown=shown, log=log)
+        self._pipes.listen(child.stdout, out.feed)
+        self._pipes.listen(child.stderr, err.feed)
+        return Worker(child, out, err, log, path)
+
+    def _open_log(self, number: int, attempt: int) -> tuple[IO[bytes] | None, str | None]:
+        if self._plan.log_dir is None:
+            return None, None
+        directory = self._plan.log_dir / self._plan.job / f"attempt{attempt}"
+        directory.mkdir(parents=True, exist_ok=True)
+        rank = self._plan.rank(number)
+        path = directory / (f"rank{rank}.log" if rank is not None else f"{self._plan.name(number)}.log")
+        return path.open("wb", buffering=0), str(path)
+
+    def _finish_output(self, worker: Worker) -> None:
+        self._pipes.finish(worker.child.stdout)
+        self._pipes.finish(worker.child.stderr)
+        if worker.log is not None:
+            worker.log.close()
+
+    # -- what happens ----------------------------------------------------------------------------------------------------
+
+    def _on_signals(self) -> None:
+        for number in self._inbox.read():
+            if number == signal.SIGCHLD:
+                self._look_for_exits()
+            elif number in STOPS:
+                self._carry_out(self._gang.signalled(number, time.monotonic()))
+                if self._waiting is not None:
+                    self._abandon_restart()
+            else:
+                for worker in sorted(self._gang.alive):
+                    self._signal(worker, number)
+
+    def _abandon_restart(self) -> None:
+        """The job is asked to end while a restart is on its way: those workers count as stopped."""
+        assert self._waiting is not None
+        start, self._waiting = self._waiting[0], None
+        for number in start.workers:
+            self._carry_out(self._gang.exited(number, -signal.SIGTERM, victim=False, now=time.monotonic()))
+
+    def _look_for_exits(self) -> None:
+        for number, worker in list(self._workers.items()):
+            if not worker.seen_exit and (returncode := worker.child.poll()) is not None:
+                worker.seen_exit = True
+                self._on_exit(number, worker, returncode)
+
+    def _on_exit(self, number: int, worker: Worker, returncode: int) -> None:
+        self._pipes.drain(worker.child.stdout)
+        self._pipes.drain(worker.child.stderr)
+        now = time.monotonic()
+        tail = worker.err.tail
+        last_one = self._gang.alive == {number}
+        if not last_one:  # otherwise nobody is left to be told
+            if self._reports.child is None:
+                self._start_reporter()
+            self._reports.send(self._plan.name(number), returncode, reason(returncode, tail))
+        self._carry_out(self._gang.exited(number, returncode, victim=returncode > 0 and is_victim(tail), now=now))
+
+    def _start_reporter(self) -> None:
+        child = self._reports.start()
+        self._pipes.listen(child.stdout, lambda data, now: self._reports.answered(data))
+        self._pipes.listen(child.stderr, lambda data, now: None)
+
+    def _listen_to_coordinator(self, coordinator: OwnCoordinator) -> None:
+        stream = WorkerStream(self._console, 2, self._console.prefix("coordinator", 5), shown=True, log=None)
+        self._pipes.listen(coordinator.child.stdout, lambda data, now: coordinator.announced(data))
+        self._pipes.listen(coordinator.child.stderr, stream.feed)
+
+    def _look_after_coordinator(self, now: float) -> None:
+        coordinator = self._coordinator
+        if coordinator is None or self._code is not None:
+            return
+        how = coordinator.check(now)
+        if how is not None:
+            self._pipes.drain(coordinator.child.stderr)
+        if how is not None and coordinator.cannot_start:
+            self._console.say(f"the coordinator cannot start on {self._plan.coordinator}: {how}")
+            self._code = _UNAVAILABLE
+        elif how is not None:
+            self._console.say(f"the coordinator ended ({how}); it is started again on {self._plan.coordinator}")
+        elif now >= coordinator.deadline:
+            self._pipes.finish(coordinator.child.stdout)
+            self._pipes.finish(coordinator.child.stderr)
+            coordinator.restart()
+            self._listen_to_coordinator(coordinator)
+
+    # -- the end ---------------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        for worker in self._workers.values():
+            worker.child.send(signal.SIGKILL)  # what its own children left in the group
+            self._finish_output(worker)
+        self._console.close()
+        first = self._gang.first_failure
+        clean = all(end.returncode == 0 for end in self._gang.exits)
+        self._code = final_code(first, self._gang.interrupted, clean=clean)
+        if self._gang.interrupted:
+            self._console.say(f"stopped by {describe(-self._gang.interrupted)}")
+        elif first is not None:
+            self._console.say(self._report(first))
+
+    def _report(self, first: Exit) -> str:
+        worker = self._workers[first.worker]
+        others = [end for end in self._gang.exits if end is not first]
+        return crash_report(first, others, self._labels, worker.err.tail, worker.log_path)

@@ -1,0 +1,158 @@
+"""The output of many processes on one console: whole lines, each behind its rank, and progress bars that stay bars.
+
+A line is shown when its newline comes. Until then it is *pending*; what a carriage return overwrote is dropped, as on any
+terminal, so of a progress bar only its present state is kept. On a terminal the pending line that changed last is drawn
+at the bottom, and redrawn after other lines; elsewhere it is printed at most every 10 s, so that a log shows that
+something moves without filling up.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from collections.abc import Mapping
+from typing import IO, Final
+
+TAIL_LINES: Final = 20
+_LINE_BYTES_MAX: Final = 64 * 1024
+"""A longer line is cut: a worker that never writes a newline must not fill the launcher's memory."""
+_PROGRESS_SECONDS: Final = 10.0
+_COLOURS: Final = (b"36", b"33", b"35", b"32", b"34", b"31")
+_ESCAPES: Final = re.compile(rb"\x1b\[[0-9;]*m")
+_CLEAR_LINE: Final = b"\r\x1b[2K"
+
+
+class LineBuffer:
+    """Cuts a stream of bytes into the lines a terminal would show."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that `data` completes, without their ends."""
+        *lines, rest = (self._held + data).split(b"\n")
+        while len(rest) > _LINE_BYTES_MAX:
+            lines.append(rest[:_LINE_BYTES_MAX])
+            rest = rest[_LINE_BYTES_MAX:]
+        self._held = rest
+        return [_visible(line) for line in lines]
+
+    @property
+    def pending(self) -> bytes:
+        """What a terminal would show of the line that has not ended; empty when there is none."""
+        return _visible(self._held)
+
+    def finish(self) -> list[bytes]:
+        """The stream has ended: its pending line counts as complete."""
+        last, self._held = self.pending, b""
+        return [last] if last else []
+
+
+def _visible(line: bytes) -> bytes:
+    written = [part for part in line.split(b"\r") if part]
+    return written[-1] if written else b""
+
+
+class Console:
+    """Where everything is shown. Lines of one call never mix with those of another.
+
+    Args:
+        out, err: raw binary streams; workers' streams keep to the one they came from.
+        environment: NO_COLOR in it switches colours off.
+    """
+
+    def __init__(self, out: IO[bytes], err: IO[bytes], environment: Mapping[str, str]) -> None:
+        self._sinks = {1: out, 2: err}
+        self._terminals = {number: sink for number, sink in self._sinks.items() if sink.isatty()}
+        self._colour = bool(self._terminals) and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+        self._bottom = b""
+        self._progress_shown: dict[bytes, float] = {}
+
+    def prefix(self, label: str, index: int) -> bytes:
+        """What the lines of a worker begin with."""
+        if not self._colour:
+            return f"{label}: ".encode()
+        return b"\x1b[" + _COLOURS[index % len(_COLOURS)] + b"m" + label.encode() + b":\x1b[0m "
+
+    def lines(self, descriptor: int, prefix: bytes, lines: list[bytes]) -> None:
+        """Prints whole lines. Raises BrokenPipeError when nobody reads any more."""
+        if lines:
+            self._write(descriptor, b"".join(prefix + line + b"\n" for line in lines))
+
+    def say(self, text: str) -> None:
+        """A word of the launcher itself, on standard error."""
+        self._write(2, b"".join(b"ferrorpc: " + line.encode() + b"\n" for line in text.splitlines()))
+
+    def pending(self, descriptor: int, prefix: bytes, line: bytes, now: float) -> None:
+        """A line that has not ended has changed."""
+        if descriptor in self._terminals:
+            self._draw_bottom(_fitted(prefix, line, os.get_terminal_size(self._sinks[descriptor].fileno()).columns))
+        elif line:
+            last = self._progress_shown.setdefault(prefix, now)
+            if now - last >= _PROGRESS_SECONDS:
+                self._progress_shown[prefix] = now
+                self._write(descriptor, prefix + line + b"\n")
+
+    def _write(self, descriptor: int, data: bytes) -> None:
+        if self._bottom and descriptor in self._terminals:
+            data = _CLEAR_LINE + data + self._bottom
+        _write_all(self._sinks[descriptor], data)
+
+    def _draw_bottom(self, line: bytes) -> None:
+        if line == self._bottom:
+            return
+        self._bottom = line
+        _write_all(next(reversed(self._terminals.values())), _CLEAR_LINE + line)
+
+    def close(self) -> None:
+        """Leaves the cursor on a fresh line."""
+        if self._bottom:
+            self._bottom = b""
+            _write_all(next(reversed(self._terminals.values())), _CLEAR_LINE)
+
+
+def _fitted(prefix: bytes, line: bytes, columns: int) -> bytes:
+    """The line cut so that it fills no second row, which could not be cleared. Nothing for an empty line."""
+    text = line.decode(errors="replace")
+    room = columns - 1 - len(_ESCAPES.sub(b"", prefix).decode())
+    return prefix + text[: max(room, 0)].encode() if text else b""
+
+
+def _write_all(sink: IO[bytes], data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(sink.fileno(), view) :]
+
+
+class WorkerStream:
+    """One stream of one worker on its way to the console and to its log file.
+
+    Args:
+        descriptor: 1 for standard output, 2 for standard error.
+        log: also gets every byte, unchanged.
+    """
+
+    def __init__(self, console: Console, descriptor: int, prefix: bytes, *, shown: bool, log: IO[bytes] | None) -> None:
+        self._console = console
+        self._descriptor = descriptor
+        self._prefix = prefix
+        self._shown = shown
+        self._log = log
+        self._buffer = LineBuffer()
+        self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)
+
+    @property
+    def tail(self) -> list[str]:
+        """Its last lines."""
+        return [line.decode(errors="replace") for line in self._tail]
+
+    def feed(self, data: bytes, now: float) -> None:
+        """New bytes; b"" for the end of the stream."""
+        if self._log is not None:
+            self._log.write(data)
+        lines = self._buffer.feed(data) if data else self._buffer.finish()
+        self._tail.extend(line for line in lines if line.strip())
+        if self._shown:
+            self._console.lines(self._descriptor, self._prefix, lines)
+            self._console.pending(self._descriptor, self._prefix, self._buffer.pending, now)

@@ -1,0 +1,77 @@
+"""The pipes the launcher reads: one selector, a consumer per pipe."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from collections.abc import Callable
+from typing import IO, Final, Protocol
+
+_CHUNK_BYTES: Final = 1 << 16
+Consumer = Callable[[bytes, float], None]
+"""Takes bytes and the time; b"" for the end of the stream, once."""
+
+
+class HasDescriptor(Protocol):
+    """Anything select can wait on."""
+
+    def fileno(self) -> int:
+        """Its descriptor."""
+
+
+class Pipes:
+    """Waits for pipes to have something, and hands it to their consumers."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._consumers: dict[IO[bytes], Consumer] = {}
+
+    def call(self, source: HasDescriptor, action: Callable[[], None]) -> None:
+        """Runs `action` whenever `source` is readable."""
+        self._selector.register(source.fileno(), selectors.EVENT_READ, action)
+
+    def listen(self, pipe: IO[bytes], consumer: Consumer) -> None:
+        """Hands what comes through `pipe` to `consumer`, until its end."""
+        os.set_blocking(pipe.fileno(), False)
+        self._consumers[pipe] = consumer
+        self._selector.register(pipe, selectors.EVENT_READ, lambda: self._read(pipe))
+
+    def wait(self, seconds: float | None) -> None:
+        """Waits for the first thing to happen, at most `seconds`, and deals with all that has."""
+        for key, _ in self._selector.select(seconds):
+            key.data()
+
+    def drain(self, pipe: IO[bytes]) -> None:
+        """Takes what is in the pipe now, without waiting for more."""
+        while self._read(pipe):
+            pass
+
+    def finish(self, pipe: IO[bytes]) -> None:
+        """Takes what is in the pipe now, and no more, whoever still holds its other end."""
+        self.drain(pipe)
+        if pipe in self._consumers:
+            self._end(pipe)
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._consumers.clear()
+        self._selector.close()
+
+    def _read(self, pipe: IO[bytes]) -> bool:
+        """Reads once. False when there is nothing now, or never again."""
+        if pipe not in self._consumers:
+            return False
+        try:
+            data = os.read(pipe.fileno(), _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            self._consumers[pipe](data, time.monotonic())
+        else:
+            self._end(pipe)
+        return bool(data)
+
+    def _end(self, pipe: IO[bytes]) -> None:
+        self._selector.unregister(pipe)
+        self._consumers.pop(pipe)(b"", time.monotonic())

@@ -1,0 +1,171 @@
+"""What one `ferrorpc run` is going to do: the flags, checked and completed, as one value."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ferrorpc.cli.launcher.gang import Policy
+from ferrorpc.config import host_port, world_size
+from ferrorpc.errors import ConfigError
+
+LOOPBACK: Final = "127.0.0.1"
+DEFAULT_MASTER_PORT: Final = 29500
+"""torch.distributed's own port, for jobs of several nodes, where all must agree on one without talking."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One launch on this node.
+
+    Attributes:
+        command: what every worker executes.
+        processes: workers on this node.
+        nodes: (min, max) nodes; equal for a fixed world.
+        node_rank: this node's number, which pins the ranks of a fixed world; None in an elastic one.
+        node: this node's name, the first half of its members' names.
+        coordinator: host:port.
+        owns_coordinator: whether this launcher starts it.
+        master: address and port for torch.distributed's own store.
+        log_dir: where to keep each worker's output as well; None for the console alone.
+        shown: workers whose output the console shows; None for all.
+    """
+
+    command: tuple[str, ...]
+    processes: int
+    nodes: tuple[int, int]
+    node_rank: int | None
+    node: str
+    coordinator: str
+    owns_coordinator: bool
+    job: str
+    master: tuple[str, int]
+    policy: Policy
+    log_dir: Path | None = None
+    shown: frozenset[int] | None = None
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the world may grow and shrink; then ranks come from the coordinator."""
+        return self.nodes[0] != self.nodes[1]
+
+    @property
+    def world(self) -> tuple[int, int]:
+        """(min, max) members."""
+        return self.nodes[0] * self.processes, self.nodes[1] * self.processes
+
+    def rank(self, worker: int) -> int | None:
+        """World rank of a worker of this node, where that is known before the rendezvous."""
+        if self.elastic or self.node_rank is None:
+            return None
+        return self.node_rank * self.processes + worker
+
+    def name(self, worker: int) -> str:
+        """Its name as a member of the job."""
+        return f"{self.node}-{worker}"
+
+    def label(self, worker: int) -> str:
+        """What its lines on the console begin with."""
+        rank = self.rank(worker)
+        if rank is None:
+            return self.name(worker)
+        return str(rank) if self.nodes == (1, 1) else f"{self.node}:{rank}"
+
+
+def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple[str, ...]:
+    """The command line of a worker, from what followed the options.
+
+    Raises:
+        ConfigError: there is nothing to run, or the script does not exist.
+    """
+    if module and no_python:
+        raise ConfigError("--module and --no-python exclude each other", hint="leave one of them out")
+    if not target:
+        raise ConfigError("there is no script to run", hint="ferrorpc run -n 4 train.py [arguments of train.py]")
+    if no_python:
+        if shutil.which(target[0]) is None:
+            raise ConfigError(f"there is no program {target[0]!r}", hint="check its spelling and PATH")
+        return tuple(target)
+    if module:
+        return (sys.executable, "-m", *target)
+    if not Path(target[0]).exists():
+        raise ConfigError(f"there is no file {target[0]!r}", hint=f"check the path; this is {os.getcwd()}")
+    return (sys.executable, *target)
+
+
+def process_count(text: str) -> int:
+    """Workers on this node: a number, "cpu" (one a core), "gpu" (one a device) or "auto" (gpu where there are any).
+
+    Raises:
+        ConfigError: for anything else, and for "gpu" without a device.
+    """
+    devices = _visible_devices()
+    if text == "gpu" and not devices:
+        raise ConfigError("-n gpu: this machine shows no CUDA device", hint="give a number, or check CUDA_VISIBLE_DEVICES")
+    if text in ("auto", "gpu") and devices:
+        return devices
+    if text in ("auto", "cpu"):
+        return len(os.sched_getaffinity(0))
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"-n {text}: expected a number of at least 1, auto, cpu or gpu", hint="ferrorpc run -n 4 train.py")
+    return int(text)
+
+
+def node_range(text: str) -> tuple[int, int]:
+    """--nnodes: "N" or "MIN:MAX"."""
+    try:
+        return world_size(text)
+    except ValueError as error:
+        raise ConfigError(f"--nnodes {text}: {error}", hint="--nnodes 2, or --nnodes 1:4 for an elastic world") from None
+
+
+def place(
+    nodes: tuple[int, int], node_rank: int | None, coordinator: str | None, *, standalone: bool
+) -> tuple[int | None, str, str, bool]:
+    """Where this node stands: its rank, its name, the coordinator's address and whether this launcher starts it.
+
+    Raises:
+        ConfigError: several nodes and no common coordinator, or a fixed world and no node rank.
+    """
+    single = nodes == (1, 1)
+    if not single and (coordinator is None or standalone):
+        raise ConfigError(
+            "several nodes need one coordinator that all of them reach",
+            hint="start `ferrorpc coordinator --listen HOST:29700` on one of them and pass --coordinator HOST:29700 on each",
+        )
+    if not single and nodes[0] == nodes[1] and node_rank is None:
+        raise ConfigError("a fixed world of several nodes needs --node-rank", hint="--node-rank 0 on the first node, 1 on ...")
+    if node_rank is not None and not 0 <= node_rank < nodes[1]:
+        raise ConfigError(f"--node-rank {node_rank} with --nnodes {nodes[1]}", hint=f"use 0 to {nodes[1] - 1}")
+    rank = 0 if single else node_rank
+    name = socket.gethostname() if node_rank is None else f"node{node_rank}"
+    if coordinator is None or standalone:
+        return rank, name, f"{LOOPBACK}:{free_port()}", True
+    try:
+        return rank, name, host_port(coordinator), False
+    except ValueError as error:
+        raise ConfigError(f"--coordinator {coordinator}: {error}", hint="--coordinator 127.0.0.1:29700") from None
+
+
+def free_port(besides: str = "") -> int:
+    """A port of the loopback that nobody listens on, nor is about to on the address `besides`."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK, 0))
+            port: int = probe.getsockname()[1]
+        if not besides.endswith(f":{port}"):
+            return port
+
+
+def _visible_devices() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    return len(glob.glob("/dev/nvidia[0-9]*"))

@@ -1,0 +1,85 @@
+"""The last lines on the screen: which rank failed first, how, what it said, and what became of the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from ferrorpc.cli.launcher.gang import MEMBERSHIP_LOST, Exit
+from ferrorpc.cli.launcher.signals import describe, exit_code
+
+_MEMBERSHIP_ERRORS = ("PeerLostError", "GroupAbortedError", "StaleGenerationError")
+_EXCEPTION_LINE = re.compile(r"(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception|Interrupt|Exit)): ?(.*)|((?:[\w.]+\.)?[A-Z]\w*Error)")
+_REASON_CHARACTERS_MAX = 400
+
+
+def last_exception(tail: Sequence[str]) -> str | None:
+    """The exception that ended a Python process, as "ValueError: message", from the end of its standard error."""
+    for line in reversed(tail):
+        match = _EXCEPTION_LINE.fullmatch(line)
+        if match is not None:
+            text = f"{match[1]}: {match[2]}" if match[1] else match[3].rpartition(".")[2]
+            return text[:_REASON_CHARACTERS_MAX]
+    return None
+
+
+def is_victim(tail: Sequence[str]) -> bool:
+    """Whether a process ended because of what happened to another member."""
+    exception = last_exception(tail)
+    return exception is not None and exception.partition(":")[0] in _MEMBERSHIP_ERRORS
+
+
+def reason(returncode: int, tail: Sequence[str]) -> str:
+    """Why a process ended, for the members it left behind."""
+    exception = last_exception(tail) if returncode > 0 else None
+    return exception or (f"killed by {describe(returncode)}" if returncode < 0 else f"ended with {describe(returncode)}")
+
+
+def final_code(first: Exit | None, interrupted: int, *, clean: bool) -> int:
+    """The launcher's own exit code.
+
+    Args:
+        first: the exit that explains the others; None when there was none.
+        interrupted: the signal that asked the launcher to stop, or 0.
+        clean: whether every worker ended with 0.
+    """
+    if interrupted and not clean:
+        return 128 + interrupted
+    if first is None:
+        return 0
+    return MEMBERSHIP_LOST if first.victim else exit_code(first.returncode)
+
+
+def crash_report(first: Exit, others: Iterable[Exit], labels: Sequence[str], tail: Sequence[str], log: str | None) -> str:
+    """The report, without a final newline.
+
+    Args:
+        first: the first failing worker.
+        others: how the other workers ended.
+        labels: of each worker, as on the console.
+        tail: the last lines of the first one's standard error.
+        log: where the whole output of the first one is kept.
+    """
+    lost = "the first of those that lost a member" if first.victim else "the first to fail"
+    lines = [f"rank {labels[first.worker]} ended with {describe(first.returncode)}; it was {lost}."]
+    if tail:
+        lines.append(f"its last {len(tail)} lines on standard error:")
+        lines += [f"  | {line}" for line in tail]
+    else:
+        lines.append("it wrote nothing on standard error.")
+    if log is not None:
+        lines.append(f"all of its output: {log}")
+    victims = victims_line(others, labels)
+    return "\n".join([*lines, victims] if victims else lines)
+
+
+def victims_line(others: Iterable[Exit], labels: Sequence[str]) -> str:
+    """What became of the others, in one line: "then: ranks 0, 3 stopped by ferrorpc; rank 1 exit code 75"."""
+    fates: dict[str, list[str]] = {}
+    for end in sorted(others, key=lambda end: end.worker):
+        fate = "ended well" if end.returncode == 0 else f"ended with {describe(end.returncode)}"
+        fates.setdefault(f"stopped by ferrorpc ({describe(end.returncode)})" if end.stopped else fate, []).append(
+            labels[end.worker]
+        )
+    parts = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} {fate}" for fate, ranks in fates.items()]
+    return f"then: {'; '.join(parts)}" if parts else ""

@@ -1,0 +1,68 @@
+"""Signals as readable bytes: the launcher's one loop selects on them like on any pipe."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from types import FrameType, TracebackType
+from typing import Final
+
+STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Ask the job to end: forwarded, and the second one kills."""
+PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2)
+"""Mean something to the workers only (SLURM warns with them)."""
+
+
+class SignalInbox:
+    """Collects signals while it is open. A signal that was ignored before (nohup, `&`) stays ignored."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._before: dict[int, signal._HANDLER] = {}
+        self._wakeup_before = -1
+
+    def fileno(self) -> int:
+        """For select: readable when a signal came."""
+        return self._reader.fileno()
+
+    def read(self) -> list[int]:
+        """The signals that came since the last call, in order."""
+        try:
+            return list(self._reader.recv(4096))
+        except BlockingIOError:
+            return []
+
+    def __enter__(self) -> SignalInbox:
+        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in (*STOPS, *PASSED_ON, signal.SIGCHLD):
+            if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, _noted)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._reader.close()
+        self._writer.close()
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    """The interpreter has already written the number to the wake-up socket."""
+
+
+def describe(returncode: int) -> str:
+    """ "exit code 3", or "SIGKILL" for -9."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return signal.Signals(-returncode).name
+    except ValueError:
+        return f"signal {-returncode}"
+
+
+def exit_code(returncode: int) -> int:
+    """The shell's convention: a process's own code, or 128 + n for signal n."""
+    return returncode if returncode >= 0 else 128 - returncode

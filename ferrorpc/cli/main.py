@@ -1,0 +1,96 @@
+"""`ferrorpc`: the group of all commands. Each is imported when it is called, so that `ferrorpc --help` is immediate."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Final, NamedTuple
+
+import click
+
+from ferrorpc.errors import ConfigError, FerroError
+
+EXIT_CONFIG: Final = 64
+"""Bad configuration: retrying cannot help."""
+EXIT_RETRY: Final = 75
+"""The membership or the coordinator was lost: a retry can succeed."""
+
+
+class _Entry(NamedTuple):
+    module: str
+    help: str
+
+
+COMMANDS: Final = {
+    "run": _Entry("ferrorpc.cli.run", "Run a script in several processes on this machine, or on this node of several."),
+    "coordinator": _Entry("ferrorpc.cli.coordinator", "Run the coordinator service."),
+    "status": _Entry("ferrorpc.cli.status", "Show a job: members, barriers, generations."),
+    "health": _Entry("ferrorpc.cli.health", "Ask a server whether it is healthy; exit code 0 or 1."),
+    "demo": _Entry("ferrorpc.cli.demo", "Train a small network on handwritten digits, on four processes."),
+    "bench": _Entry("ferrorpc.cli.bench.command", "Measure rendezvous, barriers and collectives."),
+    "config": _Entry("ferrorpc.cli.config", "Show each setting's value and where it came from."),
+    "version": _Entry("ferrorpc.cli.version", "Show the versions of ferrorpc and of what it stands on."),
+}
+"""Command -> its module, which has a click command called `command`, and its line in `--help`."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are named in a table and imported one at a time."""
+
+    def __init__(self, entries: dict[str, _Entry], **options: object) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self._entries = entries
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(self._entries)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        entry = self._entries.get(name)
+        if entry is None:
+            return None
+        command = import_module(entry.module).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.help) for name, entry in self._entries.items()])
+
+
+cli = LazyGroup(
+    COMMANDS,
+    name="ferrorpc",
+    help="Several processes train one model. Start with `ferrorpc demo`, then `ferrorpc run -n 4 train.py`.",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    no_args_is_help=True,
+)
+
+
+def main() -> None:
+    """The `ferrorpc` program. Ends with 0, the command's own code, 64 for bad configuration or 75 for "try again"."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one command line and returns its exit code. Errors are shown as their message, without a traceback."""
+    try:
+        result = cli.main(arguments, prog_name="ferrorpc", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 0
+    except click.UsageError as error:
+        error.show()
+        return EXIT_CONFIG
+    except click.Abort:
+        return 130
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except FerroError as error:
+        click.echo(f"ferrorpc: {error}", err=True)
+        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_RETRY if error.retryable else 1
+    return result if isinstance(result, int) else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""`ferrorpc run`: the flags of the launcher. Those that torchrun has bear its names as well."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ferrorpc.cli.launcher.environment import worker_environment
+from ferrorpc.cli.launcher.gang import Policy
+from ferrorpc.cli.launcher.launch import Launch
+from ferrorpc.cli.launcher.output import Console
+from ferrorpc.cli.launcher.plan import (
+    DEFAULT_MASTER_PORT,
+    LOOPBACK,
+    Plan,
+    command_of,
+    free_port,
+    node_range,
+    place,
+    process_count,
+)
+from ferrorpc.config import Config
+from ferrorpc.errors import ConfigError
+
+
+def _spellings(name: str, *more: str) -> tuple[str, ...]:
+    """An option's declarations: its name with dashes and, as torchrun allows, with underscores."""
+    both = [spelling for option in (name, *more) for spelling in (option, "--" + option.removeprefix("--").replace("-", "_"))]
+    return tuple(dict.fromkeys(both))
+
+
+@click.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
+@click.option("-n", *_spellings("--nproc", "--nproc-per-node"), "processes", default="1", help="Workers: N, cpu, gpu or auto.")
+@click.option(*_spellings("--nnodes"), "nodes", default="1", help="Nodes: N, or MIN:MAX for an elastic world.")
+@click.option(*_spellings("--node-rank"), "node_rank", type=int, help="This node's number, from 0.")
+@click.option(
+    *_spellings("--coordinator", "--rdzv-endpoint"), "coordinator", help="HOST:PORT; without one the launcher starts its own."
+)
+@click.option("--standalone", is_flag=True, help="Start an own coordinator even where FERRORPC_COORDINATOR is set.")
+@click.option(*_spellings("--job", "--rdzv-id"), "job", help="The job's name; jobs on one coordinator do not see each other.")
+@click.option(*_spellings("--master-addr"), "master_addr", help="Where torch.distributed's rank 0 listens.")
+@click.option(*_spellings("--master-port"), "master_port", type=int, help="Its port.")
+@click.option(*_spellings("--max-restarts"), "max_restarts", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--restart",
+    "scope",
+    type=click.Choice(["gang", "worker"]),
+    default="gang",
+    show_default=True,
+    help="What a restart restarts: all workers of this node, or (for scripts that reform) the failed one.",
+)
+@click.option(
+    "--grace",
+    "grace_seconds",
+    type=click.FloatRange(min=0),
+    default=5.0,
+    show_default=True,
+    help="Seconds the others have to end by themselves after a failure, before SIGTERM.",
+)
+@click.option(
+    *_spellings("--shutdown-timeout"),
+    "shutdown_seconds",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    help="Seconds between SIGTERM and SIGKILL.",
+)
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
+@click.option(*_spellings("--no-python"), "no_python", is_flag=True, help="SCRIPT is a program.")
+@click.option(*_spellings("--log-dir"), "log_dir", type=click.Path(path_type=Path), help="Keep each worker's output there too.")
+@click.option(*_spellings("--ranks", "--local-ranks-filter"), "shown", help="Show only these local ranks, such as 0,3.")
+@click.option(*_spellings("--dry-run"), "dry_run", is_flag=True, help="Show each worker's command and variables, run nothing.")
+@click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
+def command(dry_run: bool, **flags: Any) -> int:
+    """Run SCRIPT in several processes that find each other.
+
+    Everything after SCRIPT belongs to it. Ends with the exit code of the first rank that failed; 128 + n for signal n; 64 for
+    bad configuration; 75 when the membership was lost and a retry can help.
+    """
+    plan = make_plan(**flags)
+    if dry_run:
+        _show(plan)
+        return 0
+    return launch(plan)
+
+
+def launch(plan: Plan) -> int:
+    """Runs a plan on this process's standard streams. Returns the exit code."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    console = Console(sys.stdout.buffer, sys.stderr.buffer, os.environ)
+    return Launch(plan, console, os.environ).run()
+
+
+def make_plan(
+    *,
+    target: tuple[str, ...],
+    processes: str = "1",
+    nodes: str = "1",
+    node_rank: int | None = None,
+    coordinator: str | None = None,
+    standalone: bool = False,
+    job: str | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    max_restarts: int = 0,
+    scope: str = "gang",
+    grace_seconds: float = 5.0,
+    shutdown_seconds: float = 30.0,
+    module: bool = False,
+    no_python: bool = False,
+    log_dir: Path | None = None,
+    shown: str | None = None,
+) -> Plan:
+    """The plan that these flags ask for.
+
+    Raises:
+        ConfigError: they contradict each other, or something they name does not exist.
+    """
+    config = Config({"job": job})
+    command_line = command_of(target, module=module, no_python=no_python)
+    count, node_span = process_count(processes), node_range(nodes)
+    rank, node, address, owns = place(node_span, node_rank, coordinator or config["coordinator"], standalone=standalone)
+    single = node_span == (1, 1)
+    master = master_addr or (LOOPBACK if single else address.rpartition(":")[0])
+    port = master_port or (free_port(besides=address) if single else DEFAULT_MASTER_PORT)
+    return Plan(
+        command=command_line,
+        processes=count,
+        nodes=node_span,
+        node_rank=rank,
+        node=node,
+        coordinator=address,
+        owns_coordinator=owns,
+        job=config["job"],
+        master=(master, port),
+        policy=Policy(max_restarts, scope, grace_seconds, shutdown_seconds, elastic=node_span[0] != node_span[1]),
+        log_dir=log_dir,
+        shown=None if shown is None else _local_ranks(shown, count),
+    )
+
+
+def _local_ranks(text: str, processes: int) -> frozenset[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) < processes for part in parts):
+        raise ConfigError(f"--ranks {text}: expected local ranks from 0 to {processes - 1}", hint="--ranks 0,3")
+    return frozenset(map(int, parts))
+
+
+def _show(plan: Plan) -> None:
+    click.echo(f"coordinator {plan.coordinator} ({'started by the launcher' if plan.owns_coordinator else 'given'})")
+    click.echo(f"command {' '.join(plan.command)}")
+    for worker in range(plan.processes):
+        environment = worker_environment(plan, worker, 0, os.environ, Path("(temporary)"))
+        click.echo(f"\nrank {plan.label(worker)}")
+        for name, value in sorted(environment.items()):
+            if os.environ.get(name) != value:
+                click.echo(f"  {name}={value}")

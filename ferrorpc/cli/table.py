@@ -1,0 +1,17 @@
+"""Plain text tables: columns as wide as they need to be, two spaces apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: frozenset[str] = frozenset()) -> str:
+    """The rows under their header. Columns named in `right` are aligned to the right, as numbers are."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for cell, width, name in zip(row, widths, header, strict=True)
+        ).rstrip()
+        for row in (header, *rows)
+    )
