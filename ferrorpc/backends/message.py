@@ -26,6 +26,9 @@ from ferrorpc.wire.frames import Key
 BARRIER_STREAM = 0xFFFFFFFE
 """The stream of `Backend.barrier`, apart from the operations that a ProcessGroup numbers."""
 
+DESCRIBE_SECONDS = 0.5
+"""How long a failing operation waits for what the coordinator knows of the ranks it lacked."""
+
 Array = np.ndarray[Any, Any]
 
 
@@ -67,7 +70,13 @@ class MessageBackend(Backend):
         return Guard(self.clock, self.latch, self.timeout if timeout is None else timeout)
 
     def prepare(self, call: Call) -> Prepared:
-        return PlanPrepared(self.transport, self.world_ranks, self.rank, call, plan_for(call, self.rank, self.size))
+        plan = plan_for(call, self.rank, self.size)
+        return PlanPrepared(self.transport, self.world_ranks, self.rank, call, plan, self._describe)
+
+    def _describe(self, ranks: list[int]) -> str:
+        """What the coordinator knows of these world ranks."""
+        reports = [] if self.session is None else self.session.describe(ranks, DESCRIBE_SECONDS)
+        return "; ".join(str(report) for report in reports)
 
     def start_send(self, data: Array, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
         self._refuse_self(dst)

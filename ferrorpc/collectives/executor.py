@@ -55,10 +55,25 @@ class Outgoing:
 
 
 class PlanPrepared(Prepared):
-    """A call with its plan, for one group on one transport. `ranks` gives the world rank of each group rank."""
+    """A call with its plan, for one group on one transport.
 
-    def __init__(self, transport: Transport, ranks: Sequence[int], rank: int, call: Call, plan: Plan) -> None:
+    Args:
+        ranks: world rank of each group rank.
+        rank: own group rank.
+        describe: what is known of world ranks, in words; asked only when a deadline has passed.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        ranks: Sequence[int],
+        rank: int,
+        call: Call,
+        plan: Plan,
+        describe: Callable[[list[int]], str],
+    ) -> None:
         self.transport = transport
+        self.describe = describe
         self.ranks = tuple(ranks)
         self.call = call
         self.plan = plan
@@ -207,7 +222,10 @@ class PlanExecution(Execution):
 
     def timeout_error(self) -> FerroError:
         waiting = self.waiting_on()
-        text = f"{self.label} was not complete after {self.guard.seconds:g} s: {self.explain()}"
+        known = self._prepared.describe(waiting)
+        text = f"{self.label} was not complete after {self.guard.seconds:g} s: {self.explain()}" + (
+            f"; {known}" if known else ""
+        )
         if self._prepared.call.operation is Operation.BARRIER:
             return BarrierTimeoutError(waiting, text)
         return CollectiveTimeoutError(waiting, text)
