@@ -5,7 +5,13 @@ on any transport; the validator below it proves plans right without running them
 
 A rank has three lists of arrays: IN (what the caller brought; never written), WORK (accumulators of a reduction, in the
 kernel's work dtype: float32 for halves) and OUT (results). A `Region` is a run of elements of one of them. Actions are done
-in order; sends do not wait for receipt, so "send all, then receive all" is sound.
+in order; sends do not wait for receipt, so "send all, then receive all" is sound. A send is over before the next action
+begins: what it sent may then be overwritten. OUT may be the memory of IN, so no plan reads an element of IN after it has
+written the same element of OUT.
+
+Messages are self-describing. Those from IN and OUT hold the call's dtype, those from WORK the work dtype; an action on WORK
+takes either. Regions of reductions are bounded, so that all ranks cut alike; moves send whole items, which may differ in
+size from rank to rank.
 """
 
 from __future__ import annotations
@@ -48,7 +54,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Awaits message `slot` of `peer` and stores it. Whole items of OUT are allocated from the message's own description."""
+    """Awaits message `slot` of `peer` and stores it, widened where the region is in WORK.
+
+    Whole items of OUT are allocated from the message's own description.
+    """
 
     peer: int
     slot: int
@@ -107,7 +116,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Quantise:
-    """OUT region = decode(encode(region)) with the call's wire codec: the owner keeps the bits that the others receive."""
+    """OUT region = decode(encode(region)) with the call's wire codec: the owner keeps the bits that the others receive.
+
+    It stands after the sends of the region: encoding twice need not give the same bits as encoding once.
+    """
 
     region: Region
 

@@ -1,0 +1,24 @@
+"""Cutting arrays and ordering peers: the two small things every algorithm needs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from ferrorpc.collectives.algorithms.plan import Buffer, Copy, Plan, Region
+
+
+def slices(count: int, size: int) -> list[tuple[int, int]]:
+    """`size` contiguous runs [start, stop) that cover `count` elements; lengths differ by at most one, longer ones first."""
+    short, longer = divmod(count, size)
+    starts = [rank * short + min(rank, longer) for rank in range(size + 1)]
+    return list(pairwise(starts))
+
+
+def others(rank: int, size: int) -> list[int]:
+    """All ranks but this one, beginning with the next: so that ranks that start together do not all send to rank 0 first."""
+    return [(rank + step) % size for step in range(1, size)]
+
+
+def alone(algorithm: str) -> Plan:
+    """What a group of one does with its single array, in any operation: the result is a copy, bit for bit."""
+    return Plan(algorithm, (Copy(Region(Buffer.IN), Region(Buffer.OUT)),))

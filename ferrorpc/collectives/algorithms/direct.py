@@ -1,0 +1,170 @@
+"""Direct exchange: everyone who has something for another sends it there, with nobody in between.
+
+Idea. Every pair of ranks has its own stream, so p-1 messages to p-1 peers travel side by side. Small arrays are sent whole to
+everyone and each rank reduces all of them (one round). Large ones are cut into p slices: slice r goes to rank r, which
+reduces it and sends the result to everyone (two rounds, the fewest bytes possible). Whoever reduces folds in rank order, so
+the result is canonical, and the same bits either way.
+
+Source. The all-to-all exchange of the MPI literature (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
+Operations in MPICH", 2005, which calls the second form reduce-scatter and all-gather by pairwise exchange).
+
+Cost, in rounds, bytes sent and bytes folded by the busiest rank, for n bytes a rank on p ranks:
+
+    all_reduce one_shot      1    (p-1) n          (p-1) n
+    all_reduce two_shot      2    2 n (p-1)/p      n (p-1)/p
+    reduce                   1    (p-1) n, in      (p-1) n, at the root
+    reduce_scatter           1    n (p-1)/p        n (p-1)/p
+    gather, scatter          1    (p-1) n          0
+    all_gather, broadcast    1    (p-1) n          0
+    all_to_all               1    n (p-1)/p        0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ferrorpc.collectives.algorithms.cut import alone, others, slices
+from ferrorpc.collectives.algorithms.plan import (
+    Action,
+    Buffer,
+    Copy,
+    Finish,
+    Fold,
+    FoldOwn,
+    Load,
+    Plan,
+    Quantise,
+    Receive,
+    Region,
+    Send,
+)
+
+_PARTS = 0
+"""The slot of what ranks bring."""
+_RESULTS = 1
+"""The slot of what owners have reduced."""
+
+
+def all_reduce_one_shot(count: int, rank: int, size: int) -> Plan:
+    """Everyone sends everything to everyone and reduces it all."""
+    if size == 1:
+        return alone("one_shot")
+    if count == 0:
+        return Plan("one_shot", ())
+    own = Region(Buffer.IN, 0, 0, count)
+    total = Region(Buffer.WORK, 0, 0, count)
+    actions: list[Action] = [Send(peer, _PARTS, own) for peer in others(rank, size)]
+    actions += _fold_in_rank_order(own, total, rank, size)
+    actions.append(Finish(total, Region(Buffer.OUT, 0, 0, count)))
+    return Plan("one_shot", tuple(actions), work_items=(count,))
+
+
+def all_reduce_two_shot(count: int, rank: int, size: int, *, compressed: bool = False) -> Plan:
+    """Slice r of everyone goes to rank r, which reduces it and sends the result to everyone.
+
+    Args:
+        compressed: the call has a wire codec: the owner then rounds its own slice as its messages were rounded, so that all
+            ranks end with the same bits.
+    """
+    if size == 1:
+        return alone("two_shot")
+    cuts = slices(count, size)
+    start, stop = cuts[rank]
+    actions: list[Action] = [
+        Send(peer, _PARTS, Region(Buffer.IN, 0, *cuts[peer])) for peer in others(rank, size) if _holds(cuts[peer])
+    ]
+    if start < stop:
+        total, result = Region(Buffer.WORK, 0, 0, stop - start), Region(Buffer.OUT, 0, start, stop)
+        actions += _fold_in_rank_order(Region(Buffer.IN, 0, start, stop), total, rank, size)
+        actions.append(Finish(total, result))
+        actions += [Send(peer, _RESULTS, result) for peer in others(rank, size)]
+        if compressed:
+            actions.append(Quantise(result))
+    actions += [
+        Receive(peer, _RESULTS, Region(Buffer.OUT, 0, *cuts[peer])) for peer in others(rank, size) if _holds(cuts[peer])
+    ]
+    return Plan("two_shot", tuple(actions), work_items=(stop - start,))
+
+
+def reduce(count: int, rank: int, size: int, root: int) -> Plan:
+    """Everyone sends everything to the root, which reduces it."""
+    if size == 1:
+        return alone("direct")
+    own = Region(Buffer.IN, 0, 0, count)
+    if rank != root:
+        return Plan("direct", (Send(root, _PARTS, own),) if count else (), out_items=0)
+    if count == 0:
+        return Plan("direct", ())
+    total = Region(Buffer.WORK, 0, 0, count)
+    actions = _fold_in_rank_order(own, total, rank, size)
+    actions.append(Finish(total, Region(Buffer.OUT, 0, 0, count)))
+    return Plan("direct", tuple(actions), work_items=(count,))
+
+
+def reduce_scatter(counts: Sequence[int], rank: int, size: int) -> Plan:
+    """Part r of everyone goes to rank r, which reduces it. `counts`: elements of each part, the same on all ranks."""
+    if size == 1:
+        return alone("direct")
+    actions: list[Action] = [
+        Send(peer, _PARTS, Region(Buffer.IN, peer, 0, counts[peer])) for peer in others(rank, size) if counts[peer]
+    ]
+    count = counts[rank]
+    if count:
+        total = Region(Buffer.WORK, 0, 0, count)
+        actions += _fold_in_rank_order(Region(Buffer.IN, rank, 0, count), total, rank, size)
+        actions.append(Finish(total, Region(Buffer.OUT, 0, 0, count)))
+    return Plan("direct", tuple(actions), work_items=(count,))
+
+
+def gather(rank: int, size: int, root: int) -> Plan:
+    """Everyone sends its array to the root. Arrays may differ in size."""
+    if rank != root:
+        return Plan("direct", (Send(root, _PARTS, Region(Buffer.IN)),), out_items=0)
+    actions: list[Action] = [Copy(Region(Buffer.IN), Region(Buffer.OUT, rank))]
+    actions += [Receive(peer, _PARTS, Region(Buffer.OUT, peer)) for peer in others(rank, size)]
+    return Plan("direct", tuple(actions), out_items=size)
+
+
+def scatter(rank: int, size: int, root: int) -> Plan:
+    """The root sends part r to rank r. Parts may differ in size; only the root needs to know them."""
+    if rank != root:
+        return Plan("direct", (Receive(root, _PARTS, Region(Buffer.OUT)),))
+    actions: list[Action] = [Send(peer, _PARTS, Region(Buffer.IN, peer)) for peer in others(rank, size)]
+    actions.append(Copy(Region(Buffer.IN, rank), Region(Buffer.OUT)))
+    return Plan("direct", tuple(actions))
+
+
+def all_gather(rank: int, size: int) -> Plan:
+    """Everyone sends its array to everyone. Arrays may differ in size."""
+    actions: list[Action] = [Send(peer, _PARTS, Region(Buffer.IN)) for peer in others(rank, size)]
+    actions.append(Copy(Region(Buffer.IN), Region(Buffer.OUT, rank)))
+    actions += [Receive(peer, _PARTS, Region(Buffer.OUT, peer)) for peer in others(rank, size)]
+    return Plan("direct", tuple(actions), out_items=size)
+
+
+def all_to_all(rank: int, size: int) -> Plan:
+    """Everyone sends part r to rank r. Parts may differ in size."""
+    actions: list[Action] = [Send(peer, _PARTS, Region(Buffer.IN, peer)) for peer in others(rank, size)]
+    actions.append(Copy(Region(Buffer.IN, rank), Region(Buffer.OUT, rank)))
+    actions += [Receive(peer, _PARTS, Region(Buffer.OUT, peer)) for peer in others(rank, size)]
+    return Plan("direct", tuple(actions), out_items=size)
+
+
+def broadcast(rank: int, size: int, root: int) -> Plan:
+    """The root sends its array to everyone."""
+    if rank != root:
+        return Plan("direct", (Receive(root, _PARTS, Region(Buffer.OUT)),))
+    actions: list[Action] = [Send(peer, _PARTS, Region(Buffer.IN)) for peer in others(rank, size)]
+    actions.append(Copy(Region(Buffer.IN), Region(Buffer.OUT)))
+    return Plan("direct", tuple(actions))
+
+
+def _fold_in_rank_order(own: Region, total: Region, rank: int, size: int) -> list[Action]:
+    """total = ((x0 op x1) op x2) ..., where x_rank is `own` and the others come as messages."""
+    first: Action = Load(own, total) if rank == 0 else Receive(0, _PARTS, total)
+    rest: list[Action] = [FoldOwn(own, total) if peer == rank else Fold(peer, _PARTS, total) for peer in range(1, size)]
+    return [first, *rest]
+
+
+def _holds(cut: tuple[int, int]) -> bool:
+    return cut[0] < cut[1]
