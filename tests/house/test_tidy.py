@@ -1,0 +1,93 @@
+"""Taste, as far as it can be counted: short files, short functions, nothing left over, nothing that only one machine has."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.house.tree import ROOT, all_files, name_of, package_files, syntax_of
+
+FILE_LINES_MAX = 500
+FUNCTION_LINES_MAX = 70
+LINE_LENGTH_MAX = 128
+LEFTOVER = re.compile(
+    r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK", "Not" + "ImplementedError")) + r")\b"
+)
+HOME_PATH = re.compile(r"(?<![\w.])/(home|root|Users|work)/")
+TEXTS = ("*.py", "*.md", "*.proto", "*.toml", "*.yml", "*.yaml", "Makefile", "Dockerfile")
+
+
+def ids(paths: list[Path]) -> list[str]:
+    return [name_of(path) for path in paths]
+
+
+@pytest.mark.parametrize("path", all_files(), ids=ids(all_files()))
+def test_a_file_is_short(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= FILE_LINES_MAX, f"{len(lines)} lines: one noun per file"
+    long = [number for number, line in enumerate(lines, 1) if len(line) > LINE_LENGTH_MAX]
+    assert not long, f"lines longer than {LINE_LENGTH_MAX}: {long}"
+
+
+def functions(path: Path) -> list[tuple[str, int]]:
+    """Name and length in lines of every function, decorators not counted."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [
+        (node.name, (node.end_lineno or 0) - node.lineno + 1) for node in ast.walk(syntax_of(path)) if isinstance(node, kinds)
+    ]
+
+
+@pytest.mark.parametrize("path", all_files(), ids=ids(all_files()))
+def test_functions_are_short(path: Path) -> None:
+    assert [found for found in functions(path) if found[1] > FUNCTION_LINES_MAX] == []
+
+
+def test_nothing_is_left_over() -> None:
+    found = [
+        f"{name_of(path)}:{number}: {line.strip()}"
+        for path in all_files()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if LEFTOVER.search(line)
+    ]
+    assert found == []
+
+
+def repository_texts() -> list[Path]:
+    """Texts of the repository proper; not what tools put beside them."""
+    folders = ("ferrorpc", "services", "tests", "examples", "benchmarks", "scripts", "docs", "deploy", "protos")
+    nested = (path for folder in folders for pattern in TEXTS for path in (ROOT / folder).rglob(pattern))
+    top = (path for pattern in TEXTS for path in ROOT.glob(pattern))
+    return sorted({*nested, *top})
+
+
+def test_no_path_of_one_machine_is_written_down() -> None:
+    found = [
+        f"{name_of(path)}:{number}: {line.strip()}"
+        for path in repository_texts()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if HOME_PATH.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("path", package_files(), ids=ids(package_files()))
+def test_a_package_says_nothing_and_a_module_says_what_it_is(path: Path) -> None:
+    """`__init__` files are empty except the face; every other module opens with a docstring."""
+    if path.name == "__init__.py" and name_of(path) != "ferrorpc/__init__.py":
+        assert path.read_text(encoding="utf-8").strip() == ""
+    else:
+        assert ast.get_docstring(syntax_of(path))
+
+
+def public_without_docstring(path: Path) -> list[str]:
+    """Public module-level functions and classes, and public methods of such classes that override nothing, undocumented."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    top = [node for node in syntax_of(path).body if isinstance(node, kinds) and not node.name.startswith("_")]
+    return [f"{name_of(path)}: {node.name}" for node in top if not ast.get_docstring(node)]
+
+
+def test_everything_public_is_documented() -> None:
+    assert [name for path in package_files() for name in public_without_docstring(path)] == []
