@@ -111,6 +111,9 @@ SETTINGS: Final = (
         "host the other ranks reach this worker by; default the address of the route to the coordinator",
     ),
     Setting("port", DEFAULT_PORT, int, "port of a coordinator that rank 0 starts"),
+    Setting("listen", f"127.0.0.1:{DEFAULT_PORT}", host_port, "host:port a coordinator listens on; port 0 takes a free one"),
+    Setting("data_dir", None, str, "directory of a coordinator's journal; without one a restart forgets everything"),
+    Setting("http_port", None, int, "port of a coordinator's /metrics and /healthz; none without it"),
     Setting("timeout", 60.0, seconds, "seconds for a rendezvous and for each operation"),
     Setting("heartbeat_interval", 0.5, seconds, "seconds between beats"),
     Setting(
