@@ -1,10 +1,64 @@
-"""Tensor frames: one chunk of one message of one operation, and its bytes on the wire."""
+"""Tensor frames: one chunk of one message of one operation, and its bytes on the wire.
+
+The bytes are those of `DataMessage{frame: TensorFrame}` in protos/ferrorpc/v1, and any protobuf library reads and writes them.
+They are put together by hand because generated code copies a bytes field four or five times on its way, and this code
+once. Everything but the payload, the operation's number and the chunk's offset is the same from call to call: that is the
+`Skeleton`, laid out once with every fixed-width field present. A filler puts the payload at a multiple of 16 bytes from the
+start of the message, because sums over unaligned arrays take twice as long.
+
+`scan` reads a frame from foreign bytes. It allocates nothing that the bytes could choose the size of, and believes nothing:
+the dtype is from the closed list, the shape's byte count (in Python integers, which do not wrap) equals `total`, the chunk
+lies within it. So the message of a compressed array describes its encoded bytes: dtype uint8, shape (encoded bytes,).
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+import struct
+from functools import lru_cache
+from typing import Final, NamedTuple, TypeAlias
 
+from ferrorpc.errors import CodecError
 from ferrorpc.types import DType
+
+NDIM_MAX: Final = 32
+DIMENSION_MAX: Final = 1 << 40
+TOTAL_BYTES_MAX: Final = 1 << 48
+SIGNATURE_BYTES_MAX: Final = 16 << 10
+ALIGNMENT_BYTES: Final = 16
+
+_CACHED_SKELETONS: Final = 4096
+_CACHED_HEADERS: Final = 512
+"""Times SIGNATURE_BYTES_MAX, this bounds what strange peers can make this process remember."""
+
+_FIELD_MAX: Final = (1 << 29) - 1
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_FRAME: Final = 4 << 3 | _BYTES
+"""The tag of DataMessage.frame, the first byte of every message made here."""
+
+_OTHER_BODIES: Final = (1, 2, 3)
+_GROUP, _STREAM, _NUMBER, _SLOT, _OFFSET, _TOTAL, _SIGNATURE, _DTYPE, _SHAPE = range(1, 10)
+_PAD, _PAYLOAD = 14, 15
+_WIRE_TYPES: Final = {
+    _GROUP: _FIXED64,
+    _STREAM: _FIXED32,
+    _NUMBER: _FIXED64,
+    _SLOT: _FIXED64,
+    _OFFSET: _FIXED64,
+    _TOTAL: _FIXED64,
+    _SIGNATURE: _BYTES,
+    _DTYPE: _VARINT,
+    _PAD: _BYTES,
+    _PAYLOAD: _BYTES,
+}
+"""Shape is not in it: repeated integers may come packed or one by one."""
+
+_FIXED: Final = struct.Struct("<BQBIBQBQBQBQ")
+"""Fields 1 to 6 as every ferrorpc writes them: tag, value, tag, value, ..."""
+_FIXED_TAGS: Final = tuple(field << 3 | _WIRE_TYPES[field] for field in range(_GROUP, _TOTAL + 1))
+_U64: Final = struct.Struct("<Q")
+_U32: Final = struct.Struct("<I")
+_Bytes: TypeAlias = bytes | memoryview
 
 
 class Key(NamedTuple):
@@ -24,7 +78,7 @@ class Header(NamedTuple):
     dtype: DType
     shape: tuple[int, ...]
     total: int
-    """Bytes of the whole message."""
+    """Bytes of the whole message: the product of the shape times the dtype's itemsize."""
 
 
 class Frame:
@@ -38,3 +92,290 @@ class Frame:
         self.header = header
         self.offset = offset
         self.payload = payload
+
+
+class Skeleton:
+    """The bytes around number, offset and payload of one message's chunks of one size."""
+
+    __slots__ = ("_after_number", "_before_number", "_before_payload")
+
+    def __init__(self, group: int, stream: int, header: Header, size_bytes: int) -> None:
+        after_number = bytes([_FIXED_TAGS[3]]) + _U64.pack(header.slot) + bytes([_FIXED_TAGS[4]])
+        described = _description(header)
+        # Tags and values of fields 1 to 6, as _FIXED lays them out.
+        length = _FIXED.size + len(described)
+        tail = _payload_tag(length, size_bytes)
+        before_number = bytes([_FIXED_TAGS[0]]) + _U64.pack(group)
+        before_number += bytes([_FIXED_TAGS[1]]) + _U32.pack(stream) + bytes([_FIXED_TAGS[2]])
+        opening = bytes([_FRAME]) + _varint(length + len(tail) + size_bytes)
+        self._before_number = opening + before_number
+        self._after_number = after_number
+        self._before_payload = bytes([_FIXED_TAGS[5]]) + _U64.pack(header.total) + described + tail
+
+    def message(self, number: int, offset: int, payload: _Bytes) -> bytes:
+        """The chunk's message: the one copy of its payload (any contiguous buffer of the skeleton's size)."""
+        return b"".join(
+            (self._before_number, _U64.pack(number), self._after_number, _U64.pack(offset), self._before_payload, payload)
+        )
+
+
+@lru_cache(_CACHED_SKELETONS)
+def skeleton(group: int, stream: int, header: Header, size_bytes: int) -> Skeleton:
+    """The skeleton for chunks of `size_bytes`, from a bounded cache.
+
+    Raises:
+        CodecError: the signature or the shape is larger than any receiver accepts.
+    """
+    if len(header.signature.encode()) > SIGNATURE_BYTES_MAX or len(header.shape) > NDIM_MAX:
+        raise CodecError(
+            f"a signature of {len(header.signature)} characters with {len(header.shape)} dimensions is too long to send",
+            hint=f"signatures have at most {SIGNATURE_BYTES_MAX} bytes, arrays at most {NDIM_MAX} dimensions",
+        )
+    return Skeleton(group, stream, header, size_bytes)
+
+
+def encode(key: Key, header: Header, offset: int, payload: _Bytes) -> bytes:
+    """One chunk as a message. `payload` is any contiguous buffer of bytes, empty for an empty message."""
+    return skeleton(key.group, key.stream, header, len(payload)).message(key.number, offset, payload)
+
+
+def is_frame(message: _Bytes) -> bool:
+    """Whether these bytes begin as those of a frame; what does not goes to the generated DataMessage."""
+    return len(message) > 0 and message[0] == _FRAME
+
+
+def scan(message: _Bytes, source: int) -> Frame:
+    """The frame in these bytes, which came from rank `source`. The payload is a view of them.
+
+    Fields may come in any order and unknown ones are skipped, as everywhere in protobuf.
+
+    Raises:
+        CodecError: anything else than one sound frame.
+    """
+    try:
+        start, end = _frame_in(message)
+        fields = _Fields(message, start, end)
+    except (IndexError, struct.error):
+        raise CodecError(f"a message of {len(message)} bytes from rank {source} ends in the middle of a field") from None
+    header = fields.header()
+    first, last = fields.payload
+    if last - first > header.total - fields.offset or (first == last) != (header.total == 0):
+        raise CodecError(
+            f"a chunk of {last - first} bytes at byte {fields.offset} does not lie in a message of {header.total} bytes"
+        )
+    key = Key(fields.group, fields.stream, fields.number)
+    return Frame(key, source, header, fields.offset, memoryview(message)[first:last].toreadonly())
+
+
+class _Fields:
+    """The fields of one TensorFrame, as they stand in the bytes. Nothing is compared with anything yet."""
+
+    __slots__ = ("dtype", "group", "number", "offset", "payload", "shape", "signature", "slot", "stream", "total")
+
+    def __init__(self, message: _Bytes, position: int, end: int) -> None:
+        self.group = self.stream = self.number = self.slot = self.offset = self.total = 0
+        self.signature = b""
+        self.dtype = 0
+        self.shape: tuple[int, ...] = ()
+        self.payload = (end, end)
+        position = self._fixed(message, position, end)
+        while position < end:
+            position = self._field(message, position, end)
+        if position != end:
+            raise CodecError("the last field of a frame is longer than the frame")
+
+    def _fixed(self, message: _Bytes, position: int, end: int) -> int:
+        """Fields 1 to 6 at once, where they stand as ferrorpc writes them; else they are read one by one."""
+        if end - position < _FIXED.size:
+            return position
+        first, group, second, stream, third, number, fourth, slot, fifth, offset, sixth, total = _FIXED.unpack_from(
+            message, position
+        )
+        if (first, second, third, fourth, fifth, sixth) != _FIXED_TAGS:
+            return position
+        self.group, self.stream, self.number, self.slot, self.offset, self.total = group, stream, number, slot, offset, total
+        return position + _FIXED.size
+
+    def _field(self, message: _Bytes, position: int, end: int) -> int:
+        tag, position = _read_varint(message, position)
+        field, wire_type = tag >> 3, tag & 7
+        if field == _SHAPE:
+            return self._dimensions(message, position, end, wire_type)
+        expected = _WIRE_TYPES.get(field)
+        if expected is None:
+            return _skip(message, position, field, wire_type)
+        if wire_type != expected:
+            raise CodecError(f"field {field} of a frame has wire type {wire_type} instead of {expected}")
+        if wire_type == _BYTES:
+            first, last = _extent(message, position, end)
+            self._text(message, field, first, last)
+            return last
+        if wire_type == _VARINT:
+            self.dtype, position = _read_varint(message, position)
+            return position
+        return self._number(message, field, position)
+
+    def _text(self, message: _Bytes, field: int, first: int, last: int) -> None:
+        if field == _PAYLOAD:
+            self.payload = first, last
+        elif field == _SIGNATURE:
+            if last - first > SIGNATURE_BYTES_MAX:
+                raise CodecError(f"a signature of {last - first} bytes; at most {SIGNATURE_BYTES_MAX} are allowed")
+            self.signature = bytes(message[first:last])
+
+    def _number(self, message: _Bytes, field: int, position: int) -> int:
+        if field == _STREAM:
+            (self.stream,) = _U32.unpack_from(message, position)
+            return position + 4
+        (value,) = _U64.unpack_from(message, position)
+        if field == _GROUP:
+            self.group = value
+        elif field == _NUMBER:
+            self.number = value
+        elif field == _SLOT:
+            self.slot = value
+        elif field == _OFFSET:
+            self.offset = value
+        else:
+            self.total = value
+        return position + 8
+
+    def _dimensions(self, message: _Bytes, position: int, end: int, wire_type: int) -> int:
+        """Dimensions, all in one field or one by one."""
+        if wire_type == _BYTES:
+            position, last = _extent(message, position, end)
+        elif wire_type == _VARINT:
+            last = position + 1
+        else:
+            raise CodecError(f"the shape of a frame has wire type {wire_type}")
+        dimensions = list(self.shape)
+        while position < last:
+            value, position = _read_varint(message, position)
+            dimensions.append(value)
+            if len(dimensions) > NDIM_MAX:
+                raise CodecError(f"an array has at most {NDIM_MAX} dimensions")
+        if wire_type == _BYTES and position != last:
+            raise CodecError("the shape of a frame ends in the middle of a dimension")
+        self.shape = tuple(dimensions)
+        return position
+
+    def header(self) -> Header:
+        """Dtype, shape and size, once they agree with each other."""
+        return _header(self.slot, self.signature, self.dtype, self.shape, self.total)
+
+
+@lru_cache(_CACHED_HEADERS)
+def _header(slot: int, signature: bytes, dtype_number: int, shape: tuple[int, ...], total: int) -> Header:
+    if not DType.BOOL <= dtype_number <= DType.COMPLEX128:
+        raise CodecError(f"{dtype_number} is the number of no dtype")
+    dtype = DType(dtype_number)
+    if any(dimension >= DIMENSION_MAX for dimension in shape):
+        raise CodecError(f"shape {shape} has a dimension of 2**40 or more")
+    if total > TOTAL_BYTES_MAX or math.prod(shape) * dtype.itemsize != total:
+        raise CodecError(f"{dtype.label} of shape {shape} does not have {total} bytes")
+    try:
+        return Header(slot, signature.decode(), dtype, shape, total)
+    except UnicodeDecodeError:
+        raise CodecError("the signature of a frame is not UTF-8") from None
+
+
+def _frame_in(message: _Bytes) -> tuple[int, int]:
+    """Where the one TensorFrame of a DataMessage begins and ends."""
+    found: tuple[int, int] | None = None
+    position = 0
+    while position < len(message):
+        tag, position = _read_varint(message, position)
+        field, wire_type = tag >> 3, tag & 7
+        if tag == _FRAME:
+            if found is not None:
+                raise CodecError("two frames in one message")
+            found = _extent(message, position, len(message))
+            position = found[1]
+        elif field in _OTHER_BODIES or field == _FRAME >> 3:
+            raise CodecError(f"a frame together with field {field} of wire type {wire_type} in one message")
+        else:
+            position = _skip(message, position, field, wire_type)
+    if found is None or position != len(message):
+        raise CodecError(f"a message of {len(message)} bytes holds no whole frame")
+    return found
+
+
+def _skip(message: _Bytes, position: int, field: int, wire_type: int) -> int:
+    """The end of an unknown field. Groups, which protobuf gave up long ago, are refused."""
+    if not 1 <= field <= _FIELD_MAX:
+        raise CodecError(f"there is no field number {field}")
+    if wire_type == _VARINT:
+        return _read_varint(message, position)[1]
+    if wire_type == _BYTES:
+        return _extent(message, position, len(message))[1]
+    if wire_type == _FIXED64:
+        return position + 8
+    if wire_type == _FIXED32:
+        return position + 4
+    raise CodecError(f"field {field} has the unknown wire type {wire_type}")
+
+
+def _extent(message: _Bytes, position: int, end: int) -> tuple[int, int]:
+    """First and last position of a field that begins with its length."""
+    length, first = _read_varint(message, position)
+    if length > end - first:
+        raise CodecError(f"a field of {length} bytes in the {end - first} bytes that are left")
+    return first, first + length
+
+
+def _read_varint(message: _Bytes, position: int) -> tuple[int, int]:
+    """An unsigned integer of at most 64 bits, and the position after it. IndexError at the end of the bytes."""
+    byte = message[position]
+    if byte < 0x80:
+        return byte, position + 1
+    value, shift = byte & 0x7F, 7
+    while True:
+        position += 1
+        byte = message[position]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            break
+        shift += 7
+        if shift > 63:
+            raise CodecError("an integer of more than ten bytes")
+    if value >= 1 << 64:
+        raise CodecError("an integer of more than 64 bits")
+    return value, position + 1
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value >= 0x80:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _description(header: Header) -> bytes:
+    """Signature, dtype and shape."""
+    signature = header.signature.encode()
+    dimensions = b"".join(_varint(dimension) for dimension in header.shape)
+    parts = [_varint(_SIGNATURE << 3 | _BYTES), _varint(len(signature)), signature]
+    parts += [_varint(_DTYPE << 3 | _VARINT), _varint(header.dtype)]
+    if dimensions:
+        parts += [_varint(_SHAPE << 3 | _BYTES), _varint(len(dimensions)), dimensions]
+    return b"".join(parts)
+
+
+def _payload_tag(length: int, size_bytes: int) -> bytes:
+    """What stands between the description and the payload: a filler where one is needed, tag and length.
+
+    `length` is that of the fields before it. Adding a filler can lengthen the frame's own length by a byte, so the first
+    that fits is looked for. An empty payload is left out.
+    """
+    if size_bytes == 0:
+        return b""
+    tag = _varint(_PAYLOAD << 3 | _BYTES) + _varint(size_bytes)
+    fillers = [b""] + [_varint(_PAD << 3 | _BYTES) + _varint(count) + bytes(count) for count in range(1, 2 * ALIGNMENT_BYTES)]
+    for filler in fillers:
+        body = length + len(filler) + len(tag)
+        opening = 1 + len(_varint(body + size_bytes))
+        if (opening + body) % ALIGNMENT_BYTES == 0:
+            return filler + tag
+    raise AssertionError("no filler aligns the payload")
