@@ -66,7 +66,7 @@ protos: $(READY)  ## generate ferrorpc/v1 from protos/ with the pinned generator
 
 up:  ## start a coordinator and four workers in containers (needs Docker with Compose v2)
 	$(SAY) "up: one coordinator and four workers in containers; Ctrl-C stops them"
-	@docker compose up --build --scale worker=4
+	@docker compose up --build
 
 bench: $(READY)  ## measure; BENCH_ARGS chooses what
 	$(SAY) "bench: $(BENCH_ARGS)"

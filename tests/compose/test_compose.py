@@ -1,0 +1,93 @@
+"""docker-compose.yml as it is, on a real engine: four workers in containers of their own train to the same weights.
+
+Needs a Docker engine with Compose v2 and the image's base. Where no registry can be reached, BASE names an image that is
+there and WHEELHOUSE a folder of wheels in the repository root (`pip download`), as docker-compose.yml says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = f"ferrorpc-test-{os.getpid()}"
+WORKERS = 4
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
+
+
+def compose(*arguments: str, seconds: float = 120, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs docker compose on this project."""
+    environment = {**os.environ, "WORKERS": str(WORKERS), "EPOCHS": "12", "FERRORPC_IMAGE": f"{PROJECT}-image"}
+    command = ["docker", "compose", "--project-name", PROJECT, "--file", str(ROOT / "docker-compose.yml"), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
+    assert not check or result.returncode == 0, f"{' '.join(arguments)}: {result.stdout[-4000:]}{result.stderr[-4000:]}"
+    return result
+
+
+def why_not() -> str | None:
+    """Why no containers can be started here; None when they can."""
+    if shutil.which("docker") is None:
+        return "there is no docker command"
+    for command, needs in ((["docker", "compose", "version"], "Compose v2"), (["docker", "info"], "a running Docker engine")):
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        if result.returncode != 0:
+            return f"needs {needs}: {(result.stderr or result.stdout).strip().splitlines()[-1]}"
+    return None
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[None]:
+    """The built image; whatever was started is gone afterwards."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    try:
+        compose("build", seconds=400)
+        yield
+    finally:
+        compose("down", "--volumes", "--remove-orphans", "--timeout", "5", check=False)
+        image = f"{PROJECT}-image"
+        subprocess.run(["docker", "image", "rm", "--force", image], capture_output=True, timeout=60, check=False)
+
+
+def test_four_workers_in_containers_end_with_identical_weights(stack: None) -> None:
+    compose("up", "--detach", "--wait", "coordinator")
+    compose("up", "--no-log-prefix", "--exit-code-from", "worker", "worker", seconds=240)
+    logs = compose("logs", "--no-log-prefix", "worker").stdout
+    assert f"identical weights on {WORKERS} ranks" in logs
+    assert "test accuracy 0.9" in logs
+    states = [json.loads(line) for line in compose("ps", "--all", "--format", "json", "worker").stdout.splitlines()]
+    assert [state["ExitCode"] for state in states] == [0] * WORKERS
+
+
+def test_the_coordinator_reports_the_job_it_held(stack: None) -> None:
+    compose("up", "--detach", "--wait", "coordinator")
+    answer = compose("exec", "-T", "coordinator", "ferrorpc", "status", "--job", "digits", "--json").stdout
+    status = json.loads(answer)
+    assert len(status["members"]) == WORKERS
+    assert {member["state"] for member in status["members"]} == {"left"}
+
+
+def test_the_coordinator_drains_and_comes_back_with_its_journal(stack: None) -> None:
+    def cluster() -> str:
+        answer = compose("exec", "-T", "coordinator", "ferrorpc", "status", "--json").stdout
+        return str(json.loads(answer)["position"]["cluster_id"])
+
+    compose("up", "--detach", "--wait", "coordinator")
+    before = cluster()
+    compose("stop", "coordinator")
+    state = json.loads(compose("ps", "--all", "--format", "json", "coordinator").stdout.splitlines()[0])
+    assert state["ExitCode"] == 0
+    compose("up", "--detach", "--wait", "coordinator")
+    assert cluster() == before
+
+
+def test_nothing_in_a_container_runs_as_root(stack: None) -> None:
+    compose("up", "--detach", "--wait", "coordinator")
+    assert compose("exec", "-T", "coordinator", "id", "-u").stdout.strip() == "10001"
