@@ -10,7 +10,6 @@ from typing import Final
 from ferrorpc.cli.launcher.plan import Plan
 from ferrorpc.config import PREFIX
 
-
 _TORCH: Final = (
     *("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE"),

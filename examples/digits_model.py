@@ -1,0 +1,149 @@
+"""A small network in NumPy that ferrorpc can train on several processes.
+
+What DistributedDataParallel asks of a module, and all it asks:
+
+    parameters()         the Parameters, each with .data (its weights) and .grad (their gradient, or None)
+    named_parameters()   the same, as (name, Parameter); names and order are equal on every rank
+    forward(x)           what calling the wrapped module does
+    train(), eval()      switch between the two modes; both return the module
+
+`backward` is this file's own affair: ferrorpc looks only at what it leaves in .grad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import ferrorpc
+
+Array = NDArray[np.float32]
+
+
+class Linear:
+    """y = x @ weight + bias.
+
+    Args:
+        inputs, outputs: features.
+        random: where the initial weights come from (Glorot's uniform, which suits tanh).
+    """
+
+    def __init__(self, inputs: int, outputs: int, random: np.random.Generator) -> None:
+        bound = np.sqrt(6 / (inputs + outputs))
+        self.weight = ferrorpc.Parameter(random.uniform(-bound, bound, (inputs, outputs)).astype(np.float32))
+        self.bias = ferrorpc.Parameter(np.zeros(outputs, np.float32))
+        self._x: Array | None = None
+
+    def forward(self, x: Array) -> Array:
+        """x: (batch, inputs). Returns (batch, outputs), and keeps x for `backward`."""
+        self._x = x
+        return x @ self.weight.data + self.bias.data
+
+    def backward(self, grad_y: Array) -> Array:
+        """grad_y: (batch, outputs). Adds to the parameters' gradients; returns the gradient of x, (batch, inputs)."""
+        assert self._x is not None, "backward follows forward"
+        accumulate(self.weight, self._x.T @ grad_y)
+        accumulate(self.bias, grad_y.sum(axis=0))
+        return grad_y @ self.weight.data.T
+
+
+class DigitsNet:
+    """A multi-layer perceptron: linear layers with tanh between them, and dropout before the last while training.
+
+    Args:
+        widths: features of each layer, the input first: (64, 48, 10).
+        seed: of the initial weights. DistributedDataParallel broadcasts rank 0's, so it may differ between ranks.
+        dropout: share of hidden features set to zero while training.
+    """
+
+    def __init__(self, widths: Sequence[int], seed: int, dropout: float = 0.1) -> None:
+        self._random = np.random.default_rng(seed)
+        self.layers = [Linear(inputs, outputs, self._random) for inputs, outputs in pairwise(widths)]
+        self.dropout = dropout
+        self.training = True
+        self._hidden: list[Array] = []
+        self._kept: Array | None = None
+
+    def named_parameters(self) -> Iterator[tuple[str, ferrorpc.Parameter]]:
+        """("layers.0.weight", Parameter), and so on, from the input to the output."""
+        for index, layer in enumerate(self.layers):
+            yield f"layers.{index}.weight", layer.weight
+            yield f"layers.{index}.bias", layer.bias
+
+    def parameters(self) -> Iterator[ferrorpc.Parameter]:
+        """The parameters alone, in the same order."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def train(self, mode: bool = True) -> DigitsNet:
+        """Switches to training (dropout on)."""
+        self.training = mode
+        return self
+
+    def eval(self) -> DigitsNet:
+        """Switches to evaluation (dropout off)."""
+        return self.train(False)
+
+    def forward(self, x: Array) -> Array:
+        """x: (batch, widths[0]). Returns logits, (batch, widths[-1])."""
+        self._hidden = []
+        for layer in self.layers[:-1]:
+            x = np.tanh(layer.forward(x))
+            self._hidden.append(x)
+        self._kept = None
+        if self.training and self.dropout > 0:
+            self._kept = (self._random.random(x.shape) >= self.dropout).astype(np.float32) / np.float32(1 - self.dropout)
+            x = x * self._kept
+        return self.layers[-1].forward(x)
+
+    def backward(self, grad_logits: Array) -> None:
+        """grad_logits: (batch, widths[-1]), the loss's gradient at the output. Adds to every parameter's .grad."""
+        grad = self.layers[-1].backward(grad_logits)
+        if self._kept is not None:
+            grad = grad * self._kept
+        for layer, hidden in zip(reversed(self.layers[:-1]), reversed(self._hidden), strict=True):
+            grad = layer.backward(grad * (1 - hidden * hidden))
+
+
+def accumulate(parameter: ferrorpc.Parameter, grad: Array) -> None:
+    """Adds a gradient to a parameter's own, as several backward passes before one step need it."""
+    parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+
+def softmax_cross_entropy(logits: Array, labels: NDArray[np.integer[Any]]) -> tuple[float, Array]:
+    """The mean cross entropy of a batch and its gradient.
+
+    Args:
+        logits: (batch, classes).
+        labels: (batch,), the right class of each row.
+
+    Returns:
+        The loss, and its gradient at the logits, (batch, classes).
+    """
+    rows = np.arange(len(labels))
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    grad = np.exp(log_probabilities)
+    grad[rows, labels] -= 1
+    return float(-log_probabilities[rows, labels].mean()), grad / np.float32(len(labels))
+
+
+class Momentum:
+    """Stochastic gradient descent with momentum: velocity = momentum * velocity + grad; data -= rate * velocity."""
+
+    def __init__(self, parameters: Iterator[ferrorpc.Parameter], rate: float, momentum: float = 0.9) -> None:
+        self._parameters = list(parameters)
+        self._velocities = [np.zeros_like(parameter.data) for parameter in self._parameters]
+        self._rate = np.float32(rate)
+        self._momentum = np.float32(momentum)
+
+    def step(self) -> None:
+        """Applies the gradients, and clears them."""
+        for parameter, velocity in zip(self._parameters, self._velocities, strict=True):
+            velocity *= self._momentum
+            velocity += parameter.grad
+            parameter.data -= self._rate * velocity
+            parameter.grad = None

@@ -1,0 +1,10 @@
+"""Four processes add an array: `ferrorpc run -n 4 examples/hello.py`."""
+
+import numpy as np
+
+import ferrorpc
+
+with ferrorpc.init_process_group() as group:
+    mine = np.full(3, group.rank + 1.0)
+    total = group.all_reduce(mine)
+    print(f"rank {group.rank} of {group.size}: {mine} became {total}")

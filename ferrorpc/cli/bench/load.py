@@ -1,0 +1,148 @@
+"""A load generator for the coordinator: many sessions on one event loop, each on its own connection.
+
+It speaks the Session stream itself, without the client library's threads, so that what is measured is the coordinator and
+the wire. The coordinator runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from ferrorpc.errors import CoordinatorUnavailableError, FerroError
+from ferrorpc.v1 import session_pb2, session_pb2_grpc
+from ferrorpc.wire import options, status
+
+BEAT_SECONDS: Final = 1.0
+START_SECONDS: Final = 20.0
+PROTOCOL_VERSION: Final = 1
+
+
+@contextmanager
+def coordinator_process(*, durable: bool) -> Iterator[str]:
+    """A coordinator on a free loopback port, with a journal in a temporary directory or none; gives its address."""
+    with tempfile.TemporaryDirectory(prefix="ferrorpc-bench-") as directory:
+        kept = ["--data-dir", directory] if durable else []
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ferrorpc_coordinator", "--listen", "127.0.0.1:0", *kept],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        try:
+            assert process.stdout is not None
+            words = process.stdout.readline().split()
+            if words[:1] != ["listening"]:
+                raise CoordinatorUnavailableError(f"the coordinator did not start: exit code {process.wait(START_SECONDS)}")
+            yield words[1]
+        finally:
+            process.terminate()
+            try:
+                process.wait(START_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class LoadSession:
+    """One member's Session stream, with one request in flight at a time."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=options.session_channel())
+        self._call = session_pb2_grpc.CoordinatorServiceStub(self._channel).Session()
+        self._sequence = 0
+
+    async def open(self, job: str, name: str) -> None:
+        """Connects and says Hello; returns once welcomed."""
+        hello = session_pb2.Hello(protocol_version=PROTOCOL_VERSION, job=job, name=name, instance_id=name, host="bench")
+        await self._call.write(session_pb2.ClientFrame(hello=hello))
+        while not (frame := await self._read()).HasField("welcome"):
+            _refuse_fence(frame)
+
+    async def request(self, **body: Any) -> session_pb2.Result:
+        """Sends one request (`join=JoinRequest(...)`, `barrier=...`) and waits for its result.
+
+        Raises:
+            FerroError: what the coordinator answered.
+        """
+        self._sequence += 1
+        await self._call.write(session_pb2.ClientFrame(sequence=self._sequence, **body))
+        while True:
+            frame = await self._read()
+            if frame.HasField("result") and frame.result.sequence == self._sequence:
+                break
+            _refuse_fence(frame)
+        if frame.result.HasField("error"):
+            raise status.error_of(frame.result.error)
+        return frame.result
+
+    async def beat(self) -> None:
+        """One sign of life."""
+        await self._call.write(session_pb2.ClientFrame(beat=session_pb2.Beat(step=self._sequence)))
+
+    async def leave(self) -> None:
+        """Says goodbye and ends the stream."""
+        await self.request(leave=session_pb2.LeaveRequest())
+        await self._call.done_writing()
+
+    async def close(self) -> None:
+        """Drops the connection."""
+        self._call.cancel()
+        await self._channel.close()
+
+    async def _read(self) -> session_pb2.ServerFrame:
+        frame = await self._call.read()
+        if frame is grpc.aio.EOF:
+            raise CoordinatorUnavailableError(f"the coordinator ended a session: {await self._call.details()}")
+        return frame
+
+
+@asynccontextmanager
+async def sessions(address: str, job: str, count: int) -> AsyncIterator[tuple[list[LoadSession], float]]:
+    """`count` open sessions, beating once a second, and the seconds it took to connect them all."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    members = [LoadSession(address) for _ in range(count)]
+    try:
+        await asyncio.gather(*(member.open(job, f"member-{number}") for number, member in enumerate(members)))
+        connecting = loop.time() - began
+        beating = asyncio.create_task(_beat(members))
+        try:
+            yield members, connecting
+        finally:
+            beating.cancel()
+    finally:
+        await asyncio.gather(*(member.close() for member in members))
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """Median, best and worst, in milliseconds."""
+    return {
+        "median_ms": round(statistics.median(seconds) * 1e3, 3),
+        "best_ms": round(min(seconds) * 1e3, 3),
+        "worst_ms": round(max(seconds) * 1e3, 3),
+    }
+
+
+async def _beat(members: Iterable[LoadSession]) -> None:
+    while True:
+        await asyncio.sleep(BEAT_SECONDS)
+        for member in members:
+            await member.beat()
+
+
+def _refuse_fence(frame: session_pb2.ServerFrame) -> None:
+    if frame.event.HasField("fenced"):
+        error: FerroError = status.error_of(frame.event.fenced)
+        raise error

@@ -1,0 +1,105 @@
+"""The same two measurements on torch's own rendezvous and store, for a comparison within one run.
+
+Torch runs in a process of its own, with the members as threads and a store client each, and is given a limited time: at
+128 members its rendezvous takes a minute or does not end at all.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import Any, Final
+
+LIMIT_SECONDS: Final = 90.0
+BARRIERS: Final = 5
+
+
+def measure(kind: str, members: int, limit_seconds: float = LIMIT_SECONDS) -> dict[str, Any]:
+    """Runs "rendezvous" (c10d) or "barrier" (TCPStore) with so many members. {"skipped": why} or {"median_ms": ...}."""
+    if find_spec("torch") is None:
+        return {"skipped": "torch is not installed"}
+    command = [sys.executable, "-m", "ferrorpc.cli.bench.torch_peers", kind, str(members)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return {"skipped": f"did not finish within {limit_seconds:.0f} s"}
+    if done.returncode != 0:
+        return {"skipped": f"failed: {done.stderr.strip().splitlines()[-1:]}"}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def describe(result: dict[str, Any]) -> str:
+    """One result, to be read."""
+    if "skipped" in result:
+        return f"not measured: {result['skipped']}"
+    return f"{result['median_ms']:9.1f} ms"
+
+
+def rendezvous(members: int) -> dict[str, Any]:
+    """One c10d rendezvous of `members` nodes, as torchrun makes it. Milliseconds from the first call to the last answer."""
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clients = [TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(members)]
+    handlers = [
+        DynamicRendezvousHandler.from_backend("bench", client, C10dRendezvousBackend(client, "bench"), members, members)
+        for client in clients
+    ]
+    return {"median_ms": round(_all_at_once([handler.next_rendezvous for handler in handlers]) * 1e3, 3), "rounds": 1}
+
+
+def barrier(members: int) -> dict[str, Any]:
+    """Barriers of `members` TCPStore clients: add one to a counter, the last sets a key, all wait for it."""
+    from torch.distributed import TCPStore
+
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    clients = [TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(members)]
+
+    def arrive(client: Any, ordinal: int) -> None:
+        if client.add(f"{ordinal}/arrived", 1) == members:
+            client.set(f"{ordinal}/released", b"1")
+        client.wait([f"{ordinal}/released"])
+
+    seconds = [
+        _all_at_once([lambda client=client, ordinal=ordinal: arrive(client, ordinal) for client in clients])
+        for ordinal in range(BARRIERS)
+    ]
+    return {"median_ms": round(statistics.median(seconds) * 1e3, 3), "rounds": BARRIERS}
+
+
+def _all_at_once(actions: list[Callable[[], object]]) -> float:
+    """Seconds from letting all threads go until the last has finished."""
+    gate = threading.Barrier(len(actions) + 1)
+
+    def body(action: Callable[[], object]) -> None:
+        gate.wait()
+        action()
+
+    threads = [threading.Thread(target=body, args=(action,), daemon=True) for action in actions]
+    for thread in threads:
+        thread.start()
+    gate.wait()
+    began = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    """Measures what the command line says and writes one JSON line."""
+    kind, members = sys.argv[1], int(sys.argv[2])
+    result = rendezvous(members) if kind == "rendezvous" else barrier(members)
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""`ferrorpc demo`: examples/digits_ddp.py on several processes, from an installed package as well as from a clone."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import click
+
+from ferrorpc.cli.run import launch, make_plan
+from ferrorpc.errors import ConfigError
+
+_SCRIPT: Final = "digits_ddp.py"
+_HERE: Final = Path(__file__).resolve().parent
+_PLACES: Final = (_HERE / "_examples", _HERE.parents[1] / "examples")
+"""Where the wheel puts the examples, and where a clone has them."""
+_NEEDED: Final = {"sklearn": "scikit-learn", "tqdm": "tqdm", "matplotlib": "matplotlib"}
+
+
+@click.command("demo")
+@click.option("-n", "--nproc", "processes", type=click.IntRange(min=1), default=4, show_default=True, help="Processes.")
+@click.option("--epochs", type=click.IntRange(min=1), default=30, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Fixes the data split, the batches and the weights.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("out/digits_loss.png"), show_default=True, help="Loss curve."
+)
+def command(processes: int, epochs: int, seed: int, out: Path) -> int:
+    """Train a small network on handwritten digits, data-parallel over gRPC, and draw its loss.
+
+    Shows a real job from end to end: a coordinator, a launcher, four processes that average their gradients. The data comes
+    with scikit-learn; nothing is downloaded.
+    """
+    script = find_script()
+    check_packages()
+    click.echo(f"ferrorpc run -n {processes} {_SCRIPT} --epochs {epochs} --seed {seed} --out {out}")
+    flags = ("--epochs", str(epochs), "--seed", str(seed), "--out", str(out))
+    return launch(make_plan(target=(str(script), *flags), processes=str(processes), standalone=True))
+
+
+def find_script() -> Path:
+    """The demo's script.
+
+    Raises:
+        ConfigError: this installation has no examples.
+    """
+    for place in _PLACES:
+        if (place / _SCRIPT).is_file():
+            return place / _SCRIPT
+    raise ConfigError(f"{_SCRIPT} is neither in {_PLACES[0]} nor in {_PLACES[1]}", hint="install ferrorpc again")
+
+
+def check_packages() -> None:
+    """Raises ConfigError naming what the demo needs and does not find."""
+    missing = [package for module, package in _NEEDED.items() if find_spec(module) is None]
+    if missing:
+        raise ConfigError(f"the demo needs {', '.join(missing)}", hint='pip install "ferrorpc[examples]"')
