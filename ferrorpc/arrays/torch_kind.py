@@ -1,0 +1,83 @@
+"""PyTorch tensors. torch is never imported here: who passes a tensor has done so.
+
+Host tensors are read and written in place; tensors on a device are copied through the host. bfloat16, which NumPy lacks, is
+seen through a 16-bit view.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ferrorpc.arrays.base import Kind, Out, View, contiguous, fit, owned, writable
+from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.types import DType, TensorSpec, dtype_named
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether x is a torch tensor; False where torch was never imported."""
+    torch = sys.modules.get("torch")
+    tensor = getattr(torch, "Tensor", None)
+    return tensor is not None and isinstance(x, tensor)
+
+
+class TorchKind(Kind):
+    """Tensors on one device."""
+
+    name = "torch"
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._on_host = device.type == "cpu"
+
+    def view(self, x: Any) -> View:
+        spec = self.spec(x)
+        x = x.detach().resolve_conj().resolve_neg()
+        origin = _host_array(x if self._on_host else x.cpu())
+        data = contiguous(origin)
+        borrowed = self._on_host and data is origin
+        return View(self, spec, data, borrowed, origin if self._on_host else None)
+
+    def spec(self, x: Any) -> TensorSpec:
+        if x.requires_grad:
+            raise UsageError("the tensor requires a gradient, which does not flow through this call", hint="pass x.detach()")
+        if str(x.layout) != "torch.strided":
+            raise UsageError(f"the tensor's layout is {x.layout}", hint="pass x.to_dense()")
+        return TensorSpec(dtype_named(str(x.dtype).removeprefix("torch.")), tuple(x.shape))
+
+    def out(self, x: Any, spec: TensorSpec) -> Out:
+        fit(self.spec(x), spec)
+        if x.is_conj() or x.is_neg():
+            raise TensorMismatchError("out is a lazily conjugated or negated view", hint="pass x.resolve_conj().resolve_neg()")
+        if not self._on_host:
+            return Out(x, spec, None, lambda data: x.copy_(_tensor(data, spec)))
+        origin = _host_array(x)
+        writable(origin)
+        return Out(x, spec, origin)
+
+    def wrap(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
+        tensor = _tensor(owned(data, spec), spec)
+        return tensor if self._on_host else tensor.to(self._device)
+
+    def empty(self, shape: Sequence[int], dtype: DType) -> Any:
+        torch = sys.modules["torch"]
+        return torch.empty(tuple(shape), dtype=getattr(torch, dtype.label), device=self._device)
+
+
+def _host_array(x: Any) -> np.ndarray[Any, Any]:
+    """The tensor's memory as it lies, in the storage dtype."""
+    torch = sys.modules["torch"]
+    array: np.ndarray[Any, Any]
+    array = x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
+    return array
+
+
+def _tensor(data: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
+    """A host tensor on the memory of `data`."""
+    torch = sys.modules["torch"]
+    if spec.dtype is DType.BFLOAT16:
+        return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(data)
