@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
-from typing import Final, NamedTuple
+from typing import Final
 
 import click
 
+from ferrorpc.cli.lazy import Entry, LazyGroup
 from ferrorpc.errors import ConfigError, FerroError
 
 EXIT_CONFIG: Final = 64
@@ -16,45 +16,17 @@ EXIT_RETRY: Final = 75
 """The membership or the coordinator was lost: a retry can succeed."""
 
 
-class _Entry(NamedTuple):
-    module: str
-    help: str
-
-
 COMMANDS: Final = {
-    "run": _Entry("ferrorpc.cli.run", "Run a script in several processes on this machine, or on this node of several."),
-    "coordinator": _Entry("ferrorpc.cli.coordinator", "Run the coordinator service."),
-    "status": _Entry("ferrorpc.cli.status", "Show a job: members, barriers, generations."),
-    "health": _Entry("ferrorpc.cli.health", "Ask a server whether it is healthy; exit code 0 or 1."),
-    "demo": _Entry("ferrorpc.cli.demo", "Train a small network on handwritten digits, on four processes."),
-    "bench": _Entry("ferrorpc.cli.bench.command", "Measure rendezvous, barriers and collectives."),
-    "config": _Entry("ferrorpc.cli.config", "Show each setting's value and where it came from."),
-    "version": _Entry("ferrorpc.cli.version", "Show the versions of ferrorpc and of what it stands on."),
+    "run": Entry("ferrorpc.cli.run", "Run a script in several processes on this machine, or on this node of several."),
+    "coordinator": Entry("ferrorpc.cli.coordinator", "Run the coordinator service."),
+    "status": Entry("ferrorpc.cli.status", "Show a job: members, barriers, generations."),
+    "health": Entry("ferrorpc.cli.health", "Ask a server whether it is healthy; exit code 0 or 1."),
+    "demo": Entry("ferrorpc.cli.demo", "Train a small network on handwritten digits, on four processes."),
+    "bench": Entry("ferrorpc.cli.bench.command", "Measure rendezvous, barriers and collectives."),
+    "config": Entry("ferrorpc.cli.config", "Show each setting's value and where it came from."),
+    "version": Entry("ferrorpc.cli.version", "Show the versions of ferrorpc and of what it stands on."),
 }
 """Command -> its module, which has a click command called `command`, and its line in `--help`."""
-
-
-class LazyGroup(click.Group):
-    """A group whose commands are named in a table and imported one at a time."""
-
-    def __init__(self, entries: dict[str, _Entry], **options: object) -> None:
-        super().__init__(**options)  # type: ignore[arg-type]
-        self._entries = entries
-
-    def list_commands(self, context: click.Context) -> list[str]:
-        return list(self._entries)
-
-    def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        entry = self._entries.get(name)
-        if entry is None:
-            return None
-        command = import_module(entry.module).command
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.help) for name, entry in self._entries.items()])
 
 
 cli = LazyGroup(

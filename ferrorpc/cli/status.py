@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ def command(address: str | None, job: str | None, watch: bool, as_json: bool) ->
         while True:
             response = _ask(stub, where, config)
             text = as_json_text(response) if as_json else as_text(response)
-            clear = _CLEAR_SCREEN if watch and not as_json and click.get_text_stream("stdout").isatty() else ""
+            clear = _CLEAR_SCREEN if watch and not as_json and sys.stdout.isatty() else ""
             click.echo(clear + text)
             if not watch:
                 return

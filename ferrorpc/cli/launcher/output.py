@@ -67,6 +67,8 @@ class Console:
         self._terminals = {number: sink for number, sink in self._sinks.items() if sink.isatty()}
         self._colour = bool(self._terminals) and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
         self._bottom = b""
+        self._bottom_owner = b""
+        """The prefix of the stream whose pending line is at the bottom."""
         self._progress_shown: dict[bytes, float] = {}
 
     def prefix(self, label: str, index: int) -> bytes:
@@ -87,7 +89,7 @@ class Console:
     def pending(self, descriptor: int, prefix: bytes, line: bytes, now: float) -> None:
         """A line that has not ended has changed."""
         if descriptor in self._terminals:
-            self._draw_bottom(_fitted(prefix, line, os.get_terminal_size(self._sinks[descriptor].fileno()).columns))
+            self._draw_bottom(prefix, _fitted(prefix, line, os.get_terminal_size(self._sinks[descriptor].fileno()).columns))
         elif line:
             last = self._progress_shown.setdefault(prefix, now)
             if now - last >= _PROGRESS_SECONDS:
@@ -99,10 +101,10 @@ class Console:
             data = _CLEAR_LINE + data + self._bottom
         _write_all(self._sinks[descriptor], data)
 
-    def _draw_bottom(self, line: bytes) -> None:
-        if line == self._bottom:
-            return
-        self._bottom = line
+    def _draw_bottom(self, owner: bytes, line: bytes) -> None:
+        if line == self._bottom or not (line or owner == self._bottom_owner):
+            return  # nothing new, or a stream without a pending line while another one's is shown
+        self._bottom, self._bottom_owner = line, owner
         _write_all(next(reversed(self._terminals.values())), _CLEAR_LINE + line)
 
     def close(self) -> None:

@@ -1,0 +1,133 @@
+"""The launcher's decisions, without a process, a signal or a clock."""
+
+import signal
+
+from ferrorpc.cli.launcher.gang import FOREVER, Done, Gang, Phase, Policy, Signal, Start
+
+
+def running(size=3, **policy):
+    gang = Gang(size, Policy(grace_seconds=5, shutdown_seconds=30, **policy))
+    gang.begin()
+    return gang
+
+
+def ends(gang, worker, returncode, now=0.0, victim=False):
+    return gang.exited(worker, returncode, victim=victim, now=now)
+
+
+def test_all_workers_are_started_together():
+    assert Gang(3, Policy()).begin() == [Start((0, 1, 2), 0)]
+
+
+def test_workers_that_all_end_well_end_the_job_without_a_failure():
+    gang = running(2)
+    assert ends(gang, 0, 0) == []
+    assert gang.deadline == FOREVER
+    assert ends(gang, 1, 0) == [Done()]
+    assert gang.first_failure is None
+
+
+def test_after_a_failure_the_others_have_the_grace_then_sigterm_then_sigkill():
+    gang = running(3)
+    assert ends(gang, 1, 1, now=10.0) == []
+    assert gang.deadline == 15.0
+    assert gang.tick(14.9) == []
+    assert gang.tick(15.0) == [Signal((0, 2), signal.SIGTERM)]
+    assert gang.deadline == 45.0
+    assert ends(gang, 0, -signal.SIGTERM, now=16.0) == []
+    assert gang.tick(45.0) == [Signal((2,), signal.SIGKILL)]
+    assert gang.deadline == FOREVER
+    assert ends(gang, 2, -signal.SIGKILL, now=45.1) == [Done()]
+    assert gang.first_failure.worker == 1
+    assert [end.stopped for end in gang.exits] == [False, True, True]
+
+
+def test_the_first_failure_is_the_cause_even_when_a_victim_was_faster():
+    gang = running(3)
+    ends(gang, 0, 1, now=1.0, victim=True)
+    ends(gang, 1, 3, now=1.1)
+    ends(gang, 2, 1, now=1.2, victim=True)
+    assert gang.first_failure.worker == 1
+
+
+def test_exit_code_75_marks_a_victim():
+    gang = running(2)
+    ends(gang, 0, 75, now=1.0)
+    ends(gang, 1, -signal.SIGKILL, now=1.1)
+    assert gang.exits[0].victim
+    assert gang.first_failure.worker == 1
+
+
+def test_where_all_are_victims_the_earliest_stands_for_them():
+    gang = running(2)
+    ends(gang, 1, 75, now=1.0)
+    ends(gang, 0, 75, now=1.1)
+    assert gang.first_failure.worker == 1
+
+
+def test_a_signal_is_forwarded_and_the_second_one_kills():
+    gang = running(2)
+    assert gang.signalled(signal.SIGINT, 1.0) == [Signal((0, 1), signal.SIGINT)]
+    assert gang.deadline == 31.0
+    assert gang.signalled(signal.SIGINT, 1.5) == [Signal((0, 1), signal.SIGKILL)]
+    assert gang.interrupted == signal.SIGINT
+
+
+def test_a_signal_alone_becomes_sigkill_after_the_shutdown_time():
+    gang = running(1)
+    gang.signalled(signal.SIGTERM, 1.0)
+    assert gang.tick(31.0) == [Signal((0,), signal.SIGKILL)]
+
+
+def test_a_signal_during_the_grace_is_forwarded_to_those_left():
+    gang = running(3)
+    ends(gang, 0, 1, now=1.0)
+    assert gang.signalled(signal.SIGTERM, 2.0) == [Signal((1, 2), signal.SIGTERM)]
+
+
+def test_a_gang_is_restarted_as_a_whole_once_all_have_ended():
+    gang = running(2, max_restarts=1)
+    assert ends(gang, 0, 1) == []
+    assert ends(gang, 1, 75) == [Start((0, 1), 1)]
+    assert gang.phase is Phase.RUNNING
+    assert gang.deadline == FOREVER
+    assert gang.exits == []
+    ends(gang, 0, 1)
+    assert ends(gang, 1, 75) == [Done()], "one restart was allowed"
+
+
+def test_a_gang_that_was_told_to_stop_is_not_restarted():
+    gang = running(1, max_restarts=5)
+    gang.signalled(signal.SIGINT, 0.0)
+    assert ends(gang, 0, -signal.SIGINT) == [Done()]
+
+
+def test_with_scope_worker_the_failed_one_alone_is_replaced():
+    gang = running(3, max_restarts=1, scope="worker")
+    assert ends(gang, 1, 1) == [Start((1,), 1)]
+    assert gang.phase is Phase.RUNNING
+    assert gang.alive == {0, 1, 2}
+    assert ends(gang, 2, 1, now=2.0) == [], "the budget is spent"
+    assert gang.phase is Phase.FAILING
+
+
+def test_with_scope_worker_good_ends_need_no_replacement():
+    gang = running(2, max_restarts=1, scope="worker")
+    assert ends(gang, 0, 0) == []
+    assert ends(gang, 1, 0) == [Done()]
+
+
+def test_in_an_elastic_world_a_failure_stops_nobody():
+    gang = running(3, elastic=True)
+    assert ends(gang, 0, -signal.SIGKILL) == []
+    assert gang.phase is Phase.RUNNING
+    ends(gang, 1, 0)
+    assert ends(gang, 2, 0) == [Done()]
+    assert gang.first_failure is None, "the job finished with the members it had left"
+
+
+def test_an_elastic_world_in_which_nobody_ends_well_has_failed():
+    gang = running(2, elastic=True)
+    ends(gang, 0, 1, now=1.0)
+    ends(gang, 1, 75, now=2.0)
+    assert gang.first_failure.worker == 0

@@ -1,0 +1,24 @@
+"""The guard process's own logic; tests/integration/test_launcher_orphans.py kills a real launcher."""
+
+import os
+import signal
+import subprocess
+import sys
+
+from ferrorpc.cli.launcher.guardian import clear, watch
+
+
+def test_groups_that_were_taken_back_are_not_listed():
+    assert watch(["+10\n", "+11\n", "-10\n", "+12\n"]) == {11, 12}
+
+
+def test_clear_kills_whole_groups_and_removes_directories(tmp_path):
+    directory = tmp_path / "journal"
+    directory.mkdir()
+    (directory / "file").write_text("x")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    gone = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+    gone.wait(timeout=30)
+    clear([gone.pid, os.getpgid(child.pid)], [str(directory), str(tmp_path / "never was")])
+    assert child.wait(timeout=30) == -signal.SIGKILL
+    assert not directory.exists()

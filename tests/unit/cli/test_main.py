@@ -1,0 +1,103 @@
+"""The group of commands: quick to show its help, and precise about exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ferrorpc.cli import demo
+from ferrorpc.cli.bench.command import MEASUREMENTS
+from ferrorpc.cli.bench.command import command as bench
+from ferrorpc.cli.main import COMMANDS, cli, run
+from ferrorpc.config import SETTINGS
+from ferrorpc.errors import ConfigError
+
+
+def test_every_command_of_the_table_exists_under_its_name():
+    for group, names in ((cli, COMMANDS), (bench, MEASUREMENTS)):
+        for name in names:
+            command = group.get_command(None, name)
+            assert command is not None
+            assert command.help
+
+
+def test_help_shows_every_command_and_loads_neither_grpc_nor_numpy():
+    script = (
+        "import sys\nfrom ferrorpc.cli.main import run\n"
+        "assert run(['--help']) == 0\n"
+        "assert not {'grpc', 'numpy', 'google.protobuf'} & set(sys.modules), 'help must be immediate'\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    for name in COMMANDS:
+        assert f"\n  {name} " in result.stdout
+
+
+def test_the_launcher_loads_neither_grpc_nor_numpy():
+    script = "import sys\nimport ferrorpc.cli.run\nassert not {'grpc', 'numpy', 'google.protobuf'} & set(sys.modules)\n"
+    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["no-such-command"], ["run", "--no-such-flag", "x.py"], ["run", "missing.py"], ["run"], ["run", "-n", "0", "x.py"]],
+)
+def test_bad_configuration_is_64(arguments, capfd):
+    assert run(arguments) == 64
+    assert capfd.readouterr().err
+
+
+def test_an_unreachable_coordinator_is_75_and_says_where(capfd):
+    assert run(["status", "--coordinator", "127.0.0.1:1"]) == 75
+    err = capfd.readouterr().err
+    assert "127.0.0.1:1" in err
+    assert "\ntry: " in err
+
+
+def test_health_of_nobody_is_1(capfd):
+    assert run(["health", "--addr", "127.0.0.1:1", "--timeout", "2"]) == 1
+    assert "127.0.0.1:1: UNAVAILABLE" in capfd.readouterr().err
+
+
+def test_config_shows_each_value_and_where_it_came_from(capfd, monkeypatch):
+    monkeypatch.setenv("FERRORPC_LEASE", "500ms")
+    monkeypatch.setenv("FERRORPC_WORLD_SIZE", "2:4")
+    assert run(["config", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert set(found) == {setting.name for setting in SETTINGS}
+    assert found["lease"] == {"value": 0.5, "source": "FERRORPC_LEASE", "variable": "FERRORPC_LEASE"}
+    assert found["grace"]["source"] == "default"
+    assert run(["config"]) == 0
+    rows = [line.split() for line in capfd.readouterr().out.splitlines()]
+    assert [row[:3] for row in rows if row[0] == "FERRORPC_WORLD_SIZE"] == [
+        ["FERRORPC_WORLD_SIZE", "2:4", "FERRORPC_WORLD_SIZE"]
+    ]
+
+
+def test_a_bad_variable_is_64_and_named(capfd, monkeypatch):
+    monkeypatch.setenv("FERRORPC_LEASE", "soon")
+    assert run(["config"]) == 64
+    assert "FERRORPC_LEASE='soon'" in capfd.readouterr().err
+
+
+def test_version_says_what_is_installed(capfd):
+    assert run(["version", "-v"]) == 0
+    out = capfd.readouterr().out
+    assert "grpcio" in out
+    assert "python" in out
+
+
+def test_the_demo_names_the_extra_that_is_missing(monkeypatch):
+    monkeypatch.setattr(demo, "find_spec", lambda module: None if module == "sklearn" else object())
+    with pytest.raises(ConfigError, match=r"the demo needs scikit-learn\ntry: pip install \"ferrorpc\[examples\]\""):
+        demo.check_packages()
+
+
+def test_the_demo_finds_its_script():
+    assert demo.find_script().name == "digits_ddp.py"
+
+
+def test_the_demo_says_where_it_looked_for_its_script(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "_PLACES", (tmp_path, tmp_path / "b"))
+    with pytest.raises(ConfigError, match="neither in"):
+        demo.find_script()

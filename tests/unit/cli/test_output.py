@@ -1,0 +1,134 @@
+"""Many processes on one console."""
+
+import io
+import os
+import pty
+import tty
+
+import pytest
+
+from ferrorpc.cli.launcher.output import TAIL_LINES, Console, LineBuffer, WorkerStream
+
+
+class Recorder:
+    """A sink with a descriptor, so that it is written to as a real console is."""
+
+    def __init__(self, terminal=False):
+        self._reader, self._writer = pty.openpty() if terminal else os.pipe()
+        if terminal:
+            tty.setraw(self._writer)
+        os.set_blocking(self._reader, False)
+        self._terminal = terminal
+
+    def isatty(self):
+        return self._terminal
+
+    def fileno(self):
+        return self._writer
+
+    def text(self):
+        try:
+            return os.read(self._reader, 1 << 20)
+        except BlockingIOError:
+            return b""
+
+    def close(self):
+        os.close(self._reader)
+        os.close(self._writer)
+
+
+@pytest.fixture
+def sinks():
+    made = []
+
+    def make(terminal=False):
+        made.append(Recorder(terminal))
+        return made[-1]
+
+    yield make
+    for recorder in made:
+        recorder.close()
+
+
+def test_lines_come_whole_however_the_bytes_are_cut():
+    buffer = LineBuffer()
+    seen = [line for byte in b"one\ntwo\r\nthree" for line in buffer.feed(bytes([byte]))]
+    assert seen == [b"one", b"two"]
+    assert buffer.pending == b"three"
+    assert buffer.finish() == [b"three"]
+    assert buffer.finish() == []
+
+
+def test_what_a_carriage_return_overwrote_is_gone():
+    buffer = LineBuffer()
+    assert buffer.feed(b"\r 0%\r50%\r") == []
+    assert buffer.pending == b"50%"
+    assert buffer.feed(b"\r100%\n") == [b"100%"]
+
+
+def test_a_line_without_end_is_cut_instead_of_kept():
+    buffer = LineBuffer()
+    lines = buffer.feed(b"x" * (3 * 64 * 1024 + 5))
+    assert [len(line) for line in lines] == [64 * 1024] * 3
+    assert buffer.pending == b"x" * 5
+
+
+def test_empty_lines_stay_empty_lines():
+    assert LineBuffer().feed(b"a\n\nb\n") == [b"a", b"", b"b"]
+
+
+def test_each_line_carries_its_rank_and_no_colour_in_a_file(sinks):
+    out, err = sinks(), sinks()
+    console = Console(out, err, {})
+    stream = WorkerStream(console, 1, console.prefix("3", 3), shown=True, log=None)
+    stream.feed(b"hello\nworld\n", 0.0)
+    assert out.text() == b"3: hello\n3: world\n"
+    assert err.text() == b""
+
+
+def test_a_terminal_gets_colours_unless_no_color_is_set(sinks):
+    out, err = sinks(terminal=True), sinks()
+    assert Console(out, err, {}).prefix("0", 0) == b"\x1b[36m0:\x1b[0m "
+    assert Console(out, err, {"NO_COLOR": "1"}).prefix("0", 0) == b"0: "
+    assert Console(out, err, {"TERM": "dumb"}).prefix("0", 0) == b"0: "
+
+
+def test_a_progress_bar_stays_at_the_bottom_of_a_terminal(sinks):
+    screen = sinks(terminal=True)
+    import fcntl
+    import struct
+    import termios
+
+    fcntl.ioctl(screen.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    console = Console(screen, screen, {"NO_COLOR": "1"})
+    bar = WorkerStream(console, 2, b"0: ", shown=True, log=None)
+    other = WorkerStream(console, 1, b"1: ", shown=True, log=None)
+    bar.feed(b"\r10%", 0.0)
+    assert screen.text() == b"\r\x1b[2K0: 10%"
+    other.feed(b"line\n", 0.0)
+    assert screen.text() == b"\r\x1b[2K1: line\n0: 10%"
+    bar.feed(b"\r20%", 0.0)
+    assert screen.text() == b"\r\x1b[2K0: 20%"
+    bar.feed(b"\r" + b"#" * 200, 0.0)
+    assert len(screen.text()) == len(b"\r\x1b[2K") + 79, "cut to one row: a second one could not be cleared"
+
+
+def test_elsewhere_a_progress_bar_is_printed_now_and_then(sinks):
+    out, err = sinks(), sinks()
+    stream = WorkerStream(Console(out, err, {}), 2, b"0: ", shown=True, log=None)
+    for second in range(25):
+        stream.feed(f"\r{second}%".encode(), float(second))
+    assert err.text() == b"0: 10%\n0: 20%\n"
+    stream.feed(b"\r100%\n", 25.0)
+    assert err.text() == b"0: 100%\n"
+
+
+def test_the_tail_keeps_the_last_lines_even_of_workers_that_are_not_shown(sinks):
+    out, err = sinks(), sinks()
+    log = io.BytesIO()
+    stream = WorkerStream(Console(out, err, {}), 2, b"0: ", shown=False, log=log)
+    stream.feed(b"".join(f"{n}\n".encode() for n in range(50)) + b"last", 0.0)
+    stream.feed(b"", 0.0)
+    assert stream.tail == [*(str(n) for n in range(51 - TAIL_LINES, 50)), "last"]
+    assert err.text() == b""
+    assert log.getvalue().endswith(b"49\nlast")

@@ -1,0 +1,121 @@
+"""Flags become a plan, or an error that says what is wrong with them."""
+
+import os
+import sys
+
+import pytest
+
+from ferrorpc.cli.launcher.plan import command_of, free_port, place, process_count
+from ferrorpc.cli.run import make_plan
+from ferrorpc.errors import ConfigError
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("pass\n")
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def no_outer_settings(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("FERRORPC_")]:
+        monkeypatch.delenv(name)
+
+
+def test_a_script_runs_under_this_interpreter(script):
+    assert command_of([script, "-x"], module=False, no_python=False) == (sys.executable, script, "-x")
+
+
+def test_a_module_and_a_program_run_as_such():
+    assert command_of(["pkg.mod", "-x"], module=True, no_python=False) == (sys.executable, "-m", "pkg.mod", "-x")
+    assert command_of(["sh", "-c", "true"], module=False, no_python=True) == ("sh", "-c", "true")
+
+
+@pytest.mark.parametrize(
+    ("target", "flags", "complaint"),
+    [
+        ([], {"module": False, "no_python": False}, "no script"),
+        (["missing.py"], {"module": False, "no_python": False}, "no file 'missing.py'"),
+        (["no-such-program-here"], {"module": False, "no_python": True}, "no program"),
+        (["x"], {"module": True, "no_python": True}, "exclude each other"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(target, flags, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        command_of(target, **flags)
+
+
+def test_process_counts(monkeypatch):
+    assert process_count("3") == 3
+    assert process_count("cpu") == len(os.sched_getaffinity(0))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert process_count("gpu") == process_count("auto") == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert process_count("auto") == process_count("cpu")
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        process_count("gpu")
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", "2.5"])
+def test_a_process_count_that_is_none_is_refused(text):
+    with pytest.raises(ConfigError, match="expected a number"):
+        process_count(text)
+
+
+def test_one_node_starts_its_own_coordinator_on_a_free_port():
+    rank, _, address, owns = place((1, 1), None, None, standalone=False)
+    assert rank == 0
+    assert owns
+    assert address.startswith("127.0.0.1:")
+
+
+def test_a_given_coordinator_is_used_unless_standalone_is_asked_for():
+    assert place((1, 1), None, "h:1", standalone=False)[2:] == ("h:1", False)
+    assert place((1, 1), None, "h:1", standalone=True)[3]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "node_rank", "coordinator", "complaint"),
+    [
+        ((2, 2), 0, None, "need one coordinator"),
+        ((2, 2), None, "h:1", "needs --node-rank"),
+        ((2, 2), 2, "h:1", "--node-rank 2"),
+        ((1, 1), None, "nonsense", "expected HOST:PORT"),
+    ],
+)
+def test_nodes_that_cannot_find_each_other_are_refused(nodes, node_rank, coordinator, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        place(nodes, node_rank, coordinator, standalone=False)
+
+
+def test_a_free_port_differs_from_the_one_that_is_taken_next():
+    first = free_port()
+    assert free_port(besides=f"127.0.0.1:{first}") != first
+
+
+def test_the_coordinator_and_torchs_store_get_different_ports(script):
+    plan = make_plan(target=(script,), processes="2")
+    assert plan.coordinator != f"127.0.0.1:{plan.master[1]}"
+    assert plan.label(1) == "1"
+
+
+def test_labels_name_the_node_where_there_are_several(script):
+    plan = make_plan(target=(script,), processes="2", nodes="2", node_rank=1, coordinator="h:1")
+    assert plan.label(1) == "node1:3"
+    assert plan.master == ("h", 29500)
+    elastic = make_plan(target=(script,), processes="2", nodes="1:2", node_rank=1, coordinator="h:1")
+    assert elastic.label(1) == "node1-1"
+
+
+def test_the_environment_names_the_coordinator_and_the_job(script, monkeypatch):
+    monkeypatch.setenv("FERRORPC_COORDINATOR", "c:9")
+    monkeypatch.setenv("FERRORPC_JOB", "night")
+    plan = make_plan(target=(script,))
+    assert (plan.coordinator, plan.owns_coordinator, plan.job) == ("c:9", False, "night")
+
+
+def test_a_console_filter_must_name_local_ranks(script):
+    assert make_plan(target=(script,), processes="4", shown="0, 3").shown == {0, 3}
+    with pytest.raises(ConfigError, match="local ranks from 0 to 3"):
+        make_plan(target=(script,), processes="4", shown="4")

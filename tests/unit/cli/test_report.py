@@ -1,0 +1,73 @@
+"""The last lines on the screen, and the launcher's exit code."""
+
+import signal
+
+from ferrorpc.cli.launcher.gang import Exit
+from ferrorpc.cli.launcher.report import crash_report, final_code, is_victim, last_exception, reason, victims_line
+
+TRACEBACK = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "ValueError: bad batch"]
+LOST = [
+    "Traceback (most recent call last):",
+    "ferrorpc.errors.PeerLostError: rank 2 was lost: SIGKILL",
+    "try: call group.reform()",
+]
+
+
+def end(worker, returncode, at=1.0, victim=False, stopped=False):
+    return Exit(worker, returncode, at, victim=victim, stopped=stopped)
+
+
+def test_the_exception_is_found_at_the_end_of_a_traceback():
+    assert last_exception(TRACEBACK) == "ValueError: bad batch"
+    assert last_exception(LOST) == "PeerLostError: rank 2 was lost: SIGKILL"
+    assert last_exception(["ZeroDivisionError"]) == "ZeroDivisionError"
+    assert last_exception(["some warning: text", "  ValueError: indented"]) is None
+    assert last_exception([]) is None
+
+
+def test_the_last_of_several_exceptions_counts():
+    assert last_exception([*TRACEBACK, "During handling", "KeyError: 'x'"]) == "KeyError: 'x'"
+
+
+def test_who_lost_a_member_is_a_victim():
+    assert is_victim(LOST)
+    assert not is_victim(TRACEBACK)
+    assert not is_victim([])
+
+
+def test_the_reason_is_the_exception_where_there_is_one():
+    assert reason(1, TRACEBACK) == "ValueError: bad batch"
+    assert reason(3, []) == "ended with exit code 3"
+    assert reason(-9, TRACEBACK) == "killed by SIGKILL"
+    assert reason(0, TRACEBACK) == "ended with exit code 0"
+
+
+def test_exit_codes():
+    assert final_code(None, 0, clean=True) == 0
+    assert final_code(end(1, 3), 0, clean=False) == 3
+    assert final_code(end(1, -9), 0, clean=False) == 137
+    assert final_code(end(1, 1, victim=True), 0, clean=False) == 75
+    assert final_code(end(1, -15, stopped=True), signal.SIGINT, clean=False) == 130
+    assert final_code(None, signal.SIGTERM, clean=True) == 0, "asked to stop, and all stopped well"
+
+
+def test_the_report_shows_the_first_failure_its_words_and_the_victims_in_one_line():
+    others = [end(0, 75, victim=True), end(2, -15, stopped=True), end(3, 75, victim=True)]
+    text = crash_report(end(1, 1), others, ["0", "1", "2", "3"], TRACEBACK, "logs/rank1.log")
+    assert text.splitlines() == [
+        "rank 1 ended with exit code 1; it was the first to fail.",
+        "its last 3 lines on standard error:",
+        *(f"  | {line}" for line in TRACEBACK),
+        "all of its output: logs/rank1.log",
+        "then: ranks 0, 3 ended with exit code 75; rank 2 stopped by ferrorpc (SIGTERM)",
+    ]
+
+
+def test_a_silent_lonely_failure_is_reported_too():
+    text = crash_report(end(0, -11), [], ["0"], [], None)
+    assert text == "rank 0 ended with SIGSEGV; it was the first to fail.\nit wrote nothing on standard error."
+
+
+def test_victims_who_ended_well_are_named_as_such():
+    assert victims_line([end(0, 0)], ["0", "1"]) == "then: rank 0 ended well"
+    assert victims_line([], []) == ""
