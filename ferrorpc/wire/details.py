@@ -1,0 +1,59 @@
+"""Errors as messages: what an error is made of (code, message, hint, typed fields) as an ErrorDetail, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ferrorpc.errors import FerroError
+from ferrorpc.v1 import error_pb2
+
+
+def detail_of(error: FerroError) -> error_pb2.ErrorDetail:
+    """The error as a message; `restore` makes the same class with the same facts of it."""
+    detail = error_pb2.ErrorDetail(code=int(error.code), message=error.message, hint=error.hint, retryable=error.retryable)  # type: ignore[arg-type]
+    for name, value in error.fields.items():
+        _write(detail.fields.add(name=name), value)
+    return detail
+
+
+def restore(detail: error_pb2.ErrorDetail) -> FerroError:
+    """The error that was raised elsewhere. A code this version does not know gives the root class."""
+    fields = {field.name: _read(field) for field in detail.fields}
+    return FerroError.restore(detail.code, detail.message, detail.hint, detail.retryable, fields)
+
+
+def _write(field: error_pb2.ErrorField, value: Any) -> None:
+    if isinstance(value, bool):
+        field.flag = value
+    elif isinstance(value, int):
+        field.number = value
+    elif isinstance(value, float):
+        field.real = value
+    elif isinstance(value, Mapping):
+        field.rank_texts.SetInParent()
+        field.rank_texts.ranks.extend(int(rank) for rank in value)
+        field.rank_texts.texts.extend(str(text) for text in value.values())
+    elif isinstance(value, list | tuple):
+        _write_list(field, list(value))
+    else:
+        field.text = str(value)
+
+
+def _write_list(field: error_pb2.ErrorField, values: list[Any]) -> None:
+    if all(isinstance(value, int) for value in values):
+        field.integers.SetInParent()
+        field.integers.values.extend(values)
+    else:
+        field.texts.values.extend(str(value) for value in values)
+
+
+def _read(field: error_pb2.ErrorField) -> Any:
+    kind = field.WhichOneof("value")
+    if kind == "integers":
+        return list(field.integers.values)
+    if kind == "texts":
+        return list(field.texts.values)
+    if kind == "rank_texts":
+        return dict(zip(field.rank_texts.ranks, field.rank_texts.texts, strict=False))
+    return None if kind is None else getattr(field, kind)

@@ -1,0 +1,108 @@
+"""gRPC's options: every row mends something that gRPC's defaults do to a training job.
+
+Four kinds of ends: a worker's channel to the coordinator (`session_channel`), the coordinator's server (`control_server`), a
+worker's channel to a peer (`data_channel`) and the server its peers dial (`data_server`). Also here: the one environment
+variable that has to be set before gRPC is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Final, TypeAlias
+
+Options: TypeAlias = list[tuple[str, int]]
+
+FORK_VARIABLE: Final = "GRPC_ENABLE_FORK_SUPPORT"
+DATA_MESSAGE_BYTES_MAX: Final = 4 << 20
+CONTROL_MESSAGE_BYTES_MAX: Final = 2 << 20
+
+_ALIVE: Final = (
+    # A peer that was stopped, or whose host vanished, is noticed after a second of silence and 1.5 s without an answer ...
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1500),
+    # ... but only with this one: its default of 60 s overrules the two above.
+    ("grpc.http2.ping_timeout_ms", 1500),
+    # Between two calls as well, or an idle connection breaks unseen.
+    ("grpc.keepalive_permit_without_calls", 1),
+    # No limit on pings that carry no data: a barrier that waits for a minute has none.
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+_CHANNEL: Final = (
+    *_ALIVE,
+    # http_proxy would otherwise send even 127.0.0.1 through the proxy.
+    ("grpc.enable_http_proxy", 0),
+    # Channels of one process to one address would otherwise share a connection, and with it its limit of streams.
+    ("grpc.use_local_subchannel_pool", 1),
+    # The default backoff left a client away for 16 s after an outage of 28 s. The minimum also bounds one attempt to connect.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.min_reconnect_backoff_ms", 3000),
+    # Addresses are host:port; a lookup of service configurations in DNS only costs time.
+    ("grpc.service_config_disable_resolution", 1),
+)
+
+_SERVER: Final = (
+    *_ALIVE,
+    # Two servers would otherwise share a port silently, each with some of the connections.
+    ("grpc.so_reuseport", 0),
+    # Pings once a second are wanted; by default a server hangs up on them.
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    # A connection that never finishes its handshake is dropped.
+    ("grpc.server_handshake_timeout_ms", 5000),
+    # A thousand members call at once when a round opens; by default some of their calls are cancelled.
+    ("grpc.server.max_pending_requests", 20_000),
+    ("grpc.server.max_pending_requests_hard_limit", 40_000),
+)
+
+
+def session_channel() -> Options:
+    """For a channel to the coordinator."""
+    return [*_CHANNEL, ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES_MAX)]
+
+
+def control_server() -> Options:
+    """For the coordinator's server. A client that resets streams in a loop is held to 64 of them at a time."""
+    return [
+        *_SERVER,
+        ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES_MAX),
+        ("grpc.max_concurrent_streams", 64),
+    ]
+
+
+def data_channel() -> Options:
+    """For a channel to a peer. Never an unlimited receive size: compressed zeros would fill the memory."""
+    return [*_CHANNEL, ("grpc.max_receive_message_length", DATA_MESSAGE_BYTES_MAX)]
+
+
+def data_server() -> Options:
+    """For a worker's server: one stream per peer and generation, on a connection of its own."""
+    return [
+        *_SERVER,
+        ("grpc.max_receive_message_length", DATA_MESSAGE_BYTES_MAX),
+        ("grpc.max_concurrent_streams", 16),
+    ]
+
+
+def fork_problem(modules: Mapping[str, object], environment: Mapping[str, str] | None = None) -> str | None:
+    """What is wrong with gRPC's handling of fork in this process, in a sentence; None when nothing is.
+
+    gRPC's own fork handlers make forked children (data loaders) crash or hang once it has started. They are off when the
+    variable is "0" before gRPC is imported; set afterwards, it does nothing.
+
+    Args:
+        modules: `sys.modules`, as it was before ferrorpc imported gRPC.
+        environment: `os.environ` by default.
+    """
+    value = (os.environ if environment is None else environment).get(FORK_VARIABLE, "")
+    if value.lower() in ("0", "false"):
+        return None
+    if "grpc" in modules:
+        return (
+            f"grpc was imported before ferrorpc, so its fork handlers are on and forked children may crash: "
+            f"set {FORK_VARIABLE}=0 in the environment, or import ferrorpc first"
+        )
+    if value:
+        return f"{FORK_VARIABLE}={value} turns gRPC's fork handlers on: forked children (data loaders) may crash"
+    return None
