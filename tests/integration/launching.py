@@ -1,0 +1,89 @@
+"""Starts `ferrorpc run` as a user would, and looks at what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+
+def write_script(directory: Path, body: str, name: str = "script.py") -> str:
+    """A worker script."""
+    path = directory / name
+    path.write_text(textwrap.dedent(body))
+    return str(path)
+
+
+def environment() -> dict[str, str]:
+    """This process's, without what an outer job may have set."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("FERRORPC_", "TORCHELASTIC_", "PET_", "SLURM_", "OMPI_", "PMI_"))
+        and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX")
+    }
+
+
+def start(*arguments: str, **more: str) -> subprocess.Popen[str]:
+    """`ferrorpc run` with these arguments, and these variables, in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "ferrorpc.cli.main", "run", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment(), **more},
+        start_new_session=True,
+    )
+
+
+def run(*arguments: str, timeout: float = 60, **more: str) -> subprocess.CompletedProcess[str]:
+    """The same, to its end."""
+    process = start(*arguments, **more)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate(timeout=30)
+        raise AssertionError(f"the launcher did not end within {timeout} s\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def read_numbers(directory: Path, pattern: str, count: int, timeout: float = 30) -> list[int]:
+    """The numbers in the `count` files that workers write, as soon as all are there."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        texts = [path.read_text() for path in sorted(directory.glob(pattern))]
+        if len(texts) == count and all(text.endswith("\n") for text in texts):
+            return [int(text) for text in texts]
+        time.sleep(0.02)
+    raise AssertionError(f"{pattern}: not {count} files within {timeout} s")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids: list[int], timeout: float = 10) -> list[int]:
+    """Those of `pids` that still live after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    left = list(pids)
+    while left and time.monotonic() < deadline:
+        left = [pid for pid in left if alive(pid)]
+        time.sleep(0.02)
+    return left
+
+
+def kill_all(pids: list[int]) -> None:
+    """Leaves nothing behind when a test has failed."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

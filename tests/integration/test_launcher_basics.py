@@ -1,0 +1,176 @@
+"""`ferrorpc run` with scripts that know nothing of ferrorpc."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.integration.launching import environment, run, write_script
+
+
+def test_an_empty_script_starts_and_ends(tmp_path):
+    result = run("-n", "4", write_script(tmp_path, ""), timeout=20)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_every_worker_gets_its_environment_and_its_arguments(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import json, os, sys
+        names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FERRORPC_NAME",
+                 "FERRORPC_COORDINATOR", "FERRORPC_WORLD_SIZE", "GRPC_ENABLE_FORK_SUPPORT", "TORCHELASTIC_RUN_ID"]
+        with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
+            json.dump({"argv": sys.argv[2:], **{name: os.environ[name] for name in names}}, file)
+        """,
+    )
+    result = run("--nproc_per_node", "3", "--rdzv_id", "night", script, str(tmp_path), "-n", "--flag")
+    assert result.returncode == 0, result.stderr
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    assert [one["RANK"] for one in found] == ["0", "1", "2"]
+    assert {one["WORLD_SIZE"] for one in found} == {"3"}
+    assert {one["TORCHELASTIC_RUN_ID"] for one in found} == {"night"}
+    assert len({one["FERRORPC_NAME"] for one in found}) == 3
+    assert len({(one["MASTER_PORT"], one["FERRORPC_COORDINATOR"]) for one in found}) == 1
+    assert found[0]["argv"] == ["-n", "--flag"], "what follows the script belongs to it"
+
+
+def test_lines_are_whole_and_carry_their_rank(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, sys
+        for number in range(200):
+            print("x" * 100, number)
+        print("no newline at the end", end="", file=sys.stderr)
+        """,
+    )
+    result = run("-n", "2", script)
+    lines = result.stdout.splitlines()
+    assert len(lines) == 400
+    for rank in "01":
+        mine = [line for line in lines if line.startswith(f"{rank}: ")]
+        assert mine == [f"{rank}: {'x' * 100} {number}" for number in range(200)]
+    assert sorted(result.stderr.splitlines()) == ["0: no newline at the end", "1: no newline at the end"]
+
+
+def test_only_the_ranks_asked_for_are_shown_and_all_are_logged(tmp_path):
+    script = write_script(tmp_path, "import os; print('rank', os.environ['RANK'])")
+    result = run("-n", "3", "--ranks", "1", "--log-dir", str(tmp_path / "logs"), "--job", "j", script)
+    assert result.stdout == "1: rank 1\n"
+    logs = sorted((tmp_path / "logs").rglob("*.log"))
+    assert [str(path.relative_to(tmp_path)) for path in logs] == [f"logs/j/attempt0/rank{rank}.log" for rank in range(3)]
+    assert [path.read_text() for path in logs] == [f"rank {rank}\n" for rank in range(3)]
+
+
+def test_the_first_failing_rank_is_reported_last_with_its_words_and_its_exit_code(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, sys, time
+        if os.environ["RANK"] == "1":
+            for number in range(30):
+                print("line", number, file=sys.stderr)
+            sys.exit(7)
+        time.sleep(60)
+        """,
+    )
+    result = run("-n", "3", "--grace", "0.3", script)
+    assert result.returncode == 7
+    report = [line for line in result.stderr.splitlines() if line.startswith("ferrorpc: ")]
+    assert report[0] == "ferrorpc: rank 1 ended with exit code 7; it was the first to fail."
+    assert report[2:-1] == [f"ferrorpc:   | line {number}" for number in range(10, 30)]
+    assert report[-1] == "ferrorpc: then: ranks 0, 2 stopped by ferrorpc (SIGTERM)"
+    assert "Traceback" not in result.stderr, "the launcher has no traceback of its own to show"
+
+
+def test_a_rank_that_dies_of_a_signal_gives_128_plus_n(tmp_path):
+    result = run("-n", "2", write_script(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"))
+    assert result.returncode == 128 + 11
+    assert "ended with SIGSEGV; it was the first to fail." in result.stderr
+
+
+def test_a_traceback_of_a_worker_is_shown_and_its_code_kept(tmp_path):
+    result = run("-n", "2", "--grace", "0.3", write_script(tmp_path, "raise ValueError('bad batch')"))
+    assert result.returncode == 1
+    assert "ferrorpc:   | ValueError: bad batch" in result.stderr
+
+
+def test_a_gang_is_restarted_until_it_ends_well(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, sys, time
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        print("attempt", attempt)
+        if attempt < 2 and os.environ["RANK"] == "0":
+            sys.exit(1)
+        if attempt < 2:
+            time.sleep(60)
+        """,
+    )
+    result = run("-n", "2", "--max-restarts", "3", "--grace", "0.2", script)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == [f"{rank}: attempt {attempt}" for rank in range(2) for attempt in range(3)]
+    assert "ferrorpc: restart 2 of 3: rank 0, 1" in result.stderr
+
+
+def test_with_restart_worker_the_others_keep_running(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, sys, time
+        directory, rank = sys.argv[1], os.environ["RANK"]
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print("attempt", attempt)
+        if rank == "1" and attempt == "0":
+            sys.exit(3)
+        if rank == "1":
+            open(f"{directory}/replaced", "w").close()
+        while not os.path.exists(f"{directory}/replaced"):
+            time.sleep(0.02)
+        """,
+    )
+    result = run("-n", "2", "--max-restarts", "1", "--restart", "worker", script, str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["0: attempt 0", "1: attempt 0", "1: attempt 1"]
+
+
+def test_modules_and_programs_run_too(tmp_path):
+    write_script(tmp_path, "import sys; print(sys.argv[1:])", name="ferro_module.py")
+    result = run("-n", "1", "-m", "ferro_module", "a", PYTHONPATH=str(tmp_path))
+    assert result.stdout == "0: ['a']\n"
+    result = run("-n", "1", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE")
+    assert result.stdout == "0: 0 of 1\n"
+
+
+def test_dry_run_shows_what_would_be_set_and_runs_nothing(tmp_path):
+    result = run("-n", "2", "--dry-run", write_script(tmp_path, "raise SystemExit(9)"))
+    assert result.returncode == 0
+    assert "  RANK=1\n" in result.stdout
+    assert f"command {sys.executable} " in result.stdout
+
+
+def test_a_reader_that_goes_away_ends_the_job_as_it_ends_any_filter(tmp_path):
+    script = write_script(tmp_path, "while True: print('y' * 80)")
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "2", script],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    os.close(writer)
+    os.read(reader, 100)
+    os.close(reader)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + 13, err
+
+
+@pytest.mark.parametrize(
+    "body", ["import threading; threading.Thread(target=print, args=('x',)).start()", "import os; os._exit(0)"]
+)
+def test_scripts_may_end_as_they_like(tmp_path, body):
+    assert run("-n", "2", write_script(tmp_path, body)).returncode == 0

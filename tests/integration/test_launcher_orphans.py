@@ -1,0 +1,142 @@
+"""Nothing that stayed in its process group outlives the launcher, however that ends."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launching import alive, kill_all, read_numbers, start, wait_until_gone, write_script
+
+FAMILY = """
+    import os, signal, subprocess, sys, time
+    stubborn = sys.argv[2] == "stubborn"
+    if stubborn:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    sleep = "import time; time.sleep(120)"
+    child = subprocess.Popen([sys.executable, "-c", (ignore + "; " if stubborn else "") + sleep])
+    rank = os.environ["RANK"]
+    for name, pid in (("worker", os.getpid()), ("child", child.pid)):
+        with open(f"{sys.argv[1]}/{name}{rank}", "w") as file:
+            file.write(f"{pid}\\n")
+    if sys.argv[2] == "leave":
+        time.sleep(0.5)
+        sys.exit(0)
+    time.sleep(120)
+"""
+
+
+@pytest.fixture
+def family(tmp_path):
+    """Starts two workers with a child each; gives the launcher and all their pids."""
+    started = []
+
+    def begin(mode, *flags):
+        launcher = start("-n", "2", *flags, write_script(tmp_path, FAMILY), str(tmp_path), mode)
+        pids = read_numbers(tmp_path, "worker*", 2) + read_numbers(tmp_path, "child*", 2)
+        started.append((launcher, pids))
+        return launcher, pids
+
+    yield begin
+    for launcher, pids in started:
+        launcher.kill()
+        launcher.communicate(timeout=30)
+        kill_all([pid for pid in pids if alive(pid)])
+
+
+def children_of(pid):
+    """Pids of every process whose parent is `pid`."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["obedient", "stubborn"])
+def test_kill_9_of_the_launcher_leaves_no_orphan(family, mode):
+    launcher, pids = family(mode)
+    helpers = children_of(launcher.pid)
+    assert len(helpers) >= 4, "two workers, the coordinator and the guard process"
+    launcher.kill()
+    assert wait_until_gone([*pids, *helpers]) == []
+
+
+def test_kill_9_of_the_launcher_removes_its_temporary_directory(family, tmp_path, monkeypatch):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    launcher, _ = family("obedient")
+    assert list(temporary.glob("ferrorpc-*"))
+    launcher.kill()
+    deadline = time.monotonic() + 10
+    while list(temporary.glob("ferrorpc-*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert list(temporary.glob("ferrorpc-*")) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_reaches_whole_groups_and_gives_128_plus_n(family, number):
+    launcher, pids = family("obedient")
+    launcher.send_signal(number)
+    assert launcher.wait(timeout=15) == 128 + number
+    assert wait_until_gone(pids) == []
+
+
+def test_the_second_signal_kills_the_stubborn(family):
+    launcher, pids = family("stubborn")
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert launcher.poll() is None
+    assert all(alive(pid) for pid in pids)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=15) == 128 + signal.SIGTERM
+    assert wait_until_gone(pids) == []
+
+
+def test_one_signal_kills_the_stubborn_after_the_shutdown_timeout(family):
+    launcher, pids = family("stubborn", "--shutdown-timeout", "0.5")
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=15) == 128 + signal.SIGINT
+    assert wait_until_gone(pids) == []
+
+
+def test_a_stopped_worker_is_woken_to_be_ended(family):
+    launcher, pids = family("obedient")
+    os.kill(pids[0], signal.SIGSTOP)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=15) == 128 + signal.SIGTERM
+    assert wait_until_gone(pids) == []
+
+
+def test_what_a_worker_leaves_in_its_group_goes_with_the_launcher(family):
+    launcher, pids = family("leave")
+    assert launcher.wait(timeout=15) == 0
+    assert wait_until_gone(pids) == []
+
+
+def test_usr1_is_passed_on_and_ends_nothing(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, signal, sys
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        with open(f"{sys.argv[1]}/ready{os.environ['RANK']}", "w") as file:
+            file.write("1\\n")
+        signal.pause()
+        print("got it")
+        """,
+    )
+    launcher = start("-n", "2", script, str(tmp_path))
+    read_numbers(tmp_path, "ready*", 2)
+    launcher.send_signal(signal.SIGUSR1)
+    out, _ = launcher.communicate(timeout=20)
+    assert sorted(out.splitlines()) == ["0: got it", "1: got it"]
+    assert launcher.returncode == 0
