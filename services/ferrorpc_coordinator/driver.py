@@ -212,8 +212,6 @@ class Driver:
             self._arm()
             return
         self._step(Tick())
-        if self._journal is not None:
-            self._journal.retry_reserve()
 
     # -- durability ----------------------------------------------------------------------------------------------------
 

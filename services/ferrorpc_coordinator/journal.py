@@ -136,7 +136,7 @@ class Journal:
         self.commits += 1
 
     def _write_groups(self, failed: Callable[[Exception], None]) -> None:
-        while (item := self._groups.get()) is not None:
+        while (item := self._next_group()) is not None:
             group, done = item
             try:
                 written = self._commit_patiently(group)
@@ -147,9 +147,16 @@ class Journal:
             if not written:
                 return
             done()
-            if self.full and self._take_reserve():
+
+    def _next_group(self) -> tuple[Sequence[Row], Callable[[], None]] | None:
+        """The next group; None to end. While the disk is full it looks for room meanwhile."""
+        while self.full:
+            with contextlib.suppress(queue.Empty):
+                return self._groups.get(timeout=_RETRY_SECONDS)
+            if self._take_reserve():
                 self.full = False
                 _log.warning("there is room for the journal in %s again", self._directory)
+        return self._groups.get()
 
     def _commit_patiently(self, group: Sequence[Row]) -> bool:
         """Commits, waiting out a full disk. False when the journal was closed meanwhile."""
@@ -168,11 +175,6 @@ class Journal:
             else:
                 return True
         return False
-
-    def retry_reserve(self) -> None:
-        """While the disk is full: looks whether there is room again. Cheap; to be called about once a second."""
-        if self.full:
-            self.write((), lambda: None)
 
     def _take_reserve(self) -> bool:
         if self._reserve_bytes == 0:

@@ -20,7 +20,7 @@ import grpc
 import grpc.aio
 
 from ferrorpc.errors import CoordinatorUnavailableError, FerroError
-from ferrorpc.v1 import session_pb2, session_pb2_grpc
+from ferrorpc.v1 import rendezvous_pb2, session_pb2, session_pb2_grpc
 from ferrorpc.wire import options, status
 
 BEAT_SECONDS: Final = 1.0
@@ -62,11 +62,12 @@ class LoadSession:
         self._channel = grpc.aio.insecure_channel(address, options=options.session_channel())
         self._call = session_pb2_grpc.CoordinatorServiceStub(self._channel).Session()
         self._sequence = 0
+        self._writing = asyncio.Lock()  # gRPC takes one write at a time, and beats come between requests
 
     async def open(self, job: str, name: str) -> None:
         """Connects and says Hello; returns once welcomed."""
         hello = session_pb2.Hello(protocol_version=PROTOCOL_VERSION, job=job, name=name, instance_id=name, host="bench")
-        await self._call.write(session_pb2.ClientFrame(hello=hello))
+        await self._write(session_pb2.ClientFrame(hello=hello))
         while not (frame := await self._read()).HasField("welcome"):
             _refuse_fence(frame)
 
@@ -77,7 +78,7 @@ class LoadSession:
             FerroError: what the coordinator answered.
         """
         self._sequence += 1
-        await self._call.write(session_pb2.ClientFrame(sequence=self._sequence, **body))
+        await self._write(session_pb2.ClientFrame(sequence=self._sequence, **body))
         while True:
             frame = await self._read()
             if frame.HasField("result") and frame.result.sequence == self._sequence:
@@ -89,11 +90,11 @@ class LoadSession:
 
     async def beat(self) -> None:
         """One sign of life."""
-        await self._call.write(session_pb2.ClientFrame(beat=session_pb2.Beat(step=self._sequence)))
+        await self._write(session_pb2.ClientFrame(beat=session_pb2.Beat(step=self._sequence)))
 
     async def leave(self) -> None:
         """Says goodbye and ends the stream."""
-        await self.request(leave=session_pb2.LeaveRequest())
+        await self.request(leave=rendezvous_pb2.LeaveRequest())
         await self._call.done_writing()
 
     async def close(self) -> None:
@@ -101,11 +102,15 @@ class LoadSession:
         self._call.cancel()
         await self._channel.close()
 
+    async def _write(self, frame: session_pb2.ClientFrame) -> None:
+        async with self._writing:
+            await self._call.write(frame)
+
     async def _read(self) -> session_pb2.ServerFrame:
         frame = await self._call.read()
-        if frame is grpc.aio.EOF:
-            raise CoordinatorUnavailableError(f"the coordinator ended a session: {await self._call.details()}")
-        return frame
+        if isinstance(frame, session_pb2.ServerFrame):
+            return frame
+        raise CoordinatorUnavailableError(f"the coordinator ended a session: {await self._call.details()}")
 
 
 @asynccontextmanager

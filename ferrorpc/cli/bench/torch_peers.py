@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -69,10 +70,7 @@ def barrier(members: int) -> dict[str, Any]:
             client.set(f"{ordinal}/released", b"1")
         client.wait([f"{ordinal}/released"])
 
-    seconds = [
-        _all_at_once([lambda client=client, ordinal=ordinal: arrive(client, ordinal) for client in clients])
-        for ordinal in range(BARRIERS)
-    ]
+    seconds = [_all_at_once([partial(arrive, client, ordinal) for client in clients]) for ordinal in range(BARRIERS)]
     return {"median_ms": round(statistics.median(seconds) * 1e3, 3), "rounds": BARRIERS}
 
 

@@ -45,9 +45,6 @@ class ManualJournal:
     def write(self, group, done):
         self.groups.append((list(group), done))
 
-    def retry_reserve(self):
-        pass
-
 
 def frame(text):
     result = session_pb2.ServerFrame()

@@ -1,0 +1,162 @@
+"""The coordinator's process: `python -m ferrorpc_coordinator --listen 127.0.0.1:29700 --data-dir DIR`.
+
+When it is ready it writes one line to stdout: `listening HOST:PORT cluster CLUSTER_ID`. SIGTERM drains it and it exits 0.
+Exit code 64: it was told something that cannot work. 70: it failed; with a data directory a restart loses nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from ferrorpc.config import Config
+from ferrorpc.errors import ConfigError
+from ferrorpc_coordinator.server import Announcement, Options, Tls, serve
+from ferrorpc_coordinator.state.settings import SECOND, Settings
+
+EXIT_CONFIG: Final = 64
+EXIT_FAILED: Final = 70
+TOKEN_BYTES_MAX: Final = 4096
+logger = logging.getLogger("ferrorpc.coordinator")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a coordinator; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        config = Config({name: value for name, value in vars(arguments).items() if name != "announce_fd"})
+        _set_up_logging(config["log_level"], config["log_format"])
+        options = options_from(config)
+        asyncio.run(serve(options, lambda announcement: _announce(announcement, arguments.announce_fd)))
+    except ConfigError as error:
+        sys.stderr.write(f"ferrorpc coordinator: {error}\n")
+        return EXIT_CONFIG
+    except Exception:
+        logger.exception("the coordinator failed; what it acknowledged is in its data directory, if it has one")
+        return EXIT_FAILED
+    return 0
+
+
+def options_from(config: Config) -> Options:
+    """What the settings mean for a coordinator.
+
+    Raises:
+        ConfigError: they contradict each other, or a file they name cannot be read.
+    """
+    data_dir = config["data_dir"]
+    return Options(
+        listen=config["listen"],
+        settings=Settings(
+            lease_ns=round(config["lease"] * SECOND),
+            grace_ns=round(config["grace"] * SECOND),
+            stall_ns=round(config["stall"] * SECOND),
+            heartbeat_ns=round(config["heartbeat_interval"] * SECOND),
+            durable=data_dir is not None,
+            token=_token(config["token_file"]),
+            version=metadata.version("ferrorpc"),
+        ),
+        data_dir=None if data_dir is None else Path(data_dir),
+        tls=_tls(config),
+        insecure=config["insecure"],
+        http_port=config["http_port"],
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ferrorpc coordinator",
+        description="Decides who is in a job, gives out ranks, holds barriers and keeps small shared values.",
+        epilog="Each flag has a variable: --data-dir is FERRORPC_DATA_DIR. `ferrorpc config` shows them all.",
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--listen", metavar="HOST:PORT", help="default 127.0.0.1:29700; port 0 takes a free one")
+    parser.add_argument("--data-dir", metavar="DIR", help="keep the journal here; without one a restart forgets everything")
+    parser.add_argument(
+        "--lease", metavar="SECONDS", help="silence after which a member is stalled, or dead once its stream ended"
+    )
+    parser.add_argument("--grace", metavar="SECONDS", help="how long a member whose stream ended has to resume")
+    parser.add_argument("--stall", metavar="SECONDS", help="how long a member may be stalled before it is evicted")
+    parser.add_argument("--tls-ca", metavar="FILE", help="clients must have a certificate of this authority")
+    parser.add_argument("--tls-cert", metavar="FILE", help="this coordinator's certificate")
+    parser.add_argument("--tls-key", metavar="FILE", help="its key")
+    parser.add_argument("--token-file", metavar="FILE", help="clients must bring the secret in this file")
+    parser.add_argument("--insecure", action="store_true", help="listen beyond loopback without TLS")
+    parser.add_argument("--http-port", metavar="PORT", type=int, help="serve /metrics and /healthz here; 0 takes a free one")
+    parser.add_argument("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR")
+    parser.add_argument("--log-format", metavar="FORMAT", help="text or json")
+    parser.add_argument(
+        "--announce-fd", metavar="N", type=int, default=None, help="also write the ready line to this descriptor"
+    )
+    return parser
+
+
+def _announce(announcement: Announcement, descriptor: int | None) -> None:
+    line = f"listening {announcement.address} cluster {announcement.cluster_id}\n"
+    sys.stdout.write(line)
+    sys.stdout.flush()
+    if descriptor is not None:
+        os.write(descriptor, line.encode())
+        os.close(descriptor)
+    logger.info("epoch %d; metrics on port %s", announcement.epoch, announcement.http_port)
+
+
+def _tls(config: Config) -> Tls | None:
+    certificate, key, ca = (config[name] for name in ("tls_cert", "tls_key", "tls_ca"))
+    if certificate is None and key is None:
+        if ca is not None:
+            raise ConfigError("a certificate authority without FERRORPC_TLS_CERT and FERRORPC_TLS_KEY protects nothing")
+        return None
+    if certificate is None or key is None:
+        raise ConfigError("FERRORPC_TLS_CERT and FERRORPC_TLS_KEY belong together; only one of them is given")
+    return Tls(Path(certificate), Path(key), None if ca is None else Path(ca))
+
+
+def _token(path: str | None) -> str:
+    if path is None:
+        return ""
+    try:
+        token = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the token file {path} cannot be read: {error}", hint="check FERRORPC_TOKEN_FILE") from None
+    if not 16 <= len(token) <= TOKEN_BYTES_MAX:
+        raise ConfigError(
+            f"the token in {path} has {len(token)} characters; it needs 16 to {TOKEN_BYTES_MAX}",
+            hint='make one with `python -c "import secrets; print(secrets.token_hex(32))"`',
+        )
+    return token
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, Any] = {
+            "time": record.created,
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+def _set_up_logging(level: str, style: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(_JsonFormatter() if style == "json" else text)
+    logger = logging.getLogger("ferrorpc")
+    logger.addHandler(handler)
+    logger.setLevel(level)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

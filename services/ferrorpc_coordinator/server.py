@@ -1,0 +1,207 @@
+"""One coordinator process: puts journal, state, driver and gRPC server together, and takes them apart in order.
+
+start: lock and read the journal -> recover the state -> bind the port -> first commit (epoch) -> serve -> announce
+stop:  say Draining -> health NOT_SERVING -> what was decided becomes durable and is written -> streams end -> journal
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import secrets
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from ferrorpc.errors import ConfigError
+from ferrorpc.wire import options as wire_options
+from ferrorpc_coordinator.driver import Driver
+from ferrorpc_coordinator.journal import Journal
+from ferrorpc_coordinator.metrics import Counters, Exporter, Gauges
+from ferrorpc_coordinator.servicers import SERVICE, CoordinatorServicer
+from ferrorpc_coordinator.state.coordinator import Coordinator
+from ferrorpc_coordinator.state.settings import Settings
+
+DRAIN_SECONDS: Final = 1.0
+"""How long streams may take to be written out and closed before they are cut."""
+
+_log = logging.getLogger("ferrorpc.coordinator")
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """PEM files. With `ca` every client must present a certificate of that authority."""
+
+    certificate: Path
+    key: Path
+    ca: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Everything one coordinator process is told."""
+
+    listen: str
+    """host:port; port 0 for a free one."""
+    settings: Settings
+    data_dir: Path | None = None
+    tls: Tls | None = None
+    insecure: bool = False
+    """Allows listening beyond loopback without TLS."""
+    http_port: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What is known once the coordinator answers."""
+
+    address: str
+    cluster_id: str
+    epoch: int
+    http_port: int | None
+
+
+def require_safe(options: Options) -> None:
+    """Raises ConfigError where anyone on the network could reach a coordinator that protects nothing."""
+    host = options.listen.rpartition(":")[0]
+    if options.tls is not None or options.insecure or _is_loopback(host):
+        return
+    raise ConfigError(
+        f"listening on {options.listen} without TLS would let anyone who reaches this port join and read the job",
+        hint="give FERRORPC_TLS_CERT and FERRORPC_TLS_KEY (`ferrorpc certs`), or --insecure on a network you trust",
+    )
+
+
+async def serve(options: Options, announce: Callable[[Announcement], None]) -> None:
+    """Runs a coordinator until SIGTERM or SIGINT, then drains it.
+
+    Raises:
+        ConfigError: it cannot start as told.
+    """
+    require_safe(options)
+    journal = Journal.open(options.data_dir) if options.data_dir is not None else None
+    try:
+        rows = journal.rows() if journal is not None else []
+        coordinator = Coordinator(options.settings, rows, mint=_mint, now_ns=time.monotonic_ns())
+        await _Service(options, coordinator, journal).run(announce)
+    finally:
+        if journal is not None:
+            journal.close()
+
+
+class _Service:
+    """The running parts."""
+
+    def __init__(self, options: Options, coordinator: Coordinator, journal: Journal | None) -> None:
+        self._options = options
+        self._coordinator = coordinator
+        self._journal = journal
+        self._loop = asyncio.get_running_loop()
+        self._counters = Counters()
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(options=wire_options.control_server())
+        self._address = _bind(self._server, options)
+        self._driver = Driver(coordinator, journal, self._counters)
+        self._server.add_generic_rpc_handlers((CoordinatorServicer(self._driver, self._counters).handler(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._stopping = asyncio.Event()
+        self._exporter: Exporter | None = None
+
+    async def run(self, announce: Callable[[Announcement], None]) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._stopping.set)
+        try:
+            self._driver.begin()
+            await self._or_failure(self._driver.settled())
+            await self._server.start()
+            await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+            http_port = self._start_exporter()
+            announce(Announcement(self._address, self._coordinator.cluster_id, self._coordinator.epoch, http_port))
+            await self._or_failure(self._stopping.wait())
+            await self._drain()
+        finally:
+            if self._exporter is not None:
+                self._exporter.stop()
+            self._driver.close()
+            await self._server.stop(grace=DRAIN_SECONDS)
+
+    async def _or_failure(self, awaited: Coroutine[None, None, object]) -> None:
+        """Waits, but raises at once what makes the driver stop."""
+        task = asyncio.ensure_future(awaited)
+        await asyncio.wait((task, self._driver.failure), return_when=asyncio.FIRST_COMPLETED)
+        if self._driver.failure.done():
+            task.cancel()
+            self._driver.failure.result()
+
+    async def _drain(self) -> None:
+        _log.info("draining %d sessions", self._driver.sessions)
+        self._driver.drain(round(DRAIN_SECONDS * 1000))
+        await self._health.enter_graceful_shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                await self._or_failure(self._driver.settled())
+
+    def _start_exporter(self) -> int | None:
+        if self._options.http_port is None:
+            return None
+        self._exporter = Exporter(self._counters, self._gauges, lambda: not self._stopping.is_set())
+        return self._exporter.start(self._options.listen.rpartition(":")[0].strip("[]"), self._options.http_port)
+
+    def _gauges(self) -> Gauges:
+        """On the HTTP thread: has the event loop read the state."""
+
+        async def read() -> Gauges:
+            journal = self._journal
+            return Gauges(
+                sessions=self._driver.sessions,
+                journal_commits=0 if journal is None else journal.commits,
+                journal_full=journal is not None and journal.full,
+                jobs={},
+            )
+
+        return asyncio.run_coroutine_threadsafe(read(), self._loop).result(timeout=5.0)
+
+
+def _bind(server: grpc.aio.Server, options: Options) -> str:
+    try:
+        if options.tls is None:
+            port = server.add_insecure_port(options.listen)
+        else:
+            port = server.add_secure_port(options.listen, _credentials(options.tls))
+    except RuntimeError:
+        raise ConfigError(
+            f"cannot listen on {options.listen}: the port is in use, or the host is not an address of this machine",
+            hint="stop what uses it (perhaps another coordinator), or give another --listen",
+        ) from None
+    return f"{options.listen.rpartition(':')[0]}:{port}"
+
+
+def _credentials(tls: Tls) -> grpc.ServerCredentials:
+    try:
+        pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
+        ca = tls.ca.read_bytes() if tls.ca is not None else None
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}", hint="check FERRORPC_TLS_*") from None
+    return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _mint() -> str:
+    return secrets.token_hex(16)

@@ -1,0 +1,151 @@
+"""gRPC in, events out: the only file that knows both the RPCs and the driver.
+
+Messages are taken and given as bytes: a frame that goes to a thousand sessions is encoded once, and what cannot be parsed
+becomes a CodecError here and not an INTERNAL from inside gRPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from ferrorpc.errors import CodecError, FerroError, LimitExceededError, UsageError
+from ferrorpc.v1 import error_pb2, session_pb2
+from ferrorpc.wire import status
+from ferrorpc_coordinator.driver import Driver
+from ferrorpc_coordinator.metrics import Counters
+from ferrorpc_coordinator.state.events import UnaryRequest
+
+SERVICE: Final = "ferrorpc.v1.CoordinatorService"
+HELLO_SECONDS: Final = 10.0
+"""A stream that does not say who it is for so long is ended."""
+
+_UNARY: Final[dict[str, type[UnaryRequest]]] = {
+    "Status": session_pb2.StatusRequest,
+    "Store": session_pb2.UnaryStoreRequest,
+    "Barrier": session_pb2.UnaryBarrierRequest,
+    "Report": session_pb2.UnaryReportRequest,
+}
+
+M = TypeVar("M", bound=Message)
+Context = grpc.aio.ServicerContext[bytes, bytes]
+UnaryHandler = Callable[[bytes, Context], Awaitable[bytes]]
+
+
+class CoordinatorServicer:
+    """The coordinator's RPCs on one driver."""
+
+    def __init__(self, driver: Driver, counters: Counters) -> None:
+        self._driver = driver
+        self._counters = counters
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a server needs to be given."""
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {"Session": grpc.stream_stream_rpc_method_handler(self._session)}
+        for name, request_type in _UNARY.items():
+            methods[name] = grpc.unary_unary_rpc_method_handler(self._unary(name, request_type))
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    # -- the Session stream --------------------------------------------------------------------------------------------
+
+    async def _session(self, _: AsyncIterator[bytes], context: Context) -> None:
+        try:
+            hello = await _read_hello(context)
+            stream = _Stream(self._driver, self._counters, context, hello)
+            await stream.run()
+        except FerroError as error:
+            await self._abort("Session", context, error)
+        self._counters.handled["Session", "OK"] += 1
+
+    # -- unary calls ---------------------------------------------------------------------------------------------------
+
+    def _unary(self, name: str, request_type: type[UnaryRequest]) -> UnaryHandler:
+        async def handle(data: bytes, context: Context) -> bytes:
+            try:
+                if context.time_remaining() is None:
+                    raise UsageError(f"{name} was called without a deadline", hint="give the call a timeout")
+                answer = await self._driver.call(_parse(request_type, data))
+                if isinstance(answer, error_pb2.ErrorDetail):
+                    raise status.error_of(answer)
+            except FerroError as error:
+                await self._abort(name, context, error)
+                raise
+            self._counters.handled[name, "OK"] += 1
+            return answer.SerializeToString()
+
+        return handle
+
+    async def _abort(self, name: str, context: Context, error: FerroError) -> None:
+        code, details, trailers = status.to_status(error)
+        self._counters.handled[name, code.name] += 1
+        await context.abort(code, details, trailers)
+
+
+class _Stream:
+    """One open Session: this task writes, a second one reads, and whichever ends first ends the other."""
+
+    def __init__(self, driver: Driver, counters: Counters, context: Context, hello: session_pb2.Hello) -> None:
+        self._driver = driver
+        self._counters = counters
+        self._context = context
+        self._outbox = driver.connect(hello)
+        self._problem: FerroError | None = None
+
+    async def run(self) -> None:
+        """Until either side ends the stream.
+
+        Raises:
+            CodecError: the client sent what is no frame.
+            LimitExceededError: it did not read what it was sent.
+        """
+        reader = asyncio.create_task(self._read())
+        try:
+            await self._outbox.drain(self._context.write)
+        finally:
+            reader.cancel()
+            self._driver.disconnect(self._outbox.stream)
+        if self._problem is not None:
+            raise self._problem
+        if self._outbox.overflowed:
+            raise LimitExceededError("the session was ended because it left more unread than outbox_bytes allows")
+
+    async def _read(self) -> None:
+        read, receive, stream, counters = self._context.read, self._driver.receive, self._outbox.stream, self._counters
+        parse = session_pb2.ClientFrame.FromString
+        try:
+            while isinstance(data := await read(), bytes):  # the end is an object of its own
+                frame = parse(data)
+                if frame.HasField("beat"):
+                    counters.heartbeats += 1
+                receive(stream, frame)
+        except DecodeError:
+            self._problem = CodecError("a session sent bytes that are no ClientFrame")
+        finally:
+            # The end of the stream without a Leave is the fastest sign of death: tell it before anything is written.
+            self._driver.disconnect(stream)
+            self._outbox.finish()
+
+
+async def _read_hello(context: Context) -> session_pb2.Hello:
+    try:
+        async with asyncio.timeout(HELLO_SECONDS):
+            data = await context.read()
+    except TimeoutError:
+        raise UsageError(f"the stream sent no Hello within {HELLO_SECONDS:.0f} s") from None
+    if not isinstance(data, bytes):
+        raise UsageError("the stream ended before its Hello")
+    frame = _parse(session_pb2.ClientFrame, data)
+    if not frame.HasField("hello"):
+        raise UsageError(f"the first frame of a session is a Hello, not {frame.WhichOneof('body') or 'an empty one'}")
+    return frame.hello
+
+
+def _parse(message_type: type[M], data: bytes) -> M:
+    try:
+        return message_type.FromString(data)
+    except DecodeError:
+        raise CodecError(f"bytes that are no {message_type.__name__}") from None
