@@ -11,6 +11,8 @@ KEY_BYTES_MAX: Final = 512
 VALUE_BYTES_MAX: Final = 1 << 20
 PAYLOAD_BYTES_MAX: Final = 4 << 10
 FRAME_BYTES_MAX: Final = 256 << 10
+RANKS_PER_ID: Final = 128
+"""One NCCL id, minted by one leader, serves so many ranks."""
 BINDINGS: Final = ("job", "session", "generation")
 _KEY: Final = re.compile(r"[!-~]+")
 

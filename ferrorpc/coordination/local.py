@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from ferrorpc.coordination import limits
 from ferrorpc.coordination.base import MemberReport, Membership, Session
@@ -30,7 +29,6 @@ from ferrorpc.errors import (
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
 from ferrorpc.types import Assignment, Peer
 
-RANKS_PER_ID: Final = 128
 _world_numbers = itertools.count(1)
 
 
@@ -290,7 +288,7 @@ class LocalSession(Session):
     ) -> list[bytes]:
         participants = self._participants(ranks)
         label = f"the id of communicator {communicator!r} (attempt {attempt})"
-        gathering = _Gathering(label, participants, -(-len(participants) // RANKS_PER_ID))
+        gathering = _Gathering(label, participants, -(-len(participants) // limits.RANKS_PER_ID))
         failure = unique_ids if isinstance(unique_ids, FerroError) else None
         brought = [] if isinstance(unique_ids, FerroError) else list(unique_ids or ())
         with self._monitor.lock:
@@ -373,7 +371,10 @@ class LocalSession(Session):
         found = generation.gatherings.setdefault(key, gathering)
         if found.ranks != gathering.ranks:
             mine, theirs = list(gathering.ranks), list(found.ranks)
-            raise UsageError(f"{found.label}: rank {self.rank} names the participants {mine}, others {theirs}")
+            conflict = UsageError(f"{found.label}: rank {self.rank} names the participants {mine}, others {theirs}")
+            found.outcome = found.outcome or conflict
+            self._monitor.changed()
+            raise conflict
         found.arrive(self.rank, brought)
         self._monitor.changed()
         return generation, found

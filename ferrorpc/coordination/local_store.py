@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from ferrorpc.coordination import limits
 from ferrorpc.coordination.base import Store
 from ferrorpc.coordination.monitor import Monitor
 from ferrorpc.errors import StoreTimeoutError, UsageError
 
+_NUMBER: Final = re.compile(rb"-?[0-9]{1,20}")
 Owner = tuple[str, int]
 """What a key is bound to: ("job", 0), ("session", its number) or ("generation", its number)."""
 
@@ -75,10 +78,11 @@ class LocalStore(Store):
         with self._monitor.lock:
             self._check()
             text = self._keyspace.values.get(key, b"0")
-            try:
-                total = int(text) + amount
-            except ValueError:
-                raise UsageError(f"key {key!r} holds {text[:40]!r}, which is no decimal integer") from None
+            if not _NUMBER.fullmatch(text):
+                raise UsageError(f"key {key!r} holds {text[:40]!r}, which is no decimal integer")
+            total = int(text) + amount
+            if not -(1 << 63) <= total < 1 << 63:
+                raise UsageError(f"key {key!r} would hold {total}, which does not fit into 64 bits")
             self._put(key, str(total).encode(), self._owner_of("job"))
         return total
 

@@ -1,0 +1,94 @@
+"""How a process ends while it has seats: it says goodbye, with the reason if there is one, and its exit code is true.
+
+A forked child is no member: what it inherits is inert.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import weakref
+from types import TracebackType
+from typing import Final, Protocol
+
+from ferrorpc.errors import ConfigError, FerroError
+
+EXIT_CONFIG: Final = 64
+"""Bad configuration: retrying cannot help."""
+EXIT_MEMBERSHIP: Final = 75
+"""The membership was lost, or somebody in it: retrying can help."""
+GOODBYE_SECONDS: Final = 2.0
+
+
+class Seat(Protocol):
+    """What can be left."""
+
+    def leave(self, reason: str = "") -> None:
+        """Says goodbye."""
+
+    def abandon_in_child(self) -> None:
+        """Becomes inert."""
+
+
+_seats: weakref.WeakSet[Seat] = weakref.WeakSet()
+_installed = threading.Event()
+
+
+def install() -> None:
+    """Hooks the ends of this process, once: its exit, its uncaught exceptions and its forks."""
+    if _installed.is_set():
+        return
+    _installed.set()
+    atexit.register(say_goodbye)
+    os.register_at_fork(after_in_child=_abandon_all)
+    previous = sys.excepthook
+
+    def last_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        say_goodbye(reason_of(error))
+        code = exit_code(error)
+        if code is not None:
+            raise SystemExit(code)
+
+    sys.excepthook = last_words
+
+
+def watch_over(seat: Seat) -> None:
+    """Leaves this seat when the process ends."""
+    install()
+    _seats.add(seat)
+
+
+def forget(seat: Seat) -> None:
+    """This seat has been left."""
+    _seats.discard(seat)
+
+
+def reason_of(error: BaseException) -> str:
+    """An exception as the others read it: "ValueError: no such file"."""
+    first_line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+
+
+def exit_code(error: BaseException) -> int | None:
+    """The exit code that tells a launcher whether to try again; None for the interpreter's own."""
+    if isinstance(error, ConfigError):
+        return EXIT_CONFIG
+    return EXIT_MEMBERSHIP if isinstance(error, FerroError) and error.retryable else None
+
+
+def say_goodbye(reason: str = "") -> None:
+    """Leaves every seat, all at once, within two seconds."""
+    threads = [threading.Thread(target=seat.leave, args=(reason,), daemon=True) for seat in list(_seats)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(GOODBYE_SECONDS)
+
+
+def _abandon_all() -> None:
+    for seat in list(_seats):
+        seat.abandon_in_child()
+    _seats.clear()

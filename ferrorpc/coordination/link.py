@@ -1,0 +1,363 @@
+"""The line from a member to its coordinator: kept up, resumed when it breaks, given up after `max_outage` seconds.
+
+    starting ──Welcome──> up <──Welcome, resumed──> away ──max_outage──> over
+                           └──────fenced, refused, closed───────────────> over
+
+Two daemon threads. One reads the stream, and dials again with backoff when it ends; the other beats. Callers add requests
+and wait; while the coordinator is away they go on waiting, because losing it alone is no error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from google.protobuf.message import Message
+
+from ferrorpc.coordination.monitor import Monitor
+from ferrorpc.coordination.requests import Request, Requests, check_size
+from ferrorpc.coordination.stream import Connect, Stream
+from ferrorpc.errors import CoordinatorUnavailableError, ErrorCode, FerroError, StaleGenerationError, UsageError
+from ferrorpc.guard import Clock, Latch
+from ferrorpc.v1 import identity_pb2
+from ferrorpc.v1 import session_pb2 as wire
+from ferrorpc.wire.status import restore
+
+BACKOFF_FIRST_SECONDS: Final = 0.1
+BACKOFF_MOST_SECONDS: Final = 1.0
+RESUME_JITTER_SECONDS: Final = 0.2
+"""So that the members of a large job do not all dial a coordinator that restarts in the same instant."""
+ANSWER_MARGIN_SECONDS: Final = 3.0
+"""The coordinator ends a wait at its deadline, with all it knows. The client gives up this much later."""
+EXPLAIN_FIRST_SECONDS: Final = 5.0
+EXPLAIN_FACTOR: Final = 3.0
+_OF_THE_CONNECTION: Final = (ErrorCode.COORDINATOR_UNAVAILABLE, ErrorCode.INTERNAL, ErrorCode.CODEC)
+"""Codes that tell of a broken connection, not of a coordinator's decision."""
+_log = logging.getLogger("ferrorpc.coordination")
+
+
+class Listener(Protocol):
+    """Whose line it is. All but `explain` are called on the reading thread and must not block."""
+
+    def hello(self, resume_token: str) -> wire.Hello:
+        """The first frame of a stream."""
+
+    def beat(self) -> wire.Beat:
+        """What this member does now."""
+
+    def result(self, position: identity_pb2.Position, result: wire.Result) -> None:
+        """An answer, before the one who waits for it sees it."""
+
+    def event(self, event: wire.Event) -> None:
+        """What the coordinator pushes."""
+
+    def session_ended(self, cause: FerroError) -> None:
+        """The coordinator no longer knows this session: the generation is over for this member."""
+
+    def explain(self, request: Request, stream: Stream | None) -> str:
+        """What a request waits for, and on whom."""
+
+
+class Link:
+    """The line.
+
+    Args:
+        address: of the coordinator, for messages.
+        connect: makes a channel to it.
+        listener: whose line it is.
+        patience: seconds to wait for the very first Welcome.
+        max_outage: seconds the coordinator may be away later.
+        heartbeat_interval: seconds between beats, unless the coordinator wants them more often.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        connect: Connect,
+        listener: Listener,
+        clock: Clock,
+        *,
+        patience: float,
+        max_outage: float,
+        heartbeat_interval: float,
+    ) -> None:
+        self.address = address
+        self.cluster_id = ""
+        self.over: FerroError | None = None
+        self._connect = connect
+        self._listener = listener
+        self._clock = clock
+        self._monitor = Monitor(clock)
+        self._requests = Requests()
+        self._token = ""
+        self._stream: Stream | None = None
+        self._away_since: float | None = clock.now()
+        self._failure: FerroError = CoordinatorUnavailableError(f"nobody has answered at {address} yet")
+        self._outage_most = patience
+        self._max_outage = max_outage
+        self._interval = heartbeat_interval
+        self._reader = clock.parker()
+        self._beater = clock.parker()
+
+    def start(self) -> None:
+        """Starts both threads."""
+        self._clock.start(self._read, "ferrorpc-session")
+        self._clock.start(self._beat, "ferrorpc-beat")
+
+    # -- what callers do -----------------------------------------------------------------------------------------------
+
+    def post(self, label: str, latch: Latch | None = None, **body: Any) -> Request:
+        """Sends a request, now or when the line is up again. Never blocks.
+
+        Raises:
+            LimitExceededError: it is larger than the coordinator takes; nothing was sent.
+            FerroError: the line is over.
+        """
+        if self.over is not None:
+            raise self.over.again()
+        check_size(label, **body)
+        with self._monitor.lock:
+            request = self._requests.add(label, latch, **body)
+            if self._away_since is None:
+                self._send(request)
+        return request
+
+    def ask(
+        self, label: str, seconds: float, late: Callable[[str], FerroError], latch: Latch | None = None, **body: Any
+    ) -> Any:
+        """Sends a request and waits for its answer, which the coordinator gives within `seconds`.
+
+        Args:
+            late: makes the error for a coordinator that is there but does not answer, from a sentence.
+
+        Raises:
+            FerroError: what the coordinator answered; `latch`'s cause; what ended the line; or `late`.
+        """
+        request = self.post(label, latch, **body)
+        explanations = _Explanations(self._clock.now())
+        while True:
+            until, explain_at = self._patience(request, seconds), explanations.due
+            verdict = self._wait(request, min(until, explain_at))
+            if isinstance(verdict, FerroError):
+                raise verdict.again()
+            if verdict is not None:
+                return verdict
+            now = self._clock.now()
+            if now >= self._patience(request, seconds):
+                self._drop(request)
+                raise late(f"{label}: the coordinator at {self.address} has not answered for {seconds:g} s")
+            if now >= explain_at:
+                explanations.say(request, now, self.standing() or self._listener.explain(request, self._stream))
+
+    def try_ask(self, label: str, seconds: float, **body: Any) -> Any:
+        """The answer, or None when there is none within `seconds`, for whatever reason. For what serves messages only."""
+        try:
+            request = self.post(label, **body)
+        except FerroError:
+            return None
+        verdict = self._wait(request, self._clock.now() + seconds)
+        self._drop(request)
+        return None if isinstance(verdict, FerroError) else verdict
+
+    def standing(self) -> str:
+        """What is wrong with the line; empty while it is up."""
+        away_since = self._away_since
+        if away_since is None:
+            return ""
+        return f"no coordinator at {self.address} for {self._clock.now() - away_since:.1f} s ({self._failure.message})"
+
+    def wake(self) -> None:
+        """Those who wait look again, because a latch has tripped."""
+        with self._monitor.lock:
+            self._monitor.changed()
+
+    def close(self, error: FerroError) -> None:
+        """The line is over; whoever waits raises `error`. Idempotent: the first error stays."""
+        with self._monitor.lock:
+            if self.over is not None:
+                return
+            self.over = error
+            stream = self._stream
+            self._requests.fail(error, lambda _: True)
+            self._monitor.changed()
+        if stream is not None:
+            stream.close()
+        self._reader.unpark()
+        self._beater.unpark()
+
+    def abandon_in_child(self) -> None:
+        """In a forked child: nothing of the parent's line is touched, every use of it is an error."""
+        _inherited.append((self._monitor, self._stream, self._connect))
+        self._monitor = Monitor(self._clock)
+        self._stream = None
+        self.over = UsageError(
+            f"this process ({os.getpid()}) was forked from a member; a session does not survive a fork",
+            hint="start worker processes with the spawn method, or call ferrorpc.init_process_group() in the child",
+        )
+
+    def _wait(self, request: Request, until: float) -> Message | FerroError | None:
+        self._monitor.wait(lambda: True if request.verdict is not None else None, until)
+        return request.verdict
+
+    def _drop(self, request: Request) -> None:
+        with self._monitor.lock:
+            self._requests.drop(request)
+
+    def _patience(self, request: Request, seconds: float) -> float:
+        """Until when a request waits: while the coordinator is away, its time stands still."""
+        if self._away_since is not None or request.sent_at is None:
+            return self._clock.now() + BACKOFF_MOST_SECONDS
+        return request.sent_at + seconds + ANSWER_MARGIN_SECONDS
+
+    def _send(self, request: Request) -> None:
+        assert self._stream is not None
+        request.sent_at = self._clock.now()
+        self._stream.send(request.frame)
+
+    # -- the reading thread --------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        delay = BACKOFF_FIRST_SECONDS
+        while self.over is None:
+            was_up = self._attempt()
+            if self.over is not None:
+                return
+            self._give_up_after_outage()
+            if was_up:
+                delay = BACKOFF_FIRST_SECONDS
+            pause = random.uniform(0.0, RESUME_JITTER_SECONDS) if was_up else delay * random.uniform(0.5, 1.0)
+            self._reader.park(self._clock.now() + pause)
+            delay = min(delay * 2, BACKOFF_MOST_SECONDS)
+
+    def _attempt(self) -> bool:
+        """One stream, from dialling to its end. Returns whether it came up."""
+        stream = Stream(self._connect, f"the coordinator at {self.address}")
+        with self._monitor.lock:
+            self._stream = stream
+        try:
+            if self.over is not None:
+                return False
+            stream.send(wire.ClientFrame(hello=self._listener.hello(self._token)))
+            for frame in stream.frames():
+                self._received(frame)
+            failure: FerroError = CoordinatorUnavailableError(f"the coordinator at {self.address} ended the stream")
+        except FerroError as error:
+            failure = error
+            if self._is_final(error):
+                self._finish(error)
+        finally:
+            stream.close()
+        with self._monitor.lock:
+            was_up = self._away_since is None
+            if was_up:
+                self._away_since = self._clock.now()
+                if self.over is None:
+                    _log.warning("lost the coordinator at %s: %s", self.address, failure.message)
+            self._failure = failure
+            self._monitor.changed()
+        return was_up
+
+    def _received(self, frame: wire.ServerFrame) -> None:
+        body = frame.WhichOneof("body")
+        if body == "welcome":
+            self._welcome(frame.position, frame.welcome)
+        elif body == "result":
+            self._answer(frame.position, frame.result)
+        elif body == "event" and frame.event.WhichOneof("kind") == "fenced":
+            raise restore(frame.event.fenced)
+        elif body == "event":
+            self._listener.event(frame.event)
+
+    def _welcome(self, position: identity_pb2.Position, welcome: wire.Welcome) -> None:
+        forgotten = (
+            _forgotten(self.address, self.cluster_id, position.cluster_id) if self._token and not welcome.resumed else None
+        )
+        with self._monitor.lock:
+            self._token, self.cluster_id = welcome.resume_token, position.cluster_id
+            if welcome.heartbeat_interval_ms:
+                self._interval = min(self._interval, welcome.heartbeat_interval_ms / 1000)
+            if forgotten is not None:
+                self._requests.fail(forgotten, lambda request: request.latch is not None)
+            if self.over is None:
+                self._away_since, self._outage_most = None, self._max_outage
+                for request in self._requests.unanswered():
+                    self._send(request)
+            self._monitor.changed()
+        _log.info(
+            "coordinator %s: %s session, cluster %s", self.address, "resumed" if welcome.resumed else "new", self.cluster_id
+        )
+        self._beater.unpark()
+        if forgotten is not None:
+            self._listener.session_ended(forgotten)
+
+    def _answer(self, position: identity_pb2.Position, result: wire.Result) -> None:
+        if not result.sequence and result.HasField("error"):
+            raise restore(result.error)
+        self._listener.result(position, result)
+        kind = result.WhichOneof("outcome")
+        outcome = restore(result.error) if kind == "error" else getattr(result, kind or "report")
+        with self._monitor.lock:
+            self._requests.settle(result.sequence, outcome)
+            self._monitor.changed()
+
+    def _is_final(self, error: FerroError) -> bool:
+        """Whether dialling again is pointless: the coordinator knows this member and refuses it, or always will."""
+        if error.code in _OF_THE_CONNECTION:
+            return False
+        return bool(self._token) or not error.retryable
+
+    def _give_up_after_outage(self) -> None:
+        away_since = self._away_since
+        if away_since is None or self._clock.now() - away_since < self._outage_most:
+            return
+        if not isinstance(self._failure, CoordinatorUnavailableError):
+            self._finish(self._failure)
+            return
+        seconds, last = self._outage_most, self._failure.message
+        self._finish(
+            CoordinatorUnavailableError(f"nobody answered at {self.address} for {seconds:g} s; the last attempt: {last}")
+        )
+
+    def _finish(self, error: FerroError) -> None:
+        self.close(error)
+        self._listener.session_ended(error)
+
+    # -- the beating thread --------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        while self.over is None:
+            with self._monitor.lock:
+                if self._stream is not None and self._away_since is None:
+                    self._stream.send(wire.ClientFrame(beat=self._listener.beat()))
+            self._beater.park(self._clock.now() + self._interval)
+
+
+class _Explanations:
+    """When a wait is explained: after 5 s, then three times as late each time."""
+
+    def __init__(self, now: float) -> None:
+        self._started = now
+        self._after = EXPLAIN_FIRST_SECONDS
+
+    @property
+    def due(self) -> float:
+        return self._started + self._after
+
+    def say(self, request: Request, now: float, why: str) -> None:
+        self._after *= EXPLAIN_FACTOR
+        _log.warning("%s has waited for %.1f s: %s", request.label, now - self._started, why)
+
+
+_inherited: list[object] = []
+"""What a forked child got from its parent's sessions: kept, because finalising it would touch the parent's sockets."""
+
+
+def _forgotten(address: str, before: str, now: str) -> StaleGenerationError:
+    if before != now:
+        message = f"the coordinator at {address} restarted without its journal: cluster {before} is gone, this is cluster {now}"
+        hint = "give the coordinator a --data-dir, so that a restart keeps its jobs; group.reform() starts anew"
+        return StaleGenerationError(message, hint=hint)
+    return StaleGenerationError(f"the coordinator at {address} had declared this member dead; it is a new member now")

@@ -1,0 +1,103 @@
+"""The store of a job, in its coordinator."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Sequence
+from typing import Final
+
+from ferrorpc.coordination import limits
+from ferrorpc.coordination.base import Store
+from ferrorpc.coordination.link import Link
+from ferrorpc.coordination.local_store import timed_out
+from ferrorpc.errors import FerroError, StoreTimeoutError
+from ferrorpc.v1 import store_pb2 as wire
+
+_BINDING: Final = {
+    "job": wire.KEY_BINDING_JOB,
+    "session": wire.KEY_BINDING_SESSION,
+    "generation": wire.KEY_BINDING_GENERATION,
+}
+
+
+def milliseconds(seconds: float) -> int:
+    """Seconds as the wire has them: at least 0, at most what 32 bits hold."""
+    return max(0, min(round(seconds * 1000), (1 << 32) - 1))
+
+
+class RemoteStore(Store):
+    """The store over a member's line. Every write carries a request id, so that it is applied once however often it is sent.
+
+    Args:
+        link: the line.
+        timeout: seconds that `get` and `wait` take when they are not told.
+    """
+
+    def __init__(self, link: Link, timeout: float) -> None:
+        self._link = link
+        self._timeout = timeout
+        self._request_ids = itertools.count(secrets.randbits(31) << 32 | 1)
+
+    def set(self, key: str, value: bytes, *, bind: str = "job") -> None:
+        limits.check_key(key)
+        limits.check_value(value)
+        limits.check_binding(bind)
+        self._ask(f"store.set({key!r})", set=wire.SetOperation(key=key, value=bytes(value), binding=_BINDING[bind]))
+
+    def get(self, key: str, timeout: float | None = None) -> bytes:
+        limits.check_key(key)
+        seconds = self._timeout if timeout is None else timeout
+        operation = wire.GetOperation(key=key, wait_ms=milliseconds(seconds))
+        response = self._ask(f"store.get({key!r})", seconds, get=operation)
+        if not response.found:
+            raise timed_out([key], seconds)
+        return response.value
+
+    def add(self, key: str, amount: int = 1) -> int:
+        limits.check_key(key)
+        operation = wire.AddOperation(key=key, amount=amount, binding=wire.KEY_BINDING_JOB)
+        return self._ask(f"store.add({key!r})", add=operation).number
+
+    def compare_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
+        limits.check_key(key)
+        limits.check_value(value)
+        operation = wire.CompareSetOperation(
+            key=key,
+            expected=expected or b"",
+            expect_absent=expected is None,
+            value=bytes(value),
+            binding=wire.KEY_BINDING_JOB,
+        )
+        return self._ask(f"store.compare_set({key!r})", compare_set=operation).found
+
+    def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
+        for key in keys:
+            limits.check_key(key)
+        if not keys:
+            return
+        seconds = self._timeout if timeout is None else timeout
+        operation = wire.WaitOperation(keys=keys, wait_ms=milliseconds(seconds))
+        self._ask(f"store.wait({list(keys)[:4]})", seconds, wait=operation)
+
+    def delete(self, key: str) -> bool:
+        limits.check_key(key)
+        return self._ask(f"store.delete({key!r})", delete=wire.DeleteOperation(key=key)).found
+
+    def keys(self, prefix: str = "") -> list[str]:
+        found: list[str] = []
+        while True:
+            page = wire.KeysOperation(prefix=prefix, after=found[-1] if found else "")
+            response = self._ask(f"store.keys({prefix!r})", keys=page)
+            found.extend(response.keys)
+            if not response.more:
+                return found
+
+    def _ask(self, label: str, seconds: float | None = None, **operation: object) -> wire.StoreResponse:
+        request = wire.StoreRequest(request_id=next(self._request_ids), **operation)  # type: ignore[arg-type]
+        response: wire.StoreResponse = self._link.ask(label, 0.0 if seconds is None else seconds, _late, store=request)
+        return response
+
+
+def _late(message: str) -> FerroError:
+    return StoreTimeoutError(message)

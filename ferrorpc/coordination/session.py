@@ -1,0 +1,397 @@
+"""A member's seat in a job whose coordinator is a service somewhere else."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from ferrorpc.coordination import farewell, limits
+from ferrorpc.coordination.base import MemberReport, Membership, Session
+from ferrorpc.coordination.causes import cause_on
+from ferrorpc.coordination.channel import connector, read_token
+from ferrorpc.coordination.explain import explanation, report_of
+from ferrorpc.coordination.link import Link
+from ferrorpc.coordination.remote_store import RemoteStore, milliseconds
+from ferrorpc.coordination.requests import Request
+from ferrorpc.coordination.stream import Stream
+from ferrorpc.errors import (
+    BarrierTimeoutError,
+    CollectiveTimeoutError,
+    FerroError,
+    GroupClosedError,
+    InvalidRankError,
+    PeerLostError,
+    RendezvousTimeoutError,
+)
+from ferrorpc.guard import SYSTEM_CLOCK, Clock, Latch
+from ferrorpc.types import Assignment, Peer
+from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2
+from ferrorpc.v1 import session_pb2 as wire
+from ferrorpc.wire.status import detail_of, error_of
+
+PROTOCOL_VERSION: Final = 1
+LAST_CALL_SECONDS: Final = 1.0
+"""How long an elastic round stays open for more members once it has enough."""
+REPORT_SECONDS: Final = 1.0
+LEAVE_SECONDS: Final = 0.7
+DETAIL_BYTES_MAX: Final = 64 << 10
+_log = logging.getLogger("ferrorpc.coordination")
+
+
+class RemoteSession(Session):
+    """A seat, from `join` to `leave`. It keeps beating while the training code computes."""
+
+    membership: Membership
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        job: str,
+        name: str,
+        policy: tuple[int, int],
+        pinned_rank: int | None,
+        hinted_rank: int | None,
+        worker_address: str,
+        host: str,
+        labels: Mapping[str, str],
+        config: Mapping[str, Any],
+        clock: Clock,
+    ) -> None:
+        self.job = job
+        self.name = name
+        self.clock = clock
+        self.reason = ""
+        self._timeout = float(config["timeout"])
+        self._policy = policy
+        self._pinned_rank = -1 if pinned_rank is None else pinned_rank
+        self._hinted_rank = -1 if hinted_rank is None else hinted_rank
+        self._hello = wire.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            job=job,
+            name=name,
+            instance_id=secrets.token_hex(8),
+            lease_ms=milliseconds(config["lease"]),
+            host=host,
+            address=worker_address,
+            labels=[identity_pb2.Label(name=label, value=value) for label, value in labels.items()],
+            token=read_token(config["token_file"]),
+        )
+        self._latch_before = Latch()
+        self._step = 0
+        self._activity = ""
+        self._ordinals: dict[tuple[int, str], int] = {}
+        self._pending: tuple[str, ...] = ()
+        self._links_lost: set[tuple[int, int]] = set()
+        self._reported = 0
+        self._left = False
+        self._link = Link(
+            address,
+            connector(address, config),
+            self,
+            clock,
+            patience=min(self._timeout, config["max_outage"]),
+            max_outage=config["max_outage"],
+            heartbeat_interval=config["heartbeat_interval"],
+        )
+        self.store = RemoteStore(self._link, self._timeout)
+
+    @classmethod
+    def join(
+        cls,
+        address: str,
+        *,
+        job: str,
+        name: str,
+        policy: tuple[int, int],
+        pinned_rank: int | None = None,
+        hinted_rank: int | None = None,
+        worker_address: str = "",
+        host: str = "",
+        labels: Mapping[str, str] | None = None,
+        config: Mapping[str, Any],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> RemoteSession:
+        """Takes a seat, and returns when the round it came to has closed: `membership` is set.
+
+        Args:
+            address: host:port of the coordinator.
+            name: unique in the job among the living.
+            policy: fewest and most members of a generation.
+            pinned_rank: the rank a launcher gave; it is given, or joining fails.
+            hinted_rank: the rank to give where it is free.
+            worker_address: host:port that the other ranks reach this one's worker server by.
+            labels: what else this member says of itself.
+            config: the settings timeout, heartbeat_interval, lease, max_outage, token_file and tls_*.
+
+        Raises:
+            CoordinatorUnavailableError: nobody answered there within the timeout.
+            RendezvousTimeoutError: naming who did not come.
+            ConfigError: the rank, the name or the policy contradicts what the others said.
+        """
+        session = cls(
+            address,
+            job=job,
+            name=name,
+            policy=policy,
+            pinned_rank=pinned_rank,
+            hinted_rank=hinted_rank,
+            worker_address=worker_address,
+            host=host or socket.gethostname(),
+            labels=dict(labels or {}) | {"pid": str(os.getpid())},
+            config=config,
+            clock=clock,
+        )
+        farewell.watch_over(session)
+        session._link.start()
+        try:
+            session.rejoin(session._timeout)
+        except BaseException:
+            session.leave()
+            raise
+        return session
+
+    # -- the generation ------------------------------------------------------------------------------------------------
+
+    def rejoin(self, timeout: float) -> Membership:
+        deadline = self.clock.now() + timeout
+        after = self._generation
+        while True:
+            response = self._join_round(after, max(0.0, deadline - self.clock.now()))
+            if response.rank >= 0:
+                return self.membership
+            after = response.generation
+            _log.info("%s is a spare: generation %d has no room; waiting for the next", self.name, after)
+
+    def report(self, failure: FerroError) -> None:
+        membership = self.membership
+        generation = membership.assignment.generation
+        if membership.latch.cause is not None or self._reported == generation:
+            return
+        self._reported = generation
+        request = wire.ReportRequest(generation=generation, failure=_bounded(failure))
+        try:
+            self._link.post("the report of a failure", report=request)
+        except FerroError:
+            self._trip(membership.latch, failure)
+            return
+        self.clock.call_at(self.clock.now() + REPORT_SECONDS, lambda: self._trip(membership.latch, failure))
+
+    def report_link_lost(self, peer: int, reason: str) -> None:
+        generation = self._generation
+        if self.membership.latch.cause is not None or (generation, peer) in self._links_lost:
+            return
+        self._links_lost.add((generation, peer))
+        lost = wire.LinkLost(peer_rank=peer, reason=reason[:1024])
+        request = wire.ReportRequest(generation=generation, link_lost=lost)
+        try:
+            self._link.post(f"the report of the lost link to rank {peer}", report=request)
+        except FerroError as error:
+            self._trip(self.membership.latch, error)
+
+    @property
+    def pending_members(self) -> list[str]:
+        return list(self._pending)
+
+    def note(self, activity: str) -> None:
+        self._activity = activity
+        self._step += 1
+
+    def leave(self, reason: str = "") -> None:
+        if self._left:
+            return
+        self._left = True
+        farewell.forget(self)
+        generation = self._generation
+        request = rendezvous_pb2.LeaveRequest(generation=generation, reason=reason[:1024])
+        self._link.try_ask("leave", LEAVE_SECONDS, leave=request)
+        closed = GroupClosedError(f"{self.name} has left job {self.job!r}")
+        self._link.close(closed)
+        own = PeerLostError(self.membership.assignment.rank, reason) if reason and generation else closed
+        self._trip(self._latch, own)
+
+    # -- what members do together --------------------------------------------------------------------------------------
+
+    def barrier(
+        self, name: str, payload: bytes = b"", *, ranks: Iterable[int] | None = None, timeout: float | None = None
+    ) -> list[bytes]:
+        limits.check_key(name)
+        limits.check_payload(payload)
+        seconds = self._timeout if timeout is None else timeout
+        membership = self.membership
+        generation = membership.assignment.generation
+        participants = self._participants(ranks)
+        ordinal = self._ordinals.get((generation, name), 0) + 1
+        self._ordinals[generation, name] = ordinal
+        request = barrier_pb2.BarrierRequest(
+            generation=generation,
+            name=name,
+            ordinal=ordinal,
+            ranks=() if ranks is None else participants,
+            timeout_ms=milliseconds(seconds),
+            payload=payload,
+        )
+        others = [rank for rank in participants if rank != membership.assignment.rank]
+        response = self._ask_generation(
+            f"barrier {name!r}", seconds, lambda message: BarrierTimeoutError(others, message), barrier=request
+        )
+        return list(response.payloads)
+
+    def exchange_nccl_id(
+        self,
+        communicator: str,
+        attempt: int,
+        ranks: Sequence[int],
+        unique_ids: Sequence[bytes] | FerroError | None,
+        timeout: float,
+    ) -> list[bytes]:
+        participants = self._participants(ranks)
+        failure = unique_ids.message if isinstance(unique_ids, FerroError) else ""
+        request = nccl_pb2.CommBootstrapRequest(
+            generation=self._generation,
+            communicator=communicator,
+            attempt=attempt,
+            ranks=participants,
+            unique_ids=() if isinstance(unique_ids, FerroError) else unique_ids or (),
+            failure=failure[:1024],
+            timeout_ms=milliseconds(timeout),
+        )
+        label = f"the id of communicator {communicator!r} (attempt {attempt})"
+        leaders = participants[:: limits.RANKS_PER_ID]
+        response = self._ask_generation(
+            label, timeout, lambda message: CollectiveTimeoutError(leaders, message), comm_bootstrap=request
+        )
+        return list(response.unique_ids)
+
+    def describe(self, ranks: Iterable[int], timeout: float) -> list[MemberReport]:
+        wanted = sorted(set(ranks))
+        response = self._link.try_ask("describe", timeout, describe=wire.DescribeRequest(ranks=wanted))
+        return [] if response is None else [report_of(member) for member in response.members]
+
+    # -- what the line asks and tells ----------------------------------------------------------------------------------
+
+    def hello(self, resume_token: str) -> wire.Hello:
+        """The first frame of a stream."""
+        self._hello.resume_token = resume_token
+        return self._hello
+
+    def beat(self) -> wire.Beat:
+        """What this member does now."""
+        return wire.Beat(step=self._step, activity=self._activity[:200], generation=self._generation)
+
+    def result(self, position: identity_pb2.Position, result: wire.Result) -> None:
+        """Enters the next generation before anything that happens in it can be pushed."""
+        if result.WhichOneof("outcome") != "join":
+            return
+        response = result.join
+        if response.rank < 0 or response.generation == self._generation:
+            return
+        peers = tuple(
+            Peer(rank, peer.name, peer.host, peer.address, tuple((label.name, label.value) for label in peer.labels))
+            for rank, peer in enumerate(response.peers)
+        )
+        self.membership = Membership(
+            Assignment(self.job, position.cluster_id, response.generation, response.rank, peers, response.reason)
+        )
+        self._ordinals.clear()
+        seat = f"rank {response.rank} of {len(peers)} in generation {response.generation}"
+        _log.info("%s has %s: %s", self.name, seat, response.reason)
+
+    def event(self, event: wire.Event) -> None:
+        """What the coordinator pushes."""
+        kind = event.WhichOneof("kind")
+        if kind == "broken" and event.broken.generation == self._generation:
+            rank = self.membership.assignment.rank
+            self._trip(self.membership.latch, cause_on(rank, event.broken.origin_rank, error_of(event.broken.cause)))
+        elif kind == "member":
+            self._member_changed(event.member)
+        elif kind == "pending":
+            self._pending = tuple(event.pending.names)
+        elif kind == "draining":
+            _log.info("the coordinator stops within %d ms", event.draining.within_ms)
+
+    def session_ended(self, cause: FerroError) -> None:
+        """The coordinator does not know this session any more."""
+        self._trip(self._latch, cause)
+
+    def explain(self, request: Request, stream: Stream | None) -> str:
+        """What a request waits for, and on whom."""
+        return explanation(request, stream, wire.StatusRequest(job=self.job, token=self._hello.token))
+
+    def abandon_in_child(self) -> None:
+        """In a forked child: every use raises, nothing of the parent's is touched."""
+        self._left = True
+        self._link.abandon_in_child()
+        self._latch.cause = self._link.over
+
+    # -- within --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _generation(self) -> int:
+        """The last generation it had a rank in, of the coordinator's present cluster; 0 for none."""
+        if not hasattr(self, "membership") or self.membership.assignment.cluster_id != self._link.cluster_id:
+            return 0
+        return self.membership.assignment.generation
+
+    @property
+    def _latch(self) -> Latch:
+        return self.membership.latch if hasattr(self, "membership") else self._latch_before
+
+    def _join_round(self, after: int, seconds: float) -> rendezvous_pb2.JoinResponse:
+        low, high = self._policy
+        rank = self.membership.assignment.rank if hasattr(self, "membership") else self._hinted_rank
+        request = rendezvous_pb2.JoinRequest(
+            policy=rendezvous_pb2.WorldPolicy(
+                min_size=low, max_size=high, last_call_ms=0 if low == high else milliseconds(LAST_CALL_SECONDS)
+            ),
+            after_generation=after,
+            pinned_rank=self._pinned_rank,
+            hinted_rank=rank,
+            timeout_ms=milliseconds(seconds),
+        )
+        response: rendezvous_pb2.JoinResponse = self._link.ask(
+            f"the rendezvous of job {self.job!r}", seconds, lambda message: RendezvousTimeoutError([], message), join=request
+        )
+        return response
+
+    def _ask_generation(self, label: str, seconds: float, late: Any, **body: Any) -> Any:
+        """Asks for something of the current generation; its end is this request's end, with the same cause."""
+        latch = self.membership.latch
+        latch.check()
+        try:
+            return self._link.ask(label, seconds, late, latch, **body)
+        except FerroError:
+            latch.check()
+            raise
+
+    def _participants(self, ranks: Iterable[int] | None) -> tuple[int, ...]:
+        size, own = self.membership.assignment.size, self.membership.assignment.rank
+        chosen = tuple(range(size)) if ranks is None else tuple(sorted(set(ranks)))
+        outside = [rank for rank in chosen if not 0 <= rank < size]
+        if outside or own not in chosen:
+            wrong = f"ranks {outside} are" if outside else f"rank {own} itself is not"
+            raise InvalidRankError(f"{wrong} among the {len(chosen)} participants of a world of {size}")
+        return chosen
+
+    def _member_changed(self, member: identity_pb2.Member) -> None:
+        report = report_of(member)
+        _log.info("%s", report)
+        if report.state == "left" and (self._generation, report.rank) in self._links_lost:
+            self.report(PeerLostError(report.rank, report.reason or "it left the job"))
+
+    def _trip(self, latch: Latch, cause: FerroError) -> None:
+        if latch.trip(cause):
+            self._link.wake()
+
+
+def _bounded(failure: FerroError) -> Any:
+    """The failure as it is sent: what makes it too large for a frame is its facts, and its message says them too."""
+    detail = detail_of(failure)
+    if detail.ByteSize() > DETAIL_BYTES_MAX:
+        del detail.fields[:]
+        detail.message = detail.message[: DETAIL_BYTES_MAX // 8]
+    return detail
