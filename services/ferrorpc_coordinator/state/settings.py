@@ -66,6 +66,8 @@ class Settings:
     """How long a member whose stream ended may take to resume."""
     stall_ns: int = 60 * SECOND
     """How long a member may keep its stream open without a sign of life before it is evicted."""
+    survivor_call_ns: int = 5 * SECOND
+    """How long an elastic round waits at least for members of a broken generation that have not asked for another yet."""
     restart_grace_ns: int = 10 * SECOND
     """After a restart, how long members that were not heard of yet are given at least."""
     heartbeat_ns: int = SECOND // 2

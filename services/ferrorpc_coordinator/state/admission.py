@@ -1,0 +1,119 @@
+"""Who may have which name: new sessions, resumed ones, and names that somebody bears already."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from ferrorpc.errors import ConfigError, LimitExceededError, StaleGenerationError
+from ferrorpc.v1 import session_pb2
+from ferrorpc_coordinator.state.desk import Desk
+from ferrorpc_coordinator.state.failures import require, seconds
+from ferrorpc_coordinator.state.member import Member, Standing
+from ferrorpc_coordinator.state.roster import Roster
+from ferrorpc_coordinator.state.settings import MILLISECOND
+
+_NAME: Final = re.compile(r"[!-.0-~]+")
+
+
+def check_name(what: str, name: str, most: int) -> None:
+    """Refuses a name that could not be part of a journal's key.
+
+    Raises:
+        ConfigError: empty, blanks, slashes or anything but printable ASCII.
+        LimitExceededError: too long.
+    """
+    if len(name.encode("utf-8", "replace")) > most:
+        raise LimitExceededError(f"the {what} {name[:32]!r}... is longer than name_bytes, which is {most}", limit="name_bytes")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{what} {name!r} is not made of printable ASCII without blanks and slashes", hint="choose another")
+
+
+def hashed(token: str) -> bytes:
+    """What is kept of a resume token."""
+    return hashlib.sha256(token.encode()).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A Hello that was accepted."""
+
+    member: Member
+    token: str
+    resumed: bool
+    replaced: Member | None = None
+    """The process that bore the name and is still to be declared dead."""
+
+
+class Admission:
+    """Decides about a Hello. It changes nothing but the roster of a new name."""
+
+    def __init__(self, desk: Desk, roster: Roster) -> None:
+        self._desk = desk
+        self._roster = roster
+
+    def admit(self, hello: session_pb2.Hello) -> Admitted:
+        """The member that this stream belongs to.
+
+        Raises:
+            StaleGenerationError: the session to resume is over.
+            ConfigError: the name is borne by a living process (retryable), or impossible.
+            LimitExceededError: too many members, or labels.
+        """
+        check_name("member name", hello.name, self._desk.limits.name_bytes)
+        require(
+            "a member's labels", sum(label.ByteSize() for label in hello.labels), "label_bytes", self._desk.limits.label_bytes
+        )
+        if hello.resume_token:
+            return self._resume(hello)
+        holder = self._roster.get(hello.name)
+        if holder is not None and holder.alive and holder.instance_id == hello.instance_id and hello.instance_id:
+            return self._again(holder)
+        if holder is not None and holder.alive and holder.standing is not Standing.SUSPECT:
+            raise ConfigError(
+                f"the name {hello.name!r} in job {self._desk.job} is borne by a living process"
+                f"{f' on {holder.host}' if holder.host else ''}, heard of {seconds(max(0, self._desk.now - holder.heard))} ago",
+                hint="give every process its own FERRORPC_NAME, or wait until the other one ends",
+                retryable=True,
+                holder=str(holder),
+                incarnation=holder.incarnation,
+            )
+        require(f"members of job {self._desk.job}", self._roster.living + 1, "members", self._desk.limits.members)
+        return self._new(hello, holder)
+
+    def _resume(self, hello: session_pb2.Hello) -> Admitted:
+        member = self._roster.by_token(hashed(hello.resume_token))
+        if member is None or member.name != hello.name:
+            raise StaleGenerationError(
+                f"no session of {hello.name!r} in job {self._desk.job} has this token: another process took over its name, "
+                "or this coordinator started without its journal"
+            )
+        if not member.alive:
+            raise StaleGenerationError(f"the session of {member} is over: {member.reason or 'it left the job'}")
+        return Admitted(member, hello.resume_token, resumed=True)
+
+    def _again(self, member: Member) -> Admitted:
+        """The same process says Hello anew: its Welcome was lost. Only this stream knows the new token."""
+        token = self._desk.world.mint()
+        self._roster.give_token(member, hashed(token))
+        self._roster.save(member)
+        return Admitted(member, token, resumed=True)
+
+    def _new(self, hello: session_pb2.Hello, holder: Member | None) -> Admitted:
+        token = self._desk.world.mint()
+        settings = self._desk.settings
+        lease = hello.lease_ms * MILLISECOND or settings.lease_ns
+        member = Member(
+            name=hello.name,
+            incarnation=1 if holder is None else holder.incarnation + 1,
+            instance_id=hello.instance_id,
+            token_hash=hashed(token),
+            lease_ns=min(max(lease, settings.lease_min_ns), settings.lease_max_ns),
+            host=hello.host,
+            address=hello.address,
+            labels=tuple((label.name, label.value) for label in hello.labels),
+            last_rank=-1 if holder is None else holder.last_rank,
+        )
+        return Admitted(member, token, resumed=False, replaced=holder if holder is not None and holder.alive else None)

@@ -1,0 +1,129 @@
+"""Relays NCCL unique ids from the ranks that mint them to the ranks that need them, within one generation.
+
+Every 128th participant, from the first, is a leader and mints one id (NCCL takes several roots where the world is large).
+The ids are opaque, secret and worthless after the generation: they are kept in memory only, never logged, never in a row.
+A leader that could not mint says so, and everybody gets its reason; a retry is another attempt with new ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, NamedTuple
+
+from ferrorpc.errors import CollectiveTimeoutError, NcclError, UsageError
+from ferrorpc.v1 import error_pb2, nccl_pb2
+from ferrorpc_coordinator.state.desk import Asker, Desk
+from ferrorpc_coordinator.state.failures import detail_of, require, seconds
+from ferrorpc_coordinator.state.generations import Generation
+from ferrorpc_coordinator.state.settings import MILLISECOND
+
+RANKS_PER_LEADER: Final = 128
+ID_BYTES: Final = 128
+COMMUNICATORS_MAX: Final = 1_024
+
+
+class Key(NamedTuple):
+    """Which initialisation of which communicator."""
+
+    communicator: str
+    attempt: int
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """Ids of one communicator as they come in. `outcome` is set once and stays."""
+
+    ranks: tuple[int, ...]
+    since: int
+    ids: dict[int, bytes] = field(default_factory=dict)
+    waiting: dict[int, Asker] = field(default_factory=dict)
+    outcome: nccl_pb2.CommBootstrapResponse | error_pb2.ErrorDetail | None = None
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """World ranks that mint, in the order of their ids."""
+        return self.ranks[::RANKS_PER_LEADER]
+
+
+class Bootstraps:
+    """The exchanges of the job's newest generation."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._exchanges: dict[Key, Exchange] = {}
+
+    def request(self, asker: Asker, request: nccl_pb2.CommBootstrapRequest, generation: Generation) -> None:
+        """Takes a leader's ids or anybody's wish for them; answers when all ids are there.
+
+        Raises:
+            UsageError: the request contradicts the communicator's ranks or those that came before.
+        """
+        key = Key(request.communicator, request.attempt)
+        rank = -1 if asker.member is None else asker.member.rank
+        ranks = tuple(request.ranks) or generation.ranks
+        if rank not in ranks or len(set(ranks)) != len(ranks) or max(ranks) >= len(generation.seats):
+            raise UsageError(f"{asker} (rank {rank}) asked for ids of communicator {key.communicator!r} of ranks {list(ranks)}")
+        exchange = self._exchanges.get(key)
+        if exchange is None:
+            most = COMMUNICATORS_MAX
+            require("communicators of a generation", len(self._exchanges) + 1, "COMMUNICATORS_MAX", most)
+            require("the communicator's name", len(request.communicator), "key_bytes", self._desk.limits.key_bytes)
+            exchange = self._exchanges[key] = Exchange(ranks, self._desk.now)
+        if exchange.ranks != ranks:
+            raise UsageError(
+                f"communicator {key.communicator!r} #{key.attempt}: {asker} names ranks {list(ranks)}, others "
+                f"{list(exchange.ranks)}"
+            )
+        if exchange.outcome is None:
+            self._offer(key, exchange, rank, request)
+        if exchange.outcome is not None:
+            self._desk.answer_many([(asker, None)], exchange.outcome)
+            return
+        exchange.waiting[rank] = asker
+        until = self._desk.now + request.timeout_ms * MILLISECOND
+        self._desk.arm(("bootstrap", key, rank), until, partial(self._time_out, key, rank))
+
+    def generation_over(self, cause: error_pb2.ErrorDetail) -> None:
+        """Nobody needs these ids any more; whoever waits gets the cause."""
+        exchanges, self._exchanges = self._exchanges, {}
+        for key, exchange in exchanges.items():
+            self._finish(key, exchange, cause)
+
+    def _offer(self, key: Key, exchange: Exchange, rank: int, request: nccl_pb2.CommBootstrapRequest) -> None:
+        leaders = exchange.leaders
+        if not request.unique_ids and not request.failure:
+            return
+        if rank not in leaders:
+            raise UsageError(f"rank {rank} offered ids of communicator {key.communicator!r}, whose leaders are {list(leaders)}")
+        if request.failure:
+            error = NcclError(
+                f"rank {rank} could not mint an id for communicator {key.communicator!r} #{key.attempt}: {request.failure}",
+                rank=rank,
+            )
+            self._finish(key, exchange, detail_of(error))
+            return
+        ids = list(request.unique_ids)
+        if any(len(value) != ID_BYTES for value in ids) or len(ids) not in (1, len(leaders)):
+            most = len(leaders)
+            raise UsageError(f"rank {rank} offered {len(ids)} ids; a leader offers one of {ID_BYTES} bytes, or all {most}")
+        targets = (rank,) if len(ids) == 1 else leaders
+        exchange.ids.update(zip(targets, ids, strict=True))
+        if len(exchange.ids) == len(leaders):
+            in_order = [exchange.ids[leader] for leader in leaders]
+            self._finish(key, exchange, nccl_pb2.CommBootstrapResponse(unique_ids=in_order))
+
+    def _finish(self, key: Key, exchange: Exchange, outcome: nccl_pb2.CommBootstrapResponse | error_pb2.ErrorDetail) -> None:
+        exchange.outcome = outcome
+        for rank in exchange.waiting:
+            self._desk.disarm(("bootstrap", key, rank))
+        self._desk.answer_many([(asker, None) for asker in exchange.waiting.values()], outcome)
+        exchange.waiting.clear()
+
+    def _time_out(self, key: Key, rank: int) -> None:
+        exchange = self._exchanges[key]
+        asker = exchange.waiting.pop(rank)
+        missing = [leader for leader in exchange.leaders if leader not in exchange.ids]
+        waited = seconds(self._desk.now - exchange.since)
+        text = f"rank {rank} waited {waited} for the ids of communicator {key.communicator!r}; not offered by leaders {missing}"
+        self._desk.answer(asker, detail_of(CollectiveTimeoutError(missing, text)))

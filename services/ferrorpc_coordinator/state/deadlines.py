@@ -1,0 +1,69 @@
+"""The one list of everything that will expire.
+
+A heap that is corrected lazily: moving a deadline later, which every beat does, touches no heap. A stale entry is found
+when it comes to the top; when stale entries outnumber the others the heap is built anew, so memory follows what is armed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable, Iterator
+
+Action = Callable[[], None]
+
+
+class Deadlines:
+    """Named deadlines, each with what is to be done when it passes. Equal deadlines expire in the order they were set."""
+
+    __slots__ = ("_armed", "_heap", "_order")
+
+    def __init__(self) -> None:
+        self._armed: dict[Hashable, tuple[int, Action]] = {}
+        self._heap: list[tuple[int, int, Hashable]] = []
+        self._order = 0
+
+    def __len__(self) -> int:
+        return len(self._armed)
+
+    def set(self, key: Hashable, when: int, action: Action) -> None:
+        """Arms `key`, or moves it."""
+        before = self._armed.get(key)
+        self._armed[key] = when, action
+        if before is None or when < before[0]:
+            self._push(when, key)
+
+    def drop(self, key: Hashable) -> None:
+        """Disarms `key`, if it is armed."""
+        self._armed.pop(key, None)
+        if len(self._heap) > 2 * len(self._armed) + 64:
+            self._rebuild()
+
+    def earliest(self) -> int | None:
+        """The next deadline, None when nothing is armed."""
+        while self._heap:
+            when, _, key = self._heap[0]
+            armed = self._armed.get(key)
+            if armed is not None and armed[0] == when:
+                return when
+            heapq.heappop(self._heap)
+            if armed is not None and armed[0] > when:
+                self._push(armed[0], key)
+        return None
+
+    def expired(self, now: int) -> Iterator[Action]:
+        """Disarms what is due, one by one, so that an action may still move or drop the others."""
+        while (when := self.earliest()) is not None and when <= now:
+            _, _, key = heapq.heappop(self._heap)
+            yield self._armed.pop(key)[1]
+
+    def _push(self, when: int, key: Hashable) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (when, self._order, key))
+
+    def _rebuild(self) -> None:
+        entries = [(when, order, key) for when, order, key in self._heap if key in self._armed]
+        first: dict[Hashable, tuple[int, int, Hashable]] = {}
+        for entry in sorted(entries, key=lambda entry: entry[:2]):
+            first.setdefault(entry[2], entry)
+        self._heap = list(first.values())
+        heapq.heapify(self._heap)

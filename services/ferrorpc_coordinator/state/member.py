@@ -1,0 +1,117 @@
+"""A member: one process in one job, from its first Hello to its end."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum, unique
+
+from ferrorpc.v1 import identity_pb2, journal_pb2, session_pb2
+
+
+@unique
+class Standing(Enum):
+    """How alive a member is."""
+
+    PRESENT = "present"
+    """Its stream is open and it was heard of within its lease."""
+    STALLED = "stalled"
+    """Its stream is open but it was silent for a lease: a process that holds the GIL looks so."""
+    SUSPECT = "suspect"
+    """Its stream ended without a Leave; it may still resume."""
+    DEAD = "dead"
+    LEFT = "left"
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """What the coordinator knows of one process. Times are in lived nanoseconds.
+
+    Invariants: `stream` is not None exactly while PRESENT or STALLED; `rank` is -1 or the rank in generation `generation`,
+    which is then the job's newest; DEAD and LEFT are final.
+    """
+
+    name: str
+    incarnation: int
+    instance_id: str
+    token_hash: bytes
+    lease_ns: int
+    host: str = ""
+    address: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
+    standing: Standing = Standing.PRESENT
+    reason: str = ""
+    stream: int | None = None
+    heard: int = 0
+    """When its last frame came."""
+    patience_until: int = 0
+    """While suspect: when it is dead unless it resumes."""
+    recovered: bool = False
+    """Not heard of since the coordinator restarted."""
+    rank: int = -1
+    generation: int = 0
+    pinned: bool = False
+    last_rank: int = -1
+    step: int = 0
+    activity: str = ""
+    highest_answered: int = 0
+    open_requests: set[int] = field(default_factory=set)
+    results: OrderedDict[int, session_pb2.Result] = field(default_factory=OrderedDict)
+    result_bytes: int = 0
+    bound_keys: set[str] = field(default_factory=set)
+
+    @property
+    def alive(self) -> bool:
+        """Not dead and not gone; perhaps suspect."""
+        return self.standing not in (Standing.DEAD, Standing.LEFT)
+
+    @property
+    def connected(self) -> bool:
+        """Has an open stream."""
+        return self.stream is not None
+
+    @property
+    def client(self) -> str:
+        """Names this process among those whose writes are remembered."""
+        return f"{self.name}#{self.incarnation}"
+
+    def __str__(self) -> str:
+        return f"{self.name} on {self.host}" if self.host else self.name
+
+    def row(self) -> bytes:
+        """What survives a restart of the coordinator."""
+        row = journal_pb2.MemberRow(
+            incarnation=self.incarnation,
+            instance_id=self.instance_id,
+            token_hash=self.token_hash,
+            reason=self.reason,
+            lease_ms=self.lease_ns // 1_000_000,
+            host=self.host,
+            address=self.address,
+        )
+        if self.standing is Standing.DEAD:
+            row.state = identity_pb2.MEMBER_STATE_DEAD
+        elif self.standing is Standing.LEFT:
+            row.state = identity_pb2.MEMBER_STATE_LEFT
+        for name, value in self.labels:
+            row.labels.add(name=name, value=value)
+        return row.SerializeToString()
+
+    @classmethod
+    def from_row(cls, name: str, data: bytes) -> Member:
+        """A member as the journal remembers it: suspect until it resumes, unless it was gone already."""
+        row = journal_pb2.MemberRow.FromString(data)
+        gone = {identity_pb2.MEMBER_STATE_DEAD: Standing.DEAD, identity_pb2.MEMBER_STATE_LEFT: Standing.LEFT}
+        return cls(
+            name=name,
+            incarnation=row.incarnation,
+            instance_id=row.instance_id,
+            token_hash=row.token_hash,
+            lease_ns=row.lease_ms * 1_000_000,
+            host=row.host,
+            address=row.address,
+            labels=tuple((label.name, label.value) for label in row.labels),
+            standing=gone.get(row.state, Standing.SUSPECT),
+            reason=row.reason,
+            recovered=True,
+        )

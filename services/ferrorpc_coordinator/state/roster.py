@@ -1,0 +1,113 @@
+"""The members of a job by name, and what is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from ferrorpc.v1 import identity_pb2
+from ferrorpc_coordinator.state.desk import Desk
+from ferrorpc_coordinator.state.failures import seconds
+from ferrorpc_coordinator.state.member import Member, Standing
+
+TABLE: Final = "member"
+_STATES: Final = {
+    Standing.STALLED: identity_pb2.MEMBER_STATE_STALLED,
+    Standing.SUSPECT: identity_pb2.MEMBER_STATE_SUSPECT,
+    Standing.DEAD: identity_pb2.MEMBER_STATE_DEAD,
+    Standing.LEFT: identity_pb2.MEMBER_STATE_LEFT,
+}
+
+
+class Roster:
+    """The latest process of each name. Names of the gone are kept for their incarnation and rank, up to a limit."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._by_name: dict[str, Member] = {}
+        self._by_token: dict[bytes, Member] = {}
+        self._gone: dict[str, None] = {}
+        self.living = 0
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._by_name.values())
+
+    def get(self, name: str) -> Member | None:
+        """The latest process of this name."""
+        return self._by_name.get(name)
+
+    def by_token(self, token_hash: bytes) -> Member | None:
+        """The process that was given the token with this hash, while it bears its name."""
+        return self._by_token.get(token_hash)
+
+    def add(self, member: Member) -> None:
+        """Takes in a process, in place of an earlier one of its name, which is gone by now."""
+        before = self._by_name.pop(member.name, None)
+        if before is not None:
+            self._by_token.pop(before.token_hash, None)
+            self._gone.pop(member.name, None)
+        self._by_name[member.name] = member
+        self._by_token[member.token_hash] = member
+        if member.alive:
+            self.living += 1
+        else:
+            self._gone[member.name] = None
+
+    def give_token(self, member: Member, token_hash: bytes) -> None:
+        """From now on the member resumes with another token."""
+        self._by_token.pop(member.token_hash, None)
+        member.token_hash = token_hash
+        self._by_token[token_hash] = member
+
+    def save(self, member: Member) -> None:
+        """Writes the member's row."""
+        self._desk.ledger.change()
+        self._desk.put(TABLE, member.name, member.row())
+
+    def note_gone(self, member: Member) -> None:
+        """Counts a member that died or left; forgets the longest gone of all past the limit."""
+        self.living -= 1
+        self._gone[member.name] = None
+        self.save(member)
+        while len(self._gone) > self._desk.limits.gone_members:
+            name = next(iter(self._gone))
+            del self._gone[name]
+            forgotten = self._by_name.pop(name)
+            self._by_token.pop(forgotten.token_hash, None)
+            self._desk.remove(TABLE, name)
+
+    def describe(self, member: Member, joining: bool = False) -> identity_pb2.Member:
+        """The member as others see it."""
+        state = _STATES.get(member.standing)
+        if state is None:
+            seated = member.generation == self._desk.newest_generation and member.rank >= 0
+            state = identity_pb2.MEMBER_STATE_ACTIVE if seated else identity_pb2.MEMBER_STATE_WAITING
+            if joining and not seated:
+                state = identity_pb2.MEMBER_STATE_JOINING
+        told = identity_pb2.Member(
+            name=member.name,
+            incarnation=member.incarnation,
+            rank=member.rank,
+            state=state,
+            host=member.host,
+            address=member.address,
+            step=member.step,
+            beat_age_ms=max(0, self._desk.now - member.heard) // 1_000_000,
+            reason=member.reason,
+            activity=member.activity,
+        )
+        for name, value in member.labels:
+            told.labels.add(name=name, value=value)
+        return told
+
+    def sentence(self, member: Member) -> str:
+        """The member in an error message: who, where, how it is, since when."""
+        why = f" ({member.reason})" if member.reason else ""
+        doing = f", last seen in {member.activity}" if member.activity else ""
+        age = (
+            "not heard of since the coordinator restarted"
+            if member.recovered
+            else (f"last beat {seconds(max(0, self._desk.now - member.heard))} ago")
+        )
+        who = f"rank {member.rank} ({member})" if member.rank >= 0 else str(member)
+        return f"{who}: {member.standing.value}{why}, {age}, step {member.step}{doing}"
