@@ -1,14 +1,12 @@
-"""How the commands reach a coordinator: one channel, made from the settings, closed at the end."""
+"""How the commands reach a coordinator: one channel, made from the settings, closed at the end, its errors translated."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ferrorpc.config import DEFAULT_PORT, Config
-from ferrorpc.errors import ConfigError
 
 if TYPE_CHECKING:
     import grpc
@@ -16,13 +14,7 @@ if TYPE_CHECKING:
     from ferrorpc.v1.session_pb2_grpc import CoordinatorServiceStub
 
 CALL_SECONDS: Final = 5.0
-_OPTIONS: Final = (
-    ("grpc.enable_http_proxy", 0),  # http_proxy would hijack 127.0.0.1
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 3000),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.max_receive_message_length", 2 << 20),
-)
+Response = TypeVar("Response")
 
 
 def address_of(given: str | None, config: Config) -> str:
@@ -31,26 +23,18 @@ def address_of(given: str | None, config: Config) -> str:
 
 
 def token(config: Config) -> str:
-    """The job's bearer token; empty without FERRORPC_TOKEN_FILE.
+    """The job's secret; empty without FERRORPC_TOKEN_FILE. Raises ConfigError when the file cannot be read."""
+    from ferrorpc.coordination.channel import read_token
 
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    if config["token_file"] is None:
-        return ""
-    return _contents("token_file", config["token_file"]).decode().strip()
+    return read_token(config["token_file"])
 
 
 @contextmanager
 def channel(address: str, config: Config) -> Iterator[grpc.Channel]:
-    """A channel to `address`, with TLS when FERRORPC_TLS_CA is set."""
-    import grpc
+    """A channel to `address`, with TLS where the settings ask for it."""
+    from ferrorpc.coordination.channel import connector
 
-    opened = (
-        grpc.insecure_channel(address, options=_OPTIONS)
-        if config["tls_ca"] is None
-        else grpc.secure_channel(address, _credentials(config), options=_OPTIONS)
-    )
+    opened = connector(address, config)()
     try:
         yield opened
     finally:
@@ -66,16 +50,13 @@ def connect(address: str, config: Config) -> Iterator[CoordinatorServiceStub]:
         yield CoordinatorServiceStub(opened)
 
 
-def _credentials(config: Config) -> Any:
+def call(method: Callable[..., Response], request: Any, address: str, *, wait_for_ready: bool = False) -> Response:
+    """One unary call. Raises the coordinator's own error, or CoordinatorUnavailableError naming `address`."""
     import grpc
 
-    chain = None if config["tls_cert"] is None else _contents("tls_cert", config["tls_cert"])
-    key = None if config["tls_key"] is None else _contents("tls_key", config["tls_key"])
-    return grpc.ssl_channel_credentials(_contents("tls_ca", config["tls_ca"]), key, chain)
+    from ferrorpc.wire.status import error_of
 
-
-def _contents(setting: str, path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"FERRORPC_{setting.upper()}={path}: {error.strerror}") from None
+        return method(request, timeout=CALL_SECONDS, wait_for_ready=wait_for_ready)
+    except grpc.RpcError as error:
+        raise error_of(error, f"the coordinator at {address}") from None

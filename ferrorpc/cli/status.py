@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from ferrorpc.cli.client import CALL_SECONDS, address_of, connect, token
+from ferrorpc.cli.client import address_of, call, connect, token
 from ferrorpc.cli.table import table
 from ferrorpc.config import Config
-from ferrorpc.errors import CoordinatorUnavailableError
 
 if TYPE_CHECKING:
     from ferrorpc.v1.identity_pb2 import Member
     from ferrorpc.v1.session_pb2 import BarrierStatus, GenerationStatus, StatusResponse
+    from ferrorpc.v1.session_pb2_grpc import CoordinatorServiceStub
 
 _WATCH_SECONDS = 1.0
 _CLEAR_SCREEN = "\x1b[H\x1b[2J"
@@ -42,18 +42,10 @@ def command(address: str | None, job: str | None, watch: bool, as_json: bool) ->
             time.sleep(_WATCH_SECONDS)
 
 
-def _ask(stub: Any, where: str, config: Config) -> StatusResponse:
-    import grpc
-
+def _ask(stub: CoordinatorServiceStub, where: str, config: Config) -> StatusResponse:
     from ferrorpc.v1.session_pb2 import StatusRequest
 
-    try:
-        response: StatusResponse = stub.Status(
-            StatusRequest(job=config["job"], token=token(config)), timeout=CALL_SECONDS, wait_for_ready=False
-        )
-    except grpc.RpcError as error:
-        raise CoordinatorUnavailableError(f"no answer from {where}: {error.code().name}: {error.details()}") from None
-    return response
+    return call(stub.Status, StatusRequest(job=config["job"], token=token(config)), where)
 
 
 def as_json_text(response: StatusResponse) -> str:

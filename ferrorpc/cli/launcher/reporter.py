@@ -10,33 +10,28 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any, Final
+from typing import Any
 
 import click
 
-_REPORT_SECONDS: Final = 5.0
+from ferrorpc.errors import FerroError
 
 
 def serve(address: str, job: str) -> None:
     """Reports each line of standard input; answers on standard output."""
-    import grpc
-
-    from ferrorpc.cli.client import connect, token
+    from ferrorpc.cli.client import call, connect, token
     from ferrorpc.config import Config
-    from ferrorpc.v1 import session_pb2
+    from ferrorpc.v1.session_pb2 import UnaryReportRequest
 
     config = Config()
     with connect(address, config) as stub:
         for line in sys.stdin:
+            request = UnaryReportRequest(job=job, token=token(config), request=_request(json.loads(line)))
             try:
-                stub.Report(
-                    session_pb2.UnaryReportRequest(job=job, token=token(config), request=_request(json.loads(line))),
-                    timeout=_REPORT_SECONDS,
-                    wait_for_ready=True,
-                )
+                call(stub.Report, request, address, wait_for_ready=True)
                 click.echo("ok")
-            except grpc.RpcError as error:
-                click.echo(f"failed: {error.code().name}: {error.details()}")
+            except FerroError as error:
+                click.echo(f"failed: {error.message}")
             sys.stdout.flush()
 
 
