@@ -1,0 +1,46 @@
+"""The documents are true where a test can tell: links lead somewhere, targets exist, the README's example runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.house.tree import ROOT
+
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+RANKS = 2
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)", path.read_text())
+    missing = [target for target in targets if "://" not in target and not (path.parent / target).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_make_targets_that_are_mentioned_exist(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    mentioned = set(re.findall(r"(?:^|`)make ([a-z]+)", path.read_text(), re.MULTILINE))
+    assert mentioned <= targets
+
+
+def test_every_decision_is_listed() -> None:
+    folder = ROOT / "docs" / "decisions"
+    pages = {path.name for path in folder.glob("[0-9]*.md")}
+    assert set(re.findall(r"\]\((\d{4}-[\w-]+\.md)\)", (folder / "README.md").read_text())) == pages
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    script = tmp_path / "train.py"
+    script.write_text(example)
+    command = [Path(sys.executable).with_name("ferrorpc"), "run", "-n", str(RANKS), str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for rank in range(RANKS):
+        assert f"rank {rank} of {RANKS}: [0.5 0.5 0.5]" in result.stdout

@@ -1,0 +1,41 @@
+"""What is shipped: the library, the coordinator, their types and protos, the examples; and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from tests.house.tree import PACKAGES, ROOT
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Paths inside a wheel built from this tree."""
+    pytest.importorskip("hatchling", reason="the build backend is in the dev group")
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_the_wheel_holds_every_module_of_both_packages(names: set[str]) -> None:
+    modules = {path.relative_to(package.parent).as_posix() for package in PACKAGES for path in package.rglob("*.py")}
+    assert modules - names == set()
+
+
+def test_the_wheel_holds_types_protos_and_examples(names: set[str]) -> None:
+    protos = {path.relative_to(ROOT / "protos").as_posix() for path in (ROOT / "protos").rglob("*.proto")}
+    stubs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ferrorpc" / "v1").glob("*.pyi")}
+    examples = {f"ferrorpc/cli/_examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+    assert ({"ferrorpc/py.typed"} | protos | stubs | examples) - names == set()
+
+
+def test_the_wheel_holds_nothing_else(names: set[str]) -> None:
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"ferrorpc", "ferrorpc_coordinator"}
+    assert {name for name in names if "__pycache__" in name or "/tests/" in name} == set()
