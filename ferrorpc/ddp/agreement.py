@@ -1,0 +1,52 @@
+"""Ranks compare what they hold before they exchange anything: a difference is an error with both sides in it."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from ferrorpc.errors import CollectiveMismatchError
+
+if TYPE_CHECKING:
+    from ferrorpc.group import ProcessGroup
+
+_DIFFERENCES_SHOWN: Final = 3
+
+
+def agree(group: ProcessGroup, what: str, text: str) -> None:
+    """Returns when all ranks called it with the same text. Collective.
+
+    Args:
+        what: what is compared, for the error.
+        text: one line a fact.
+
+    Raises:
+        CollectiveMismatchError: texts differ; raised on every rank, with the lines that differ from rank 0's. The group
+            stays open.
+    """
+    digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+    digests = group.all_gather(digest)
+    if all(np.array_equal(other, digests[0]) for other in digests):
+        return
+    texts = [bytes(other).decode().splitlines() for other in group.all_gather(np.frombuffer(text.encode(), np.uint8))]
+    signatures = {}
+    for rank, lines in enumerate(texts):
+        differences = _differences(lines, texts[0])
+        if differences:
+            signatures[rank] = differences
+    raise CollectiveMismatchError(
+        signatures,
+        f"ranks hold different {what}: " + "; ".join(f"rank {rank} has {text}" for rank, text in signatures.items()),
+        hint="build the same model in the same order on every rank",
+    )
+
+
+def _differences(lines: list[str], reference: list[str]) -> str:
+    pairs = [(own or "nothing", other or "nothing") for own, other in zip_longest(lines, reference) if own != other]
+    shown = [f"{own!r} where rank 0 has {other!r}" for own, other in pairs[:_DIFFERENCES_SHOWN]]
+    if len(pairs) > len(shown):
+        shown.append(f"{len(pairs) - len(shown)} more")
+    return ", ".join(shown)

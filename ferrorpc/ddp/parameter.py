@@ -1,0 +1,39 @@
+"""A parameter: the smallest thing data-parallel training needs to know of a weight."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+
+@runtime_checkable
+class HasGradient(Protocol):
+    """What a module's parameters must have. torch's parameters do, and so does `Parameter`."""
+
+    data: Any
+    """The weights, an array that is updated in place."""
+    grad: Any
+    """Their gradient, an array of the same dtype and shape; None where there is none."""
+
+
+class Parameter:
+    """Weights and their gradient.
+
+    Args:
+        data: the weights, an array of any kind; numbers and lists become NumPy arrays.
+        grad: their gradient, or None.
+        name: for people; DistributedDataParallel goes by the module's names.
+    """
+
+    __slots__ = ("data", "grad", "name")
+
+    def __init__(self, data: Any, grad: Any = None, name: str = "") -> None:
+        self.data = np.asarray(data) if isinstance(data, int | float | complex | list | tuple | np.generic) else data
+        self.grad = grad
+        self.name = name
+
+    def __repr__(self) -> str:
+        state = "no gradient" if self.grad is None else "with gradient"
+        label = f"{self.name}: " if self.name else ""
+        return f"<Parameter {label}{getattr(self.data, 'dtype', '?')}{list(getattr(self.data, 'shape', ()))}, {state}>"
