@@ -82,6 +82,27 @@ def wait_until_gone(pids: list[int], timeout: float = 10) -> list[int]:
     return left
 
 
+def children_of(pid: int) -> dict[int, str]:
+    """Every process whose parent is `pid`, with its command line."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found[int(stat.parent.name)] = (stat.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+def coordinator_of(launcher: int, timeout: float = 10) -> tuple[int, str]:
+    """Process id and address of a launcher's own coordinator, once it runs."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        for pid, command in children_of(launcher).items():
+            if "-m ferrorpc_coordinator" in command and "shim.py" not in command:
+                return pid, command.partition("--listen ")[2].split()[0]
+        time.sleep(0.02)
+    raise AssertionError(f"no coordinator within {timeout} s")
+
+
 def kill_all(pids: list[int]) -> None:
     """Leaves nothing behind when a test has failed."""
     for pid in pids:

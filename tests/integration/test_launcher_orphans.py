@@ -3,11 +3,10 @@
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.integration.launching import alive, kill_all, read_numbers, start, wait_until_gone, write_script
+from tests.integration.launching import alive, children_of, kill_all, read_numbers, start, wait_until_gone, write_script
 
 FAMILY = """
     import os, signal, subprocess, sys, time
@@ -45,19 +44,6 @@ def family(tmp_path):
         launcher.kill()
         launcher.communicate(timeout=30)
         kill_all([pid for pid in pids if alive(pid)])
-
-
-def children_of(pid):
-    """Pids of every process whose parent is `pid`."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[1]) == pid:
-            found.append(int(stat.parent.name))
-    return found
 
 
 @pytest.mark.parametrize("mode", ["obedient", "stubborn"])

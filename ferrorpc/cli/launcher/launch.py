@@ -16,7 +16,7 @@ from typing import IO, Final
 from ferrorpc.cli.launcher.child import Child, Nursery
 from ferrorpc.cli.launcher.coordinator import OwnCoordinator
 from ferrorpc.cli.launcher.environment import worker_environment
-from ferrorpc.cli.launcher.gang import FOREVER, Action, Done, Exit, Gang, Signal, Start
+from ferrorpc.cli.launcher.gang import FOREVER, MEMBERSHIP_LOST, Action, Done, Exit, Gang, Signal, Start
 from ferrorpc.cli.launcher.output import Console, WorkerStream
 from ferrorpc.cli.launcher.pipes import Pipes
 from ferrorpc.cli.launcher.plan import Plan
@@ -28,7 +28,9 @@ _WARM_UP_SECONDS: Final = 2.0
 """A job that lives this long gets its reporter started before there is anything to report."""
 _ANSWER_SECONDS: Final = 1.0
 """How long a restart waits for the coordinator to know of the exit, so that the report cannot hit the successor."""
-_UNAVAILABLE: Final = 75
+
+
+EXIT_CONFIG: Final = 64
 
 
 class Worker:
@@ -229,7 +231,7 @@ class Launch:
             self._pipes.drain(coordinator.child.stderr)
         if how is not None and coordinator.cannot_start:
             self._console.say(f"the coordinator cannot start on {self._plan.coordinator}: {how}")
-            self._code = _UNAVAILABLE
+            self._code = EXIT_CONFIG if coordinator.child.returncode == EXIT_CONFIG else MEMBERSHIP_LOST
         elif how is not None:
             self._console.say(f"the coordinator ended ({how}); it is started again on {self._plan.coordinator}")
         elif now >= coordinator.deadline:

@@ -1,0 +1,131 @@
+"""The launcher's own coordinator: started, started again on its address, and reached by the commands."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ferrorpc.cli.client import connect
+from ferrorpc.config import Config
+from ferrorpc.v1 import session_pb2, store_pb2
+from tests.integration.launching import coordinator_of, environment, read_numbers, run, start, write_script
+
+WAITER = """
+    import os, sys, time
+    with open(f"{sys.argv[1]}/ready{os.environ['RANK']}", "w") as file:
+        file.write("1\\n")
+    while not os.path.exists(f"{sys.argv[1]}/go"):
+        time.sleep(0.02)
+    print("went on")
+"""
+
+
+def ferrorpc(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "ferrorpc.cli.main", *arguments], capture_output=True, text=True, timeout=30, env=environment()
+    )
+
+
+def position(address):
+    return json.loads(ferrorpc("status", "--addr", address, "--job", "night", "--json").stdout)["position"]
+
+
+def wait_healthy(address, timeout=15):
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        result = ferrorpc("health", "--addr", address)
+        if result.returncode == 0:
+            return result.stdout
+        time.sleep(0.1)
+    raise AssertionError(f"not healthy within {timeout} s: {result.stderr}")
+
+
+def store(address, request_id, **operation):
+    request = session_pb2.UnaryStoreRequest(
+        job="night", client_id="test", request=store_pb2.StoreRequest(request_id=request_id, **operation)
+    )
+    with connect(address, Config()) as stub:
+        return stub.Store(request, timeout=10, wait_for_ready=True).response
+
+
+@pytest.fixture
+def job(tmp_path):
+    launcher = start("-n", "2", "--job", "night", write_script(tmp_path, WAITER), str(tmp_path))
+    read_numbers(tmp_path, "ready*", 2)
+    yield launcher
+    launcher.kill()
+    launcher.communicate(timeout=30)
+
+
+def test_health_and_status_reach_the_launchers_coordinator(job, tmp_path):
+    _, address = coordinator_of(job.pid)
+    assert wait_healthy(address) == f"{address}: SERVING\n"
+    nobody = ferrorpc("status", "--addr", address, "--job", "night")
+    assert (nobody.returncode, nobody.stdout) == (64, "")
+    assert "there is no job 'night'" in nobody.stderr
+    store(address, 1, set=store_pb2.SetOperation(key="k", value=b"v"))
+    page = ferrorpc("status", "--addr", address, "--job", "night")
+    assert page.returncode == 0, page.stderr
+    assert page.stdout.startswith("job night  generation 0")
+    found = json.loads(ferrorpc("status", "--addr", address, "--job", "night", "--json").stdout)
+    assert (found["job"], found["durable"]) == ("night", True)
+    (tmp_path / "go").touch()
+    out, err = job.communicate(timeout=20)
+    assert (job.returncode, sorted(out.splitlines()), err) == (0, ["0: went on", "1: went on"], "")
+
+
+def test_a_coordinator_that_dies_is_started_again_on_its_address_and_journal(job, tmp_path):
+    pid, address = coordinator_of(job.pid)
+    wait_healthy(address)
+    store(address, 1, set=store_pb2.SetOperation(key="k", value=b"kept"))
+    before = position(address)
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while (again := coordinator_of(job.pid))[0] == pid and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert again[0] != pid
+    assert again[1] == address
+    wait_healthy(address)
+    after = position(address)
+    assert store(address, 2, get=store_pb2.GetOperation(key="k")).value == b"kept"
+    assert after["cluster_id"] == before["cluster_id"]
+    assert int(after["epoch"]) == int(before["epoch"]) + 1
+    (tmp_path / "go").touch()
+    _, err = job.communicate(timeout=20)
+    assert job.returncode == 0
+    assert f"ferrorpc: the coordinator ended (SIGKILL); it is started again on {address}" in err
+
+
+def test_a_coordinator_that_cannot_be_configured_ends_the_job_with_64_and_says_why(tmp_path):
+    script = write_script(tmp_path, "import time; time.sleep(60)")
+    result = run("-n", "1", script, FERRORPC_TOKEN_FILE=str(tmp_path / "missing"), timeout=30)
+    assert result.returncode == 64
+    assert str(tmp_path / "missing") in result.stderr
+    assert "ferrorpc: the coordinator cannot start on 127.0.0.1:" in result.stderr
+
+
+def test_a_given_coordinator_is_used_and_none_is_started(tmp_path):
+    service = subprocess.Popen(
+        [sys.executable, "-m", "ferrorpc.cli.main", "coordinator", "--listen", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    try:
+        address = service.stdout.readline().split()[1]
+        launcher = start("-n", "2", "--rdzv-endpoint", address, write_script(tmp_path, WAITER), str(tmp_path))
+        read_numbers(tmp_path, "ready*", 2)
+        with pytest.raises(AssertionError, match="no coordinator"):
+            coordinator_of(launcher.pid, timeout=0.5)
+        (tmp_path / "go").touch()
+        assert launcher.wait(timeout=20) == 0
+        launcher.communicate()
+        service.send_signal(signal.SIGTERM)
+        assert service.wait(timeout=15) == 0, "SIGTERM drains"
+    finally:
+        service.kill()
+        service.communicate()
