@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,26 +67,29 @@ def test_four_workers_in_containers_end_with_identical_weights(stack: None) -> N
     assert [state["ExitCode"] for state in states] == [0] * WORKERS
 
 
-def test_the_coordinator_reports_the_job_it_held(stack: None) -> None:
+def status() -> dict[str, Any]:
+    """What the coordinator knows of the job."""
     compose("up", "--detach", "--wait", "coordinator")
-    answer = compose("exec", "-T", "coordinator", "ferrorpc", "status", "--job", "digits", "--json").stdout
-    status = json.loads(answer)
-    assert len(status["members"]) == WORKERS
-    assert {member["state"] for member in status["members"]} == {"left"}
+    found: dict[str, Any] = json.loads(
+        compose("exec", "-T", "coordinator", "ferrorpc", "status", "--job", "digits", "--json").stdout
+    )
+    return found
+
+
+def test_the_coordinator_tells_of_the_job_that_is_over(stack: None) -> None:
+    found = status()
+    assert [generation["size"] for generation in found["generations"]] == [WORKERS]
+    assert {member["state"] for member in found["members"]} == {"MEMBER_STATE_LEFT"}
 
 
 def test_the_coordinator_drains_and_comes_back_with_its_journal(stack: None) -> None:
-    def cluster() -> str:
-        answer = compose("exec", "-T", "coordinator", "ferrorpc", "status", "--json").stdout
-        return str(json.loads(answer)["position"]["cluster_id"])
-
-    compose("up", "--detach", "--wait", "coordinator")
-    before = cluster()
+    before = status()["position"]
     compose("stop", "coordinator")
-    state = json.loads(compose("ps", "--all", "--format", "json", "coordinator").stdout.splitlines()[0])
-    assert state["ExitCode"] == 0
-    compose("up", "--detach", "--wait", "coordinator")
-    assert cluster() == before
+    stopped = json.loads(compose("ps", "--all", "--format", "json", "coordinator").stdout.splitlines()[0])
+    assert stopped["ExitCode"] == 0
+    after = status()["position"]
+    assert (after["cluster_id"], after["generation"]) == (before["cluster_id"], before["generation"])
+    assert int(after["epoch"]) == int(before["epoch"]) + 1
 
 
 def test_nothing_in_a_container_runs_as_root(stack: None) -> None:
