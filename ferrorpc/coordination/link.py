@@ -267,31 +267,35 @@ class Link:
         elif body == "result":
             self._answer(frame.position, frame.result)
         elif body == "event" and frame.event.WhichOneof("kind") == "fenced":
+            if self._token and frame.position.cluster_id != self.cluster_id:
+                self._start_anew(frame.position.cluster_id)
             raise restore(frame.event.fenced)
         elif body == "event":
             self._listener.event(frame.event)
 
     def _welcome(self, position: identity_pb2.Position, welcome: wire.Welcome) -> None:
-        forgotten = (
-            _forgotten(self.address, self.cluster_id, position.cluster_id) if self._token and not welcome.resumed else None
-        )
+        if self._token and not welcome.resumed:
+            self._start_anew(position.cluster_id)
         with self._monitor.lock:
             self._token, self.cluster_id = welcome.resume_token, position.cluster_id
             if welcome.heartbeat_interval_ms:
                 self._interval = min(self._interval, welcome.heartbeat_interval_ms / 1000)
-            if forgotten is not None:
-                self._requests.fail(forgotten, lambda request: request.latch is not None)
             if self.over is None:
                 self._away_since, self._outage_most = None, self._max_outage
                 for request in self._requests.unanswered():
                     self._send(request)
             self._monitor.changed()
-        _log.info(
-            "coordinator %s: %s session, cluster %s", self.address, "resumed" if welcome.resumed else "new", self.cluster_id
-        )
+        _log.info("coordinator %s: %s session", self.address, "resumed" if welcome.resumed else "new")
         self._beater.unpark()
-        if forgotten is not None:
-            self._listener.session_ended(forgotten)
+
+    def _start_anew(self, cluster_id: str) -> None:
+        """The coordinator does not know this session: the generation is over, the next stream asks for a new session."""
+        forgotten = _forgotten(self.address, self.cluster_id, cluster_id)
+        with self._monitor.lock:
+            self._token, self.cluster_id = "", cluster_id
+            self._requests.fail(forgotten, lambda request: request.latch is not None)
+            self._monitor.changed()
+        self._listener.session_ended(forgotten)
 
     def _answer(self, position: identity_pb2.Position, result: wire.Result) -> None:
         if not result.sequence and result.HasField("error"):

@@ -129,4 +129,4 @@ class LocalStore(Store):
 def timed_out(absent: Sequence[str], seconds: float) -> StoreTimeoutError:
     """The error of a wait for keys that nobody set in time."""
     names = ", ".join(repr(key) for key in absent[:8]) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
-    return StoreTimeoutError(f"nobody set {names} within {seconds:g} s", keys=list(absent))
+    return StoreTimeoutError(f"nobody set {names} within {seconds:g} s", missing=list(absent)[:64])

@@ -1,19 +1,37 @@
 """What every store does, wherever its values are."""
 
+import itertools
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from ferrorpc.coordination.base import Store
 from ferrorpc.coordination.local import LocalWorld
 from ferrorpc.errors import LimitExceededError, StoreTimeoutError, UsageError
+from tests.integration.service import Service, join_all, together
+
+_jobs = itertools.count()
 
 
-@pytest.fixture(params=["local"])
-def stores(request: pytest.FixtureRequest) -> tuple[Store, Store]:
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    service = Service()
+    yield service
+    service.stop()
+
+
+@pytest.fixture(params=["local", "remote"])
+def stores(request: pytest.FixtureRequest) -> Iterator[tuple[Store, Store]]:
     """The store as two members of one job see it."""
-    world = LocalWorld(2)
-    return world.session(0).store, world.session(1).store
+    if request.param == "local":
+        world = LocalWorld(2)
+        yield world.session(0).store, world.session(1).store
+        return
+    job = f"store-{next(_jobs)}"
+    ours, theirs = join_all(request.getfixturevalue("service").address, 2, job=job)
+    yield ours.store, theirs.store
+    together([ours.leave, theirs.leave])
 
 
 def test_a_value_set_by_one_is_read_by_the_other(stores):
@@ -43,8 +61,8 @@ def test_wait_returns_when_every_key_exists_and_names_those_that_do_not(stores):
     theirs.set("a", b"1")
     with pytest.raises(StoreTimeoutError) as caught:
         ours.wait(["a", "b", "c"], timeout=0.05)
-    assert "'b'" in str(caught.value)
-    assert "'a'" not in str(caught.value)
+    assert caught.value.fields["missing"] == ["b", "c"]
+    assert "b, c" in str(caught.value).replace("'", "")
     timer = threading.Timer(0.1, lambda: (theirs.set("b", b""), theirs.set("c", b"")))
     timer.start()
     ours.wait(["a", "b", "c"], timeout=20)

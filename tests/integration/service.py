@@ -1,0 +1,115 @@
+"""A real coordinator process for tests, and members of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ferrorpc.config import Config
+from ferrorpc.coordination.session import RemoteSession
+
+
+class Service:
+    """`python -m ferrorpc_coordinator` on a free port; killed and started again on the same one at will."""
+
+    def __init__(self, data_dir: Path | None = None, *flags: str) -> None:
+        self._flags = [*flags, *(["--data-dir", str(data_dir)] if data_dir else [])]
+        self.address = "127.0.0.1:0"
+        self.cluster_id = ""
+        self.start()
+
+    def start(self) -> None:
+        """Starts it, and waits until it listens."""
+        command = [sys.executable, "-m", "ferrorpc_coordinator", "--listen", self.address, *self._flags]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        words = self.process.stdout.readline().split()
+        assert words[0] == "listening", words
+        self.address, self.cluster_id = words[1], words[3]
+
+    def kill(self) -> None:
+        """As kill -9 does it."""
+        self.process.kill()
+        self._end()
+
+    def stop(self) -> None:
+        """As an orchestrator does it."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            self._end()
+
+    def pause(self) -> None:
+        """SIGSTOP."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def _end(self) -> None:
+        self.process.wait(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def join(address: str, rank: int, size: int | tuple[int, int], **more: Any) -> RemoteSession:
+    """One member; `more` are arguments of RemoteSession.join or settings."""
+    policy = (size, size) if isinstance(size, int) else size
+    names = ("job", "name", "pinned_rank", "hinted_rank", "labels", "worker_address")
+    arguments = {name: more.pop(name) for name in names if name in more}
+    if policy[0] == policy[1]:
+        arguments.setdefault("pinned_rank", rank)
+    config = Config({"timeout": 20.0} | more, {})
+    return RemoteSession.join(
+        address,
+        job=arguments.pop("job", "trial"),
+        name=arguments.pop("name", f"member-{rank}"),
+        policy=policy,
+        hinted_rank=arguments.pop("hinted_rank", rank),
+        config=config,
+        **arguments,
+    )
+
+
+def together(bodies: list[Callable[[], Any]]) -> list[Any]:
+    """Runs each body on a thread of its own; an outcome is what it returned or raised."""
+    outcomes: list[Any] = [None] * len(bodies)
+
+    def run(index: int) -> None:
+        try:
+            outcomes[index] = bodies[index]()
+        except Exception as error:
+            outcomes[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "it hangs"
+    return outcomes
+
+
+def join_all(address: str, size: int, policy: tuple[int, int] | None = None, **more: Any) -> list[RemoteSession]:
+    """A whole world of members in this process, in rank order."""
+    sessions = together([lambda rank=rank: join(address, rank, policy or size, **more) for rank in range(size)])
+    for session in sessions:
+        if isinstance(session, Exception):
+            raise session
+    return sorted(sessions, key=lambda session: session.membership.assignment.rank)
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 15.0) -> Any:
+    """What `condition` returns as soon as it is true; fails after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.01)
+    return found

@@ -1,0 +1,238 @@
+"""Members and a real coordinator: joining, failures, barriers, the exchange of ids."""
+
+import threading
+import time
+
+import pytest
+
+from ferrorpc.errors import (
+    BarrierTimeoutError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ConfigError,
+    CoordinatorUnavailableError,
+    FerroError,
+    GroupAbortedError,
+    GroupClosedError,
+    LimitExceededError,
+    NcclError,
+    PeerLostError,
+    RendezvousTimeoutError,
+    StaleGenerationError,
+)
+from tests.integration.service import Service, eventually, join, join_all, together
+
+
+@pytest.fixture(scope="module")
+def service():
+    service = Service()
+    yield service
+    service.stop()
+
+
+@pytest.fixture
+def world(service, request):
+    """Three members of a job of their own."""
+    sessions = join_all(service.address, 3, job=request.node.name[:100])
+    yield sessions
+    together([session.leave for session in sessions])
+
+
+def cause_of(session):
+    return eventually(lambda: session.membership.latch.cause)
+
+
+def test_pinned_ranks_are_honoured_and_everyone_knows_everyone(service, world):
+    assignments = [session.membership.assignment for session in world]
+    assert [a.rank for a in assignments] == [0, 1, 2]
+    assert {a.generation for a in assignments} == {1}
+    assert {a.cluster_id for a in assignments} == {service.cluster_id}
+    assert [peer.name for peer in assignments[2].peers] == ["member-0", "member-1", "member-2"]
+    assert "pid" in dict(assignments[0].peers[0].labels)
+
+
+def test_two_claimants_of_one_rank_are_both_named(service):
+    bodies = [lambda name=name: join(service.address, 0, 2, job="claims", name=name, timeout=3.0) for name in ("one", "two")]
+    outcomes = together(bodies)
+    refused = [outcome for outcome in outcomes if isinstance(outcome, ConfigError)]
+    assert len(refused) == 1
+    assert "one" in str(refused[0])
+    assert "two" in str(refused[0])
+
+
+def test_a_round_that_does_not_fill_names_the_missing_ranks(service):
+    with pytest.raises(RendezvousTimeoutError) as caught:
+        join(service.address, 1, 3, job="lonely", timeout=0.5)
+    assert caught.value.missing == [0, 2]
+
+
+def test_nobody_at_the_address_is_said_within_the_timeout():
+    started = time.monotonic()
+    with pytest.raises(CoordinatorUnavailableError, match=r"127\.0\.0\.1:9"):
+        join("127.0.0.1:9", 0, 1, timeout=0.5)
+    assert time.monotonic() - started < 10
+
+
+def test_a_name_in_use_is_refused_naming_its_holder_until_the_timeout(service, world, request):
+    with pytest.raises(FerroError, match="member-1"):
+        join(service.address, 1, 3, job=request.node.name[:100], timeout=0.5)
+    assert world[0].membership.latch.cause is None
+
+
+def test_a_leave_with_a_reason_is_the_others_loss(world):
+    world[1].leave("ValueError: no such file")
+    for session in (world[0], world[2]):
+        cause = cause_of(session)
+        assert isinstance(cause, PeerLostError)
+        assert (cause.rank, cause.reason) == (1, "ValueError: no such file")
+
+
+def test_a_clean_leave_breaks_nothing(world):
+    world[2].leave()
+    assert world[0].barrier("b", ranks=[0], timeout=5) == [b""]
+    assert world[0].membership.latch.cause is None
+    with pytest.raises(GroupClosedError):
+        world[2].store.set("late", b"")
+
+
+def test_only_the_rank_whose_deadline_passed_has_timed_out(world):
+    world[2].report(CollectiveTimeoutError([0], "all_reduce #4 waited 1 s for rank 0"))
+    own = cause_of(world[2])
+    assert isinstance(own, CollectiveTimeoutError)
+    assert own.waiting_on == [0]
+    for session in world[:2]:
+        cause = cause_of(session)
+        assert isinstance(cause, GroupAbortedError)
+        assert (cause.rank, cause.cause) == (2, "all_reduce #4 waited 1 s for rank 0")
+
+
+def test_a_mismatch_reaches_every_rank_with_all_signatures(world):
+    signatures = {0: "all_reduce float32[3]", 1: "all_reduce float32[4]"}
+    world[0].report(CollectiveMismatchError(signatures))
+    for session in world:
+        cause = cause_of(session)
+        assert isinstance(cause, CollectiveMismatchError)
+        assert cause.signatures == signatures
+
+
+def test_the_first_cause_stays_on_every_rank(world):
+    together([lambda s=session, n=n: s.report(NcclError(f"failure of {n}")) for n, session in enumerate(world)])
+    causes = {str(cause_of(session)) for session in world}
+    assert len(causes) == 1
+
+
+def test_a_failure_too_large_for_a_frame_still_ends_the_generation(world):
+    world[0].report(CollectiveMismatchError(dict.fromkeys(range(1000), "x" * 1000)))
+    assert isinstance(cause_of(world[1]), CollectiveMismatchError)
+
+
+def test_a_lost_link_between_the_living_ends_the_generation_naming_it(world):
+    world[0].report_link_lost(2, "connection reset")
+    world[0].report_link_lost(2, "connection reset")
+    for session in world:
+        assert "rank 0 and rank 2" in str(cause_of(session))
+
+
+def test_a_barrier_gathers_payloads_in_rank_order_any_number_of_times(world):
+    def thrice(session):
+        mine = str(session.membership.assignment.rank).encode()
+        return [session.barrier("b", mine + bytes([use]), timeout=20) for use in range(3)]
+
+    expected = [[b"%d%c" % (rank, use) for rank in range(3)] for use in range(3)]
+    assert together([lambda s=session: thrice(s) for session in world]) == [expected] * 3
+
+
+def test_a_barrier_that_lacks_ranks_names_each_and_breaks_nothing(world):
+    world[2].note("broadcast #7")
+    with pytest.raises(BarrierTimeoutError) as caught:
+        world[0].barrier("b", timeout=1.5)
+    assert caught.value.missing == [1, 2]
+    assert "member-1" in str(caught.value)
+    assert "broadcast #7" in str(caught.value)
+    assert world[0].membership.latch.cause is None
+    assert [len(out) for out in together([lambda s=s: s.barrier("c", timeout=20) for s in world])] == [3, 3, 3]
+
+
+def test_a_barrier_ends_with_the_generation(world):
+    timer = threading.Timer(0.2, lambda: world[2].leave("KeyError: 'x'"))
+    timer.start()
+    outcomes = together([lambda s=s: s.barrier("b", timeout=30) for s in world[:2]])
+    assert [(type(out), out.rank) for out in outcomes] == [(PeerLostError, 2)] * 2
+    timer.join()
+
+
+def test_a_payload_over_the_limit_never_leaves_the_process(world):
+    with pytest.raises(LimitExceededError):
+        world[0].barrier("b", bytes(4097))
+    with pytest.raises(LimitExceededError):
+        world[0].store.wait([f"{n}/" + "k" * 500 for n in range(4000)], timeout=1)
+    assert world[0].store.add("still") == 1
+
+
+def test_an_id_reaches_all_ranks_and_a_failure_too(world):
+    ranks = [0, 1, 2]
+    minted = bytes(range(128))
+
+    def exchange(session, attempt, offer):
+        rank = session.membership.assignment.rank
+        return session.exchange_nccl_id("world", attempt, ranks, offer if rank == 0 else None, 20)
+
+    failed = together([lambda s=s: exchange(s, 1, NcclError("no device")) for s in world])
+    assert all(isinstance(out, FerroError) and "no device" in str(out) for out in failed)
+    assert together([lambda s=s: exchange(s, 2, [minted]) for s in world]) == [[minted]] * 3
+
+
+def test_survivors_of_an_elastic_world_go_on_and_the_store_stays(service):
+    sessions = join_all(service.address, 4, (2, 4), job="elastic")
+    sessions[0].store.set("kept", b"yes")
+    sessions[1].leave("killed")
+    survivors = [session for session in sessions if session is not sessions[1]]
+    memberships = together([lambda s=s: s.rejoin(20) for s in survivors])
+    assert sorted(m.assignment.rank for m in memberships) == [0, 1, 2]
+    assert {m.assignment.generation for m in memberships} == {2}
+    assert all(m.latch.cause is None for m in memberships)
+    assert survivors[2].store.get("kept") == b"yes"
+    assert together([lambda s=s: len(s.barrier("b", timeout=20)) for s in survivors]) == [3, 3, 3]
+    together([s.leave for s in sessions])
+
+
+def test_a_fixed_world_goes_on_with_the_replacement(service):
+    sessions = join_all(service.address, 3, job="fixed")
+    sessions[1].leave("killed")
+    bodies = [lambda s=s: s.rejoin(20) for s in (sessions[0], sessions[2])]
+    outcomes = together([*bodies, lambda: join(service.address, 1, 3, job="fixed")])
+    assert [outcomes[0].assignment.rank, outcomes[2].membership.assignment.rank, outcomes[1].assignment.rank] == [0, 1, 2]
+    together([s.leave for s in [*sessions, outcomes[2]]])
+
+
+def test_joiners_are_pending_and_break_nothing(service):
+    sessions = join_all(service.address, 2, (1, 3), job="growing")
+    late: list = []
+    thread = threading.Thread(target=lambda: late.append(join(service.address, 7, (1, 3), job="growing")))
+    thread.start()
+    assert eventually(lambda: sessions[0].pending_members) == ["member-7"]
+    assert sessions[0].membership.latch.cause is None
+    before = sessions[0].membership
+    memberships = together([lambda s=s: s.rejoin(20) for s in sessions])
+    thread.join(20)
+    assert [m.assignment.size for m in memberships] == [3, 3]
+    assert late[0].membership.assignment.generation == 2
+    assert before is not sessions[0].membership
+    together([s.leave for s in [*sessions, *late]])
+
+
+def test_members_are_described_by_what_they_last_did(world):
+    world[1].note("all_reduce #3")
+    known = eventually(lambda: [m for m in world[0].describe([1], 2.0) if m.activity == "all_reduce #3"])
+    assert (known[0].rank, known[0].state, known[0].step) == (1, "active", 1)
+
+
+def test_an_earlier_generation_is_refused(service):
+    sessions = join_all(service.address, 2, (1, 2), job="stale")
+    old = sessions[0].membership
+    together([lambda s=s: s.rejoin(20) for s in sessions])
+    current, sessions[0].membership = sessions[0].membership, old
+    with pytest.raises(StaleGenerationError):
+        sessions[0].barrier("b", timeout=5)
+    sessions[0].membership = current
+    together([s.leave for s in sessions])

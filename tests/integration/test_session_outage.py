@@ -1,0 +1,263 @@
+"""What a member does while its coordinator, its connection or the member itself is away."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from ferrorpc.errors import CoordinatorUnavailableError, PeerLostError, StaleGenerationError
+from tests.integration.service import Service, eventually, join, join_all, together
+
+
+@pytest.fixture
+def durable(tmp_path):
+    service = Service(tmp_path / "journal")
+    yield service
+    service.stop()
+
+
+def test_kill_9_of_the_coordinator_and_a_restart_fail_nobody(durable):
+    sessions = join_all(durable.address, 3)
+    sessions[0].store.set("acknowledged", b"before")
+    counted = sessions[0].store.add("count")
+    waiting = threading.Thread(target=lambda: results.append(sessions[2].store.get("later", timeout=30)))
+    results: list[bytes] = []
+    waiting.start()
+    durable.kill()
+    outcomes: list = []
+    barrier = threading.Thread(
+        target=lambda: outcomes.extend(together([lambda s=s: s.barrier("b", timeout=30) for s in sessions]))
+    )
+    barrier.start()
+    time.sleep(1.0)
+    durable.start()
+    barrier.join(30)
+    assert outcomes == [[b"", b"", b""]] * 3
+    assert sessions[1].store.get("acknowledged", timeout=0) == b"before"
+    assert sessions[1].store.add("count") == counted + 1
+    sessions[1].store.set("later", b"after")
+    waiting.join(30)
+    assert results == [b"after"]
+    time.sleep(3.5)
+    assert [session.membership.latch.cause for session in sessions] == [None] * 3
+    together([session.leave for session in sessions])
+
+
+def test_additions_are_counted_once_through_restarts(durable):
+    session = join(durable.address, 0, 1)
+    done = threading.Event()
+
+    def disturb() -> None:
+        for _ in range(3):
+            time.sleep(0.2)
+            durable.kill()
+            durable.start()
+        done.set()
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    additions = 0
+    while not done.is_set():
+        additions += 1
+        assert session.store.add("count") == additions
+    thread.join()
+    session.leave()
+
+
+@pytest.fixture
+def volatile():
+    service = Service()
+    yield service
+    service.stop()
+
+
+def test_a_coordinator_without_its_journal_is_another_cluster_and_says_so(volatile):
+    service = volatile
+    sessions = join_all(service.address, 2)
+    sessions[0].store.set("gone", b"soon")
+    before = service.cluster_id
+    service.kill()
+    service.start()
+    for session in sessions:
+        cause = eventually(lambda s=session: s.membership.latch.cause)
+        assert isinstance(cause, StaleGenerationError)
+        assert before in str(cause)
+        assert service.cluster_id in str(cause)
+    memberships = together([lambda s=s: s.rejoin(20) for s in sessions])
+    assert {m.assignment.cluster_id for m in memberships} == {service.cluster_id}
+    assert sessions[0].store.keys() == []
+    together([session.leave for session in sessions])
+
+
+def test_a_coordinator_that_stays_away_is_an_error_after_max_outage(volatile):
+    session = join(volatile.address, 0, 1, max_outage=1.5)
+    volatile.kill()
+    with pytest.raises(CoordinatorUnavailableError, match=r"nobody answered at .* for 1\.5 s"):
+        session.store.get("key", timeout=0)
+    assert isinstance(session.membership.latch.cause, CoordinatorUnavailableError)
+    session.leave()
+
+
+def test_a_short_pause_of_the_coordinator_fails_nobody(durable):
+    sessions = join_all(durable.address, 2)
+    durable.pause()
+    time.sleep(4.0)
+    durable.resume()
+    assert together([lambda s=s: len(s.barrier("b", timeout=20)) for s in sessions]) == [2, 2]
+    assert [s.membership.latch.cause for s in sessions] == [None, None]
+    together([s.leave for s in sessions])
+
+
+def test_waiting_is_explained_after_five_seconds(durable, caplog):
+    sessions = join_all(durable.address, 2)
+    with caplog.at_level(logging.WARNING, logger="ferrorpc.coordination"):
+        outcome = together([lambda: sessions[0].barrier("epoch", timeout=5.6)])
+    lines = [record.getMessage() for record in caplog.records if "barrier 'epoch'" in record.getMessage()]
+    assert len(lines) == 1
+    assert "member-1" in lines[0]
+    assert outcome[0].missing == [1]
+    together([s.leave for s in sessions])
+
+
+MEMBER = """
+import sys, time
+from ferrorpc.errors import FerroError
+from tests.integration.service import join
+session = join(sys.argv[1], 1, 2)
+print("joined", flush=True)
+{body}
+"""
+
+
+def member(address: str, body: str) -> subprocess.Popen:
+    """Rank 1 of 2 in a process of its own, which has joined."""
+    return subprocess.Popen([sys.executable, "-c", MEMBER.format(body=body), address], stdout=subprocess.PIPE, text=True)
+
+
+def with_member(service: Service, body: str):
+    process = member(service.address, body)
+    session = join(service.address, 0, 2)
+    assert process.stdout.readline() == "joined\n"
+    return session, process
+
+
+def end(session, process) -> None:
+    session.leave()
+    process.kill()
+    process.wait(10)
+    process.stdout.close()
+
+
+def test_kill_9_of_a_member_is_pushed_to_the_others(durable):
+    session, process = with_member(durable, "time.sleep(60)")
+    process.kill()
+    started = time.monotonic()
+    cause = eventually(lambda: session.membership.latch.cause)
+    assert isinstance(cause, PeerLostError)
+    assert cause.rank == 1
+    assert time.monotonic() - started < 3.0
+    end(session, process)
+
+
+def test_a_stopped_member_is_lost_to_the_others_and_fenced_when_it_wakes(durable):
+    body = """
+while session.membership.latch.cause is None:
+    time.sleep(0.05)
+print(type(session.membership.latch.cause).__name__, flush=True)
+try:
+    session.store.set("from-the-dead", b"1")
+except FerroError as error:
+    print(type(error).__name__, flush=True)
+"""
+    session, process = with_member(durable, body)
+    os.kill(process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    cause = eventually(lambda: session.membership.latch.cause)
+    assert isinstance(cause, PeerLostError)
+    assert cause.rank == 1
+    assert time.monotonic() - started < 4.5
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.stdout.readline() == "StaleGenerationError\n"
+    assert process.stdout.readline() == "StaleGenerationError\n"
+    assert session.store.keys() == []
+    end(session, process)
+
+
+def test_a_member_that_holds_the_interpreter_is_stalled_and_survives(durable):
+    body = """
+import ctypes
+ctypes.PyDLL(None).usleep(5_000_000)
+print("awake", flush=True)
+session.barrier("after", timeout=20)
+print("met", flush=True)
+"""
+    session, process = with_member(durable, body)
+    eventually(lambda: any(known.state == "stalled" for known in session.describe([1], 1.0)))
+    assert process.stdout.readline() == "awake\n"
+    session.barrier("after", timeout=20)
+    assert process.stdout.readline() == "met\n"
+    assert session.describe([1], 2.0)[0].state in ("active", "left")
+    assert session.membership.latch.cause is None
+    end(session, process)
+
+
+def test_an_uncaught_exception_is_the_others_cause(durable):
+    session, process = with_member(durable, "raise ValueError('no such file')")
+    cause = eventually(lambda: session.membership.latch.cause)
+    assert isinstance(cause, PeerLostError)
+    assert (cause.rank, cause.reason) == (1, "ValueError: no such file")
+    assert process.wait(10) == 1
+    end(session, process)
+
+
+def test_a_script_that_never_leaves_ends_soon_and_fails_nobody(durable):
+    session, process = with_member(durable, "")
+    started = time.monotonic()
+    assert process.wait(10) == 0
+    assert time.monotonic() - started < 2.0
+    eventually(lambda: session.describe([1], 1.0)[0].state == "left")
+    assert session.membership.latch.cause is None
+    end(session, process)
+
+
+def test_an_uncaught_membership_error_ends_with_exit_code_75(durable):
+    session, process = with_member(durable, "session.barrier('never', timeout=30)")
+    eventually(lambda: session.store.keys() == [])
+    session.leave("RuntimeError: gone")
+    assert process.wait(10) == 75
+    end(session, process)
+
+
+def test_a_forked_child_is_no_member(durable):
+    body = """
+import os, warnings
+warnings.simplefilter("ignore")
+child = os.fork()
+if child == 0:
+    try:
+        session.store.set("from-the-child", b"1")
+    except FerroError as error:
+        print(type(error).__name__, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+session.store.set("from-the-parent", b"1")
+print("parent", flush=True)
+time.sleep(60)
+"""
+    session, process = with_member(durable, body)
+    assert process.stdout.readline() == "UsageError\n"
+    assert process.stdout.readline() == "parent\n"
+    assert session.store.keys() == ["from-the-parent"]
+    assert session.membership.latch.cause is None
+    end(session, process)
+
+
+def test_a_proxy_in_the_environment_is_not_asked(durable, monkeypatch):
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    join(durable.address, 0, 1).leave()
