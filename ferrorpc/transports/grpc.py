@@ -1,0 +1,253 @@
+"""The transport over gRPC: one stream per ordered pair of ranks, dialled by the sender at first use.
+
+What a rank sends to a peer goes out on its lane to it (grpc_lane.py); grants and answers for what a peer sends go back on that
+peer's inlet (grpc_inlet.py). A stream that ends without a goodbye is a suspicion, told once per peer; who is right is decided
+elsewhere. A peer that has said goodbye is gone without fault: only what is still sent to it finds its link lost.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from ferrorpc.errors import FerroError, GroupClosedError
+from ferrorpc.guard import Clock, Latch
+from ferrorpc.transports.base import Transport
+from ferrorpc.transports.grpc_inlet import GOODBYE, Inlet, refusal
+from ferrorpc.transports.grpc_lane import Lane
+from ferrorpc.transports.grpc_server import PROTOCOL_VERSION, WorkerServer
+from ferrorpc.transports.mailbox import Mailbox
+from ferrorpc.types import Assignment
+from ferrorpc.v1 import transport_pb2
+from ferrorpc.wire.details import restore
+from ferrorpc.wire.frames import Frame, Header, Key, encode
+
+DIAL_SECONDS: Final = 20.0
+
+_GONE: Final = "rank {} has left"
+
+
+class GrpcTransport(Transport):
+    """This rank's lanes of one generation, over the process's server. Registers with it at construction.
+
+    Args:
+        on_link_lost: told (peer, reason) at most once per peer, and never after `close` or after the latch has tripped.
+        dial_seconds: how long a peer may be out of reach before its link counts as lost.
+    """
+
+    def __init__(
+        self,
+        server: WorkerServer,
+        assignment: Assignment,
+        mailbox: Mailbox,
+        latch: Latch,
+        clock: Clock,
+        on_link_lost: Callable[[int, str], None],
+        *,
+        dial_seconds: float = DIAL_SECONDS,
+    ) -> None:
+        self.rank = assignment.rank
+        self.size = assignment.size
+        self.mailbox = mailbox
+        self.assignment = assignment
+        self._server = server
+        self._latch = latch
+        self._clock = clock
+        self._on_link_lost = on_link_lost
+        self._dial_seconds = dial_seconds
+        self._lock = threading.Lock()
+        self._lanes: dict[int, Lane] = {}
+        self._inlets: dict[int, Inlet] = {}
+        self._opened: set[int] = set()
+        self._left: set[int] = set()
+        self._lost: set[int] = set()
+        self._closing = False
+        server.register(self)
+
+    # -- what the collectives call -------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        peer: int,
+        key: Key,
+        header: Header,
+        offset: int,
+        payload: np.ndarray[Any, Any] | None,
+        room: Callable[[], None],
+    ) -> bool:
+        lane = self._lane_to(peer)
+        if lane is None:
+            return True
+        size_bytes = 0 if payload is None else payload.size
+        if not lane.outbox.reserve(size_bytes, room):
+            return False
+        lane.outbox.put_frame(encode(key, header, offset, b"" if payload is None else payload.data), size_bytes)
+        return True
+
+    def grant(self, peer: int, key: Key, slot: int) -> None:
+        group, stream, number = key
+        grant = transport_pb2.Grant(group=group, stream=stream, number=number, slot=slot)
+        self._answer(peer, transport_pb2.ControlMessage(grant=grant))
+
+    def probe(self, peer: int, key: Key, signature: str) -> None:
+        lane = self._lane_to(peer)
+        if lane is not None:
+            group, stream, number = key
+            probe = transport_pb2.Probe(group=group, stream=stream, number=number, signature=signature)
+            lane.outbox.put(transport_pb2.DataMessage(probe=probe).SerializeToString())
+
+    def close(self, timeout: float) -> None:
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            lanes, inlets = list(self._lanes.values()), list(self._inlets.values())
+        deadline = self._clock.now() + timeout
+        for lane in lanes:
+            lane.finish(discard=self._latch.cause is not None)
+        for inlet in inlets:
+            inlet.finish()
+        ends: list[Lane | Inlet] = [*lanes, *inlets]
+        for end in ends:
+            end.wait(max(0.0, deadline - self._clock.now()))
+        for lane in lanes:
+            lane.cancel()
+        for inlet in inlets:
+            inlet.hang_up()
+
+    # -- what the server calls -----------------------------------------------------------------------------------------
+
+    def serve(self, source: int, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Runs the stream from `source` until it ends; the caller's thread writes what goes back."""
+        inlet = Inlet(source, requests, self)
+        with self._lock:
+            refused = GOODBYE if self._closing else self._refuse(source)
+            if refused is None:
+                self._inlets[source] = inlet
+        if refused is not None:
+            yield refused
+            return
+        if not context.add_callback(inlet.hang_up):
+            inlet.hang_up()
+        self._clock.start(inlet.read, f"ferrorpc-read-from-{source}")
+        yield transport_pb2.ControlMessage(
+            opened=transport_pb2.Opened(generation=self.assignment.generation)
+        ).SerializeToString()
+        yield from inlet.answers()
+
+    def _refuse(self, source: int) -> bytes | None:
+        if source not in self._inlets:
+            return None
+        return refusal(FerroError(f"rank {source} dialled rank {self.rank} twice in one generation"))
+
+    # -- what lanes and inlets tell ------------------------------------------------------------------------------------
+
+    def lane_answered(self, peer: int, message: transport_pb2.ControlMessage) -> None:
+        kind = message.WhichOneof("body")
+        if kind == "grant":
+            grant = message.grant
+            self.mailbox.granted(peer, Key(grant.group, grant.stream, grant.number), grant.slot)
+        elif kind == "probe_answer":
+            answer = message.probe_answer
+            key = Key(answer.group, answer.stream, answer.number)
+            self.mailbox.probe_answered(peer, key, answer.standing, answer.signature, answer.last_number, answer.last_signature)
+        elif kind == "refused":
+            self._fail(peer, restore(message.refused))
+        elif kind == "opened":
+            self._opened.add(peer)
+        elif kind == "goodbye":
+            self._left.add(peer)
+            if peer not in self._opened:
+                # It had left before this lane reached it, so what was sent on it has arrived nowhere.
+                self._lose(peer, _GONE.format(peer))
+
+    def lane_ended(self, peer: int, reason: str) -> None:
+        if reason and peer not in self._left:
+            self._lose(peer, reason)
+
+    def frame_arrived(self, frame: Frame) -> None:
+        self.mailbox.deliver(frame)
+
+    def probe_arrived(self, source: int, key: Key, signature: str) -> None:
+        standing, mine, last_number, last_signature = self.mailbox.standing(key, signature)
+        group, stream, number = key
+        answer = transport_pb2.ProbeAnswer(
+            group=group,
+            stream=stream,
+            number=number,
+            standing=standing,  # type: ignore[arg-type]
+            signature=mine,
+            last_number=last_number,
+            last_signature=last_signature,
+        )
+        self._answer(source, transport_pb2.ControlMessage(probe_answer=answer))
+
+    def inlet_ended(self, source: int, goodbye: bool, reason: str) -> None:
+        if goodbye:
+            self._left.add(source)
+        elif source not in self._left:
+            self._lose(source, reason)
+
+    def inlet_failed(self, source: int, error: FerroError) -> None:
+        self._fail(source, error)
+
+    # -- links ---------------------------------------------------------------------------------------------------------
+
+    def _lane_to(self, peer: int) -> Lane | None:
+        """The lane to a peer, dialled at first use; None where nothing can be sent any more, which has been told."""
+        self._latch.check()
+        lane = self._lanes.get(peer)
+        if self._closing or peer in self._left or peer in self._lost or lane is None:
+            lane = self._new_lane_to(peer)
+        return lane
+
+    def _new_lane_to(self, peer: int) -> Lane | None:
+        if peer in self._left:
+            self._lose(peer, _GONE.format(peer))
+        with self._lock:
+            if self._closing:
+                raise GroupClosedError(f"rank {self.rank} has closed its streams")
+            if peer in self._lost or peer in self._left:
+                return None
+            lane = self._lanes.get(peer)
+            if lane is None:
+                address = self.assignment.peers[peer].address
+                lane = self._lanes[peer] = Lane(peer, address, self._opening(peer), self, self._clock, self._dial_seconds)
+            return lane
+
+    def _opening(self, peer: int) -> bytes:
+        opening = transport_pb2.Open(
+            protocol_version=PROTOCOL_VERSION,
+            job=self.assignment.job,
+            cluster_id=self.assignment.cluster_id,
+            generation=self.assignment.generation,
+            source_rank=self.rank,
+            target_rank=peer,
+            token=self._server.token,
+        )
+        return transport_pb2.DataMessage(open=opening).SerializeToString()
+
+    def _answer(self, peer: int, message: transport_pb2.ControlMessage) -> None:
+        """Sends back on the peer's inlet; a peer without one has nothing to be told."""
+        inlet = self._inlets.get(peer)
+        if inlet is not None:
+            inlet.outbox.put(message.SerializeToString())
+
+    def _lose(self, peer: int, reason: str) -> None:
+        if self._first_to_blame(peer):
+            self._on_link_lost(peer, reason)
+
+    def _fail(self, peer: int, error: FerroError) -> None:
+        """The link is over because of an error that ends the generation; its end is no further news."""
+        if self._first_to_blame(peer):
+            self.mailbox.failed(error)
+
+    def _first_to_blame(self, peer: int) -> bool:
+        with self._lock:
+            if self._closing or self._latch.cause is not None or peer in self._lost:
+                return False
+            self._lost.add(peer)
+            return True

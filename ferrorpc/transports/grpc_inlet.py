@@ -1,0 +1,121 @@
+"""The stream from one peer, as its receiver holds it: frames and probes come in, grants and answers go back.
+
+The thread that gRPC gave the call writes what goes back; a second one reads. The reader never blocks on anything but the
+network and reads until the stream ends: that it always does so is why no operation can be held up by another's frames.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Final, Protocol
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from ferrorpc.errors import CodecError, FerroError
+from ferrorpc.transports.grpc_outbox import Outbox
+from ferrorpc.v1 import transport_pb2
+from ferrorpc.wire.details import detail_of
+from ferrorpc.wire.frames import SIGNATURE_BYTES_MAX, Frame, Key, is_frame, scan
+
+GOODBYE: Final = transport_pb2.ControlMessage(goodbye=transport_pb2.Goodbye()).SerializeToString()
+
+
+def refusal(error: FerroError) -> bytes:
+    """The message that refuses a stream, or ends it, with this error."""
+    return transport_pb2.ControlMessage(refused=detail_of(error)).SerializeToString()
+
+
+def read_message(data: bytes, source: int) -> Frame | transport_pb2.DataMessage:
+    """What a peer sent: a frame, or one of the small messages.
+
+    Raises:
+        CodecError: bytes that are neither.
+    """
+    if is_frame(data):
+        return scan(data, source)
+    try:
+        message = transport_pb2.DataMessage.FromString(data)
+    except DecodeError:
+        raise CodecError(f"{len(data)} bytes from rank {source} are no message of ours") from None
+    return scan(data, source) if message.HasField("frame") else message
+
+
+class InletOwner(Protocol):
+    """Who is told what comes in. Called on the reader's thread; must not block."""
+
+    def frame_arrived(self, frame: Frame) -> None:
+        """A frame."""
+
+    def probe_arrived(self, source: int, key: Key, signature: str) -> None:
+        """A question; its answer goes back with `Inlet.put`."""
+
+    def inlet_ended(self, source: int, goodbye: bool, reason: str) -> None:
+        """The stream is over: with a goodbye, or for this reason."""
+
+    def inlet_failed(self, source: int, error: FerroError) -> None:
+        """The peer sent something that ends the generation."""
+
+
+class Inlet:
+    """One incoming stream from rank `source`, once its Open was accepted."""
+
+    def __init__(self, source: int, requests: Iterator[bytes], owner: InletOwner) -> None:
+        self.source = source
+        self.outbox = Outbox()
+        self._requests = requests
+        self._owner = owner
+        self._finishing = False
+        self._ended = threading.Event()
+
+    def read(self) -> None:
+        """The reader's thread: until the stream ends or brings something that cannot be."""
+        goodbye = False
+        reason = "its stream ended without a goodbye"
+        try:
+            for data in self._requests:
+                message = read_message(data, self.source)
+                if isinstance(message, Frame):
+                    self._owner.frame_arrived(message)
+                elif not self._control(message):
+                    goodbye = True
+        except CodecError as error:
+            self.outbox.finish(refusal(error), discard=True)
+            self._owner.inlet_failed(self.source, error)
+            return
+        except grpc.RpcError:
+            reason = "its stream broke"
+        self.outbox.finish()
+        if not self._finishing:
+            self._owner.inlet_ended(self.source, goodbye, reason)
+
+    def _control(self, message: transport_pb2.DataMessage) -> bool:
+        """Handles a small message; False for a goodbye. One that only a newer version knows is passed over."""
+        kind = message.WhichOneof("body")
+        if kind == "probe":
+            probe = message.probe
+            if len(probe.signature) > SIGNATURE_BYTES_MAX:
+                raise CodecError(f"a probe from rank {self.source} has a signature of {len(probe.signature)} characters")
+            self._owner.probe_arrived(self.source, Key(probe.group, probe.stream, probe.number), probe.signature)
+        elif kind == "open":
+            raise CodecError(f"rank {self.source} opened its stream twice")
+        return kind != "goodbye"
+
+    def answers(self) -> Iterator[bytes]:
+        """The call's thread: what goes back, until `finish` or the end of the stream."""
+        return self.outbox.messages()
+
+    def finish(self) -> None:
+        """Says goodbye to the sender and ends the stream: nothing more is read."""
+        self._finishing = True
+        self.outbox.finish(GOODBYE)
+
+    def hang_up(self) -> None:
+        """The call is over, whoever ended it."""
+        self.outbox.finish(discard=True)
+        self._ended.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the call ended within so many seconds."""
+        return self._ended.wait(seconds)

@@ -1,0 +1,112 @@
+"""The stream to one peer, as its sender holds it: frames, probes and the goodbye go out, grants and answers come back.
+
+Three threads serve a lane: gRPC's own takes messages from the outbox, the lane's reads what comes back, and gRPC's poller
+moves bytes. The lane's thread also dials. A dial that fails before anything but the Open was written may be repeated; after
+that a broken stream is a lost link, because nobody knows which frames arrived.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, Final, Protocol
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from ferrorpc.guard import Clock
+from ferrorpc.transports.grpc_outbox import Outbox
+from ferrorpc.v1 import transport_pb2
+from ferrorpc.wire import options
+
+METHOD: Final = "/ferrorpc.v1.WorkerService/Stream"
+REDIAL_SECONDS: Final = 0.25
+GOODBYE: Final = transport_pb2.DataMessage(goodbye=transport_pb2.Goodbye()).SerializeToString()
+
+
+class LaneOwner(Protocol):
+    """Who is told what happens on a lane. Called on the lane's thread; must not block."""
+
+    def lane_answered(self, peer: int, message: transport_pb2.ControlMessage) -> None:
+        """The peer sent a control message."""
+
+    def lane_ended(self, peer: int, reason: str) -> None:
+        """The lane is over. `reason`: why, empty when this side had said goodbye."""
+
+
+class Lane:
+    """One stream to `peer`. Dials at once, and again for `dial_seconds` where nobody answers.
+
+    Args:
+        opening: the Open message that begins the stream.
+    """
+
+    def __init__(self, peer: int, address: str, opening: bytes, owner: LaneOwner, clock: Clock, dial_seconds: float) -> None:
+        self.peer = peer
+        self.outbox = Outbox()
+        self._address = address
+        self._opening = opening
+        self._owner = owner
+        self._clock = clock
+        self._dial_seconds = dial_seconds
+        self._channel = grpc.insecure_channel(address, options=options.data_channel())
+        self._call: Any = None
+        self._committed = False
+        self._finishing = False
+        self._cancelled = threading.Event()
+        self._ended = threading.Event()
+        clock.start(self._run, f"ferrorpc-lane-to-{peer}")
+
+    def finish(self, *, discard: bool) -> None:
+        """Says goodbye after what is queued (which `discard` drops). The lane ends once the peer has read that."""
+        self._finishing = True
+        self.outbox.finish(GOODBYE, discard=discard)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the lane ended within so many seconds."""
+        return self._ended.wait(seconds)
+
+    def cancel(self) -> None:
+        """Ends the lane without asking the peer."""
+        self._finishing = True
+        self._cancelled.set()
+        self.outbox.finish(discard=True)
+        if self._call is not None:
+            self._call.cancel()
+
+    def _run(self) -> None:
+        until = self._clock.now() + self._dial_seconds
+        reason = self._converse()
+        while not self._committed and not self._cancelled.is_set() and self._clock.now() < until:
+            self._cancelled.wait(REDIAL_SECONDS)
+            reason = self._converse()
+        self.outbox.finish(discard=True)
+        self._channel.close()
+        self._ended.set()
+        if not self._committed:
+            reason = f"no connection to {self._address} within {self._dial_seconds:g} s: {reason}"
+        self._owner.lane_ended(self.peer, "" if self._finishing else reason)
+
+    def _converse(self) -> str:
+        """One attempt: dials and reads answers until the stream ends; returns how it did."""
+        stub: Any = self._channel.stream_stream(METHOD)
+        call = self._call = stub(self._messages())
+        if self._cancelled.is_set():
+            call.cancel()
+        try:
+            for data in call:
+                self._committed = True
+                self._owner.lane_answered(self.peer, transport_pb2.ControlMessage.FromString(data))
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        except DecodeError:
+            call.cancel()
+            return "its answers are no messages of ours"
+        self._committed = True
+        return "the stream ended without a goodbye"
+
+    def _messages(self) -> Iterator[bytes]:
+        yield self._opening
+        # gRPC asks for the next message once the one before it is on its way: from here on the dial cannot be repeated.
+        self._committed = True
+        yield from self.outbox.messages()

@@ -1,0 +1,90 @@
+"""What waits to be written on one stream: frames up to a limit, and control messages without one.
+
+Frames are bounded because whoever sends them can wait (and is told when there is room again); control messages are few, small
+and answer something that the other side is waiting for.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Final
+
+FRAMES_MAX: Final = 8
+FRAME_BYTES_MAX: Final = 8 << 20
+
+_CONTROL: Final = -1
+
+
+class Outbox:
+    """One queue with many writers and, at any time, one reader. Nothing here blocks but the reader, in `messages`."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[bytes, int] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._frames = 0
+        self._frame_bytes = 0
+        self._waiting: list[Callable[[], None]] = []
+        self._finished = False
+
+    def reserve(self, size_bytes: int, room: Callable[[], None]) -> bool:
+        """Makes room for one frame, which `put_frame` must follow. False when full: `room` is called once there is some."""
+        with self._lock:
+            full = self._frames >= FRAMES_MAX or self._frame_bytes + size_bytes > FRAME_BYTES_MAX
+            if full and self._frames and not self._finished:
+                if room not in self._waiting:
+                    self._waiting.append(room)
+                return False
+            self._frames += 1
+            self._frame_bytes += size_bytes
+            return True
+
+    def put_frame(self, message: bytes, size_bytes: int) -> None:
+        """Appends a frame for which `size_bytes` were reserved; drops it when nothing may follow any more."""
+        if not self._finished:
+            self._queue.put((message, size_bytes))
+
+    def put(self, message: bytes) -> None:
+        """Appends a control message; drops it when nothing may follow any more."""
+        if not self._finished:
+            self._queue.put((message, _CONTROL))
+
+    def finish(self, last: bytes | None = None, *, discard: bool = False) -> None:
+        """Nothing follows but `last`: `messages` ends after what is queued, which `discard` drops. Wakes who waits for room."""
+        with self._lock:
+            self._finished = True
+            woken, self._waiting = self._waiting, []
+        if discard:
+            self._drop_all()
+        if last is not None:
+            self._queue.put((last, _CONTROL))
+        self._queue.put(None)
+        for room in woken:
+            room()
+
+    def messages(self) -> Iterator[bytes]:
+        """What was put, in order; waits for more until `finish`. A message counts as queued until the next is asked for."""
+        while (item := self._queue.get()) is not None:
+            message, size_bytes = item
+            yield message
+            if size_bytes != _CONTROL:
+                self._release(size_bytes)
+
+    def _release(self, size_bytes: int) -> None:
+        """Wakes the waiting at half of the limit, so that each wake is worth several frames."""
+        woken: list[Callable[[], None]] = []
+        with self._lock:
+            self._frames -= 1
+            self._frame_bytes -= size_bytes
+            if self._frames <= FRAMES_MAX // 2 and self._frame_bytes <= FRAME_BYTES_MAX // 2:
+                woken, self._waiting = self._waiting, []
+        for room in woken:
+            room()
+
+    def _drop_all(self) -> None:
+        try:
+            while True:
+                self._queue.get_nowait()
+        except queue.Empty:
+            pass

@@ -1,0 +1,218 @@
+"""The one server of a worker process. It outlives generations: streams are handed to the transport of theirs.
+
+A stream begins with an Open that says which job, cluster, generation and pair of ranks it belongs to. Whoever is not ours is
+refused; one of an older generation is told ours; one of a newer generation waits a while until this process has heard of it
+too. Bind and advertised address are separate, so that workers in containers and behind other names find each other.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hmac
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, Final, Protocol
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from ferrorpc.errors import (
+    AuthenticationError,
+    CodecError,
+    ConfigError,
+    FerroError,
+    GroupClosedError,
+    PermissionDeniedError,
+    StaleGenerationError,
+    VersionMismatchError,
+)
+from ferrorpc.guard import Clock
+from ferrorpc.transports.grpc_inlet import refusal
+from ferrorpc.transports.grpc_threads import ThreadPerCall
+from ferrorpc.types import Assignment
+from ferrorpc.v1 import transport_pb2
+from ferrorpc.wire import options
+
+PROTOCOL_VERSION: Final = 1
+SERVICE: Final = "ferrorpc.v1.WorkerService"
+STREAMS_MAX: Final = 4096
+PATIENCE_SECONDS: Final = 20.0
+STOP_SECONDS: Final = 0.5
+
+_LOOK_SECONDS: Final = 0.5
+"""How often a stream that waits for its generation looks whether its caller is still there."""
+
+
+class Seat(Protocol):
+    """One rank of one generation, as the server hands streams to it."""
+
+    assignment: Assignment
+
+    def serve(self, source: int, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Runs a stream from rank `source` on the calling thread: yields what goes back."""
+
+    def close(self, timeout: float) -> None:
+        """Says goodbye on every stream, in at most `timeout` seconds."""
+
+
+class WorkerServer:
+    """Listens for peers on a free port, from construction to `close`.
+
+    Args:
+        bind_host: address to listen on, such as "127.0.0.1" or "0.0.0.0".
+        advertise_host: the host that peers are told to dial.
+        token: the job's secret; streams must bring the same. Empty for none.
+        patience_seconds: how long a stream may take to say what it is, or to wait for a newer generation.
+
+    Raises:
+        ConfigError: `bind_host` is no address of this machine.
+    """
+
+    def __init__(
+        self,
+        bind_host: str,
+        advertise_host: str,
+        clock: Clock,
+        token: str = "",
+        *,
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:
+        self.clock = clock
+        self.token = token
+        self._patience_seconds = patience_seconds
+        self._changed = threading.Condition()
+        self._seats: dict[str, Seat] = {}
+        self._closed = False
+        self._server = grpc.server(
+            ThreadPerCall(clock, "ferrorpc-inlet"),  # type: ignore[arg-type]
+            options=options.data_server(),
+            maximum_concurrent_rpcs=STREAMS_MAX,
+        )
+        handler: Any = grpc.stream_stream_rpc_method_handler(self._stream)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Stream": handler}),))
+        self.address = f"{_bracketed(advertise_host)}:{self._listen(bind_host)}"
+        self._server.start()
+        _exits.add(self)
+
+    def _listen(self, bind_host: str) -> int:
+        try:
+            return self._server.add_insecure_port(f"{_bracketed(bind_host)}:0")
+        except RuntimeError:
+            raise ConfigError(
+                f"cannot listen on {bind_host}: it is no address of this machine", hint="set FERRORPC_BIND to one that is"
+            ) from None
+
+    def register(self, seat: Seat) -> None:
+        """From now on streams of this seat's job and generation go to it."""
+        with self._changed:
+            if self._closed:
+                raise GroupClosedError("this process's server for peers is closed")
+            self._seats[seat.assignment.job] = seat
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Says goodbye on every stream and stops listening. Idempotent; under 2 s, whatever state the peers are in."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            seats = list(self._seats.values())
+            self._changed.notify_all()
+        for seat in seats:
+            seat.close(STOP_SECONDS)
+        self._server.stop(None).wait(STOP_SECONDS)
+        _exits.discard(self)
+
+    def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """One call, from its Open to its end. Runs on a thread of its own."""
+        try:
+            opening = self._opening(requests, context)
+            seat = self._seat_of(opening, context)
+        except FerroError as error:
+            yield refusal(error)
+            return
+        except grpc.RpcError:
+            return
+        yield from seat.serve(opening.source_rank, requests, context)
+
+    def _opening(self, requests: Iterator[bytes], context: Any) -> transport_pb2.Open:
+        """The first message, once it has proved that its sender belongs to the job."""
+        impatience = threading.Timer(self._patience_seconds, context.cancel)
+        impatience.daemon = True
+        impatience.start()
+        try:
+            data = next(requests, b"")
+        finally:
+            impatience.cancel()
+        try:
+            message = transport_pb2.DataMessage.FromString(data)
+        except DecodeError:
+            raise CodecError("a stream begins with bytes that are no message of ours") from None
+        if not message.HasField("open"):
+            raise CodecError("a stream begins with an Open, which says whose it is")
+        opening = message.open
+        if not hmac.compare_digest(opening.token.encode(), self.token.encode()):
+            raise AuthenticationError("the token of the stream is not that of this job")
+        if opening.protocol_version != PROTOCOL_VERSION:
+            raise VersionMismatchError(
+                f"rank {opening.source_rank} speaks version {opening.protocol_version} of the data plane's protocol, "
+                f"rank {opening.target_rank} version {PROTOCOL_VERSION}"
+            )
+        return opening
+
+    def _seat_of(self, opening: transport_pb2.Open, context: Any) -> Seat:
+        """The seat this stream is for; waits where this process may still hear of it."""
+        deadline = self.clock.now() + self._patience_seconds
+        with self._changed:
+            while (seat := self._match(opening)) is None:
+                remaining = deadline - self.clock.now()
+                if self._closed or remaining <= 0 or not context.is_active():
+                    raise StaleGenerationError(
+                        f"rank {opening.target_rank} knows nothing of generation {opening.generation} of job {opening.job!r} "
+                        f"after {self._patience_seconds:g} s"
+                    )
+                self._changed.wait(min(remaining, _LOOK_SECONDS))
+        return seat
+
+    def _match(self, opening: transport_pb2.Open) -> Seat | None:
+        """The seat this stream is for, or None as long as there may be one later."""
+        seat = self._seats.get(opening.job)
+        if seat is None:
+            if self._seats:
+                raise PermissionDeniedError(f"this process has no part in job {opening.job!r}")
+            return None
+        mine = seat.assignment
+        if mine.cluster_id != opening.cluster_id or mine.generation < opening.generation:
+            return None
+        if mine.generation > opening.generation:
+            raise StaleGenerationError(
+                f"rank {opening.source_rank} speaks for generation {opening.generation}, "
+                f"but job {mine.job!r} is in generation {mine.generation}",
+                generation=mine.generation,
+            )
+        if opening.target_rank != mine.rank or not 0 <= opening.source_rank < mine.size or opening.source_rank == mine.rank:
+            raise PermissionDeniedError(
+                f"a stream from rank {opening.source_rank} to rank {opening.target_rank} came to rank {mine.rank} "
+                f"of {mine.size}"
+            )
+        return seat
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+_exits: Final[weakref.WeakSet[WorkerServer]] = weakref.WeakSet()
+_process = os.getpid()
+
+
+def _say_goodbye() -> None:
+    """Nobody called close: peers are told all the same. Not in a forked child, whose streams belong to its parent."""
+    if os.getpid() == _process:
+        for server in list(_exits):
+            server.close()
+
+
+atexit.register(_say_goodbye)

@@ -1,0 +1,406 @@
+"""The gRPC lane on real sockets, two ranks in one process: what is sent arrives, and every end is told as what it is."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import grpc
+import numpy as np
+import pytest
+
+from ferrorpc.errors import (
+    AuthenticationError,
+    CodecError,
+    ConfigError,
+    FerroError,
+    GroupClosedError,
+    PeerLostError,
+    PermissionDeniedError,
+    StaleGenerationError,
+    VersionMismatchError,
+)
+from ferrorpc.guard import SYSTEM_CLOCK, Latch
+from ferrorpc.transports.base import CHUNK_BYTES
+from ferrorpc.transports.grpc import GrpcTransport
+from ferrorpc.transports.grpc_lane import METHOD
+from ferrorpc.transports.grpc_outbox import FRAMES_MAX
+from ferrorpc.transports.grpc_server import PROTOCOL_VERSION, WorkerServer
+from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, SAME, Box, Mailbox
+from ferrorpc.types import Assignment, DType, Peer
+from ferrorpc.v1 import transport_pb2
+from ferrorpc.wire import options
+from ferrorpc.wire.details import restore
+from ferrorpc.wire.frames import Frame, Header, Key, encode
+
+SECONDS = 15.0
+
+
+def wait_for(condition, what: str, seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.002)
+
+
+class Rank:
+    """One rank: a server, and the transport of the generation it is in."""
+
+    def __init__(self, rank: int, server: WorkerServer) -> None:
+        self.rank = rank
+        self.server = server
+        self.lost: list[tuple[int, str]] = []
+        self.failures: list[FerroError] = []
+        self.latch = Latch()
+
+    def enter(self, assignment: Assignment, dial_seconds: float = SECONDS) -> "Rank":
+        self.latch = Latch()
+        self.mailbox = Mailbox(self.rank, self.failures.append)
+        self.transport = GrpcTransport(
+            self.server,
+            assignment,
+            self.mailbox,
+            self.latch,
+            SYSTEM_CLOCK,
+            lambda peer, reason: self.lost.append((peer, reason)),
+            dial_seconds=dial_seconds,
+        )
+        return self
+
+    def box(self, key: Key, signature: str = "a()") -> Box:
+        return self.mailbox.enter(key, signature, lambda: None)
+
+    def frames(self, key: Key, peer: int, slot: int, box: Box) -> list[Frame]:
+        return list(box.frames.get((peer, slot), ()))
+
+
+def assignment_of(
+    rank: int, servers: list[WorkerServer], generation: int = 1, cluster: str = "c", job: str = "j"
+) -> Assignment:
+    peers = tuple(Peer(number, f"member-{number}", address=server.address) for number, server in enumerate(servers))
+    return Assignment(job, cluster, generation, rank, peers)
+
+
+@pytest.fixture
+def servers() -> Iterator[list[WorkerServer]]:
+    made = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, "secret", patience_seconds=2.0) for _ in range(2)]
+    yield made
+    for server in made:
+        server.close()
+
+
+@pytest.fixture
+def pair(servers: list[WorkerServer]) -> list[Rank]:
+    return [Rank(rank, servers[rank]).enter(assignment_of(rank, servers)) for rank in range(2)]
+
+
+def header_of(total: int, signature: str = "a()", slot: int = 0) -> Header:
+    return Header(slot, signature, DType.UINT8, (total,), total)
+
+
+def send(sender: Rank, peer: int, key: Key, data: np.ndarray, slot: int = 0) -> None:
+    """Sends a whole message, waiting for room."""
+    header = header_of(data.size, slot=slot)
+    room = threading.Event()
+    for offset in range(0, max(data.size, 1), CHUNK_BYTES):
+        chunk = data[offset : offset + CHUNK_BYTES] if data.size else None
+        while not sender.transport.send(peer, key, header, offset, chunk, room.set):
+            assert room.wait(SECONDS), "nobody was told that there is room"
+            room.clear()
+
+
+def random_bytes(size: int) -> np.ndarray:
+    return np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("size", [0, 1, 17, CHUNK_BYTES, 5 * CHUNK_BYTES + 3])
+def test_a_message_arrives_whole_and_in_order(pair: list[Rank], size: int) -> None:
+    data = random_bytes(size)
+    key = Key(0, 0, 1)
+    box = pair[1].box(key)
+    send(pair[0], 1, key, data)
+    wait_for(lambda: sum(len(f.payload) for f in box.frames.get((0, 0), ())) == size and (0, 0) in box.frames, "all bytes")
+    frames = box.frames[0, 0]
+    assert b"".join(frame.payload for frame in frames) == data.tobytes()
+    assert [frame.offset for frame in frames] == list(range(0, max(size, 1), CHUNK_BYTES))
+    assert all(frame.header == header_of(size) and frame.source == 0 for frame in frames)
+
+
+def test_both_directions_work_at_once(pair: list[Rank]) -> None:
+    data = [random_bytes(3 * CHUNK_BYTES), random_bytes(2 * CHUNK_BYTES)]
+    boxes = [pair[rank].box(Key(0, 0, 1)) for rank in range(2)]
+    threads = [
+        threading.Thread(target=send, args=(pair[rank], 1 - rank, Key(0, 0, 1), data[rank]), daemon=True) for rank in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for rank in range(2):
+        expected = data[1 - rank].tobytes()
+        wait_for(lambda r=rank, e=expected: sum(len(f.payload) for f in boxes[r].frames.get((1 - r, 0), ())) == len(e), "data")
+        assert b"".join(frame.payload for frame in boxes[rank].frames[1 - rank, 0]) == expected
+
+
+def test_the_payload_may_be_changed_as_soon_as_send_returns(pair: list[Rank]) -> None:
+    box = pair[1].box(Key(0, 0, 1))
+    data = np.ones(1000, np.uint8)
+    assert pair[0].transport.send(1, Key(0, 0, 1), header_of(1000), 0, data, lambda: None)
+    data[:] = 7
+    wait_for(lambda: box.frames, "the frame")
+    assert bytes(box.frames[0, 0][0].payload) == bytes([1]) * 1000
+
+
+def test_a_full_lane_says_so_and_tells_when_there_is_room_again(servers: list[WorkerServer]) -> None:
+    sender = Rank(0, servers[0]).enter(assignment_of(0, servers))
+    told = []
+    chunk = random_bytes(CHUNK_BYTES)
+    accepted = 0
+    # Nobody has registered for this generation on the other side yet: the stream waits, and its queue fills.
+    while sender.transport.send(
+        1, Key(0, 0, 1), header_of(100 * CHUNK_BYTES), accepted * CHUNK_BYTES, chunk, lambda: told.append(1)
+    ):
+        accepted += 1
+        assert accepted <= 100, "the lane takes everything"
+        time.sleep(0.01)
+    assert accepted >= FRAMES_MAX
+    time.sleep(0.1)
+    assert told == []
+    receiver = Rank(1, servers[1]).enter(assignment_of(1, servers))
+    wait_for(lambda: told, "room")
+    time.sleep(0.1)
+    assert told == [1]
+    box = receiver.box(Key(0, 0, 1))
+    wait_for(lambda: len(box.frames.get((0, 0), ())) == accepted, "every accepted chunk")
+
+
+def test_grants_come_back_to_the_sender(pair: list[Rank]) -> None:
+    key = Key(3, 5, 1)
+    box = pair[0].box(key)
+    receiving = pair[1].box(key)
+    send(pair[0], 1, key, random_bytes(10), slot=6)
+    wait_for(lambda: receiving.frames, "the frame")
+    pair[1].transport.grant(0, key, 6)
+    wait_for(lambda: box.granted == {(1, 6)}, "the grant")
+
+
+def test_a_probe_is_answered_with_where_the_peer_stands(pair: list[Rank]) -> None:
+    entered, other, not_entered = Key(0, 0, 1), Key(0, 0, 2), Key(0, 0, 3)
+    boxes = {key: pair[0].box(key, "mine()") for key in (entered, other, not_entered)}
+    pair[1].box(entered, "mine()")
+    pair[1].box(other, "theirs()")
+    for key in boxes:
+        pair[0].transport.probe(1, key, "mine()")
+    wait_for(lambda: all(box.answers for box in boxes.values()), "three answers")
+    assert [box.answers[1].standing for box in boxes.values()] == [SAME, DIFFERENT, ABSENT]
+    assert boxes[not_entered].answers[1][2:] == (2, "theirs()")
+    (mismatch,) = pair[0].failures
+    assert mismatch.fields["signatures"] == {0: "mine()", 1: "theirs()"}
+
+
+def test_closing_flushes_what_was_sent_and_fails_nobody(pair: list[Rank]) -> None:
+    data = random_bytes(4 * CHUNK_BYTES)
+    box = pair[1].box(Key(0, 0, 1))
+    send(pair[0], 1, Key(0, 0, 1), data)
+    started = time.monotonic()
+    pair[0].transport.close(SECONDS)
+    assert time.monotonic() - started < SECONDS
+    assert b"".join(frame.payload for frame in box.frames[0, 0]) == data.tobytes()
+    pair[0].transport.close(SECONDS)
+    assert pair[1].lost == pair[0].lost == []
+    with pytest.raises(GroupClosedError):
+        pair[0].transport.send(1, Key(0, 0, 2), header_of(0), 0, None, lambda: None)
+
+
+@pytest.mark.parametrize("had_a_lane", [True, False])
+def test_only_what_is_still_sent_to_a_rank_that_left_finds_its_link_lost(pair: list[Rank], had_a_lane: bool) -> None:
+    if had_a_lane:
+        box = pair[0].box(Key(0, 0, 1))
+        send(pair[1], 0, Key(0, 0, 1), random_bytes(5))
+        wait_for(lambda: box.frames, "the frame")
+    pair[0].transport.close(SECONDS)
+    time.sleep(0.1)
+    assert pair[1].lost == []
+    for number in (2, 3):
+        assert pair[1].transport.send(0, Key(0, 0, number), header_of(1), 0, random_bytes(1), lambda: None)
+    wait_for(lambda: pair[1].lost, "the lost link")
+    time.sleep(0.1)
+    assert pair[1].lost == [(0, "rank 0 has left")]
+    assert pair[1].failures == []
+
+
+def test_a_peer_that_cannot_be_reached_is_told_once_with_the_reason(servers: list[WorkerServer]) -> None:
+    nobody = WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK)
+    nobody.close()
+    rank = Rank(0, servers[0]).enter(assignment_of(0, [servers[0], nobody]), dial_seconds=1.0)
+    for number in range(3):
+        rank.transport.send(1, Key(0, 0, number), header_of(1), 0, random_bytes(1), lambda: None)
+    wait_for(lambda: rank.lost, "the lost link")
+    time.sleep(0.3)
+    ((peer, reason),) = rank.lost
+    assert peer == 1
+    assert reason.startswith(f"no connection to {nobody.address} within 1 s: UNAVAILABLE")
+
+
+def test_a_broken_generation_reports_no_links_and_raises_its_cause(pair: list[Rank]) -> None:
+    send(pair[0], 1, Key(0, 0, 1), random_bytes(1))
+    pair[0].latch.trip(PeerLostError(1, "signal 9"))
+    pair[1].server.close()
+    time.sleep(0.2)
+    assert pair[0].lost == []
+    with pytest.raises(PeerLostError, match="signal 9"):
+        pair[0].transport.send(1, Key(0, 0, 2), header_of(1), 0, random_bytes(1), lambda: None)
+
+
+def test_a_stream_of_a_newer_generation_waits_for_its_receiver(servers: list[WorkerServer]) -> None:
+    sender = Rank(0, servers[0]).enter(assignment_of(0, servers, generation=2))
+    receiver = Rank(1, servers[1]).enter(assignment_of(1, servers, generation=1))
+    send(sender, 1, Key(0, 0, 1), random_bytes(9))
+    time.sleep(0.3)
+    assert sender.failures == []
+    receiver.transport.close(1.0)
+    box = receiver.enter(assignment_of(1, servers, generation=2)).box(Key(0, 0, 1))
+    wait_for(lambda: box.frames, "the frame")
+    assert sender.lost == []
+
+
+def test_a_stream_of_an_older_generation_is_refused_with_the_newer_one(servers: list[WorkerServer]) -> None:
+    Rank(1, servers[1]).enter(assignment_of(1, servers, generation=7))
+    stale = Rank(0, servers[0]).enter(assignment_of(0, servers, generation=6))
+    send(stale, 1, Key(0, 0, 1), random_bytes(9))
+    wait_for(lambda: stale.failures, "the refusal")
+    (error,) = stale.failures
+    assert isinstance(error, StaleGenerationError)
+    assert error.fields["generation"] == 7
+    assert stale.lost == []
+
+
+def refusal_of(server: WorkerServer, **changes: object) -> FerroError:
+    """What a stranger is told that opens a stream like rank 0 of generation 1 would, but for these changes."""
+    fields = {
+        "protocol_version": PROTOCOL_VERSION,
+        "job": "j",
+        "cluster_id": "c",
+        "generation": 1,
+        "source_rank": 0,
+        "target_rank": 1,
+        "token": "secret",
+    }
+    opening = transport_pb2.DataMessage(open=transport_pb2.Open(**(fields | changes)))
+    return answer_to(server, [opening.SerializeToString()])
+
+
+def answer_to(server: WorkerServer, messages: list[bytes]) -> FerroError:
+    """The refusal that ends a stream with these messages."""
+    hold = threading.Event()
+
+    def requests() -> Iterator[bytes]:
+        yield from messages
+        hold.wait(SECONDS)
+
+    with grpc.insecure_channel(server.address, options=options.data_channel()) as channel:
+        try:
+            for data in channel.stream_stream(METHOD)(requests(), timeout=SECONDS):
+                answer = transport_pb2.ControlMessage.FromString(data)
+                if answer.HasField("refused"):
+                    return restore(answer.refused)
+        finally:
+            hold.set()
+    raise AssertionError("the stream was not refused")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"token": "guess"}, AuthenticationError),
+        ({"token": "", "generation": 0}, AuthenticationError),
+        ({"protocol_version": 99}, VersionMismatchError),
+        ({"job": "another"}, PermissionDeniedError),
+        ({"cluster_id": "another"}, StaleGenerationError),
+        ({"generation": 0}, StaleGenerationError),
+        ({"generation": 9}, StaleGenerationError),
+        ({"target_rank": 0, "source_rank": 1}, PermissionDeniedError),
+        ({"source_rank": 1}, PermissionDeniedError),
+        ({"source_rank": 2}, PermissionDeniedError),
+    ],
+    ids=str,
+)
+def test_who_does_not_belong_is_refused_and_learns_why(pair: list[Rank], changes: dict, expected: type) -> None:
+    error = refusal_of(pair[1].server, **changes)
+    assert type(error) is expected
+    assert pair[1].lost == pair[1].failures == []
+    assert "generation" not in error.fields or expected is StaleGenerationError
+
+
+def test_a_second_stream_of_one_peer_is_refused(pair: list[Rank]) -> None:
+    box = pair[1].box(Key(0, 0, 1))
+    send(pair[0], 1, Key(0, 0, 1), random_bytes(1))
+    wait_for(lambda: box.frames, "the frame")
+    assert "twice" in refusal_of(pair[1].server).message
+
+
+@pytest.mark.parametrize("first", [b"\xff\xff", b"", transport_pb2.DataMessage(goodbye={}).SerializeToString()], ids=bytes.hex)
+def test_a_stream_that_begins_with_no_open_is_refused(pair: list[Rank], first: bytes) -> None:
+    assert type(answer_to(pair[1].server, [first])) is CodecError
+
+
+def test_a_stream_that_says_nothing_is_ended(servers: list[WorkerServer]) -> None:
+    hold = threading.Event()
+    with grpc.insecure_channel(servers[0].address, options=options.data_channel()) as channel:
+        with pytest.raises(grpc.RpcError) as raised:
+            list(channel.stream_stream(METHOD)(iter(lambda: hold.wait(SECONDS), None), timeout=SECONDS))
+        hold.set()
+    assert raised.value.code() is grpc.StatusCode.CANCELLED
+
+
+def test_bytes_that_are_no_message_end_the_generation_with_a_codec_error_on_both_sides(pair: list[Rank]) -> None:
+    send(pair[0], 1, Key(0, 0, 1), random_bytes(1))
+    pair[0].transport._lanes[1].outbox.put(b"\x22\x03\x09\x09\x09")
+    wait_for(lambda: pair[0].failures and pair[1].failures, "the codec error")
+    assert [type(rank.failures[0]) for rank in pair] == [CodecError, CodecError]
+    time.sleep(0.1)
+    assert [len(rank.failures) for rank in pair] == [1, 1]
+    assert [rank.lost for rank in pair] == [[], []]
+
+
+def test_a_message_over_the_limit_ends_its_stream_and_nothing_else(pair: list[Rank]) -> None:
+    send(pair[0], 1, Key(0, 0, 1), random_bytes(1))
+    pair[0].transport._lanes[1].outbox.put(bytes(options.DATA_MESSAGE_BYTES_MAX + 1))
+    wait_for(lambda: pair[0].lost and pair[1].lost, "the lost links")
+    assert "RESOURCE_EXHAUSTED" in pair[0].lost[0][1]
+    assert type(refusal_of(pair[1].server, token="guess")) is AuthenticationError
+
+
+def test_a_frame_that_generated_code_made_arrives_like_our_own(pair: list[Rank]) -> None:
+    box = pair[1].box(Key(0, 0, 1))
+    parsed = transport_pb2.DataMessage.FromString(encode(Key(0, 0, 1), header_of(3), 0, b"abc"))
+    send(pair[0], 1, Key(0, 0, 2), random_bytes(1))
+    pair[0].transport._lanes[1].outbox.put(parsed.SerializeToString())
+    wait_for(lambda: box.frames, "the frame")
+    assert bytes(box.frames[0, 0][0].payload) == b"abc"
+
+
+def test_a_new_generation_on_the_same_servers_hears_nothing_of_the_old_one(
+    pair: list[Rank], servers: list[WorkerServer]
+) -> None:
+    send(pair[0], 1, Key(0, 0, 1), random_bytes(5))
+    for rank in pair:
+        rank.transport.close(1.0)
+    for rank in pair:
+        rank.enter(assignment_of(rank.rank, servers, generation=2))
+    boxes = [rank.box(Key(0, 0, 1)) for rank in pair]
+    for rank in pair:
+        send(rank, 1 - rank.rank, Key(0, 0, 1), random_bytes(20 + rank.rank))
+    for rank, box in zip(pair, boxes, strict=True):
+        wait_for(lambda b=box: b.frames, "the frame")
+        (frame,) = box.frames[1 - rank.rank, 0]
+        assert frame.header.total == 21 - rank.rank
+    assert [rank.lost + rank.failures for rank in pair] == [[], []]
+
+
+def test_an_address_that_is_not_of_this_machine_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.1"):
+        WorkerServer("203.0.113.1", "203.0.113.1", SYSTEM_CLOCK)
+
+
+def test_an_ipv6_host_is_written_in_brackets() -> None:
+    server = WorkerServer("::1", "::1", SYSTEM_CLOCK)
+    assert server.address.startswith("[::1]:")
+    server.close()
