@@ -13,8 +13,9 @@ from typing import Final, NamedTuple
 
 from ferrorpc.errors import CollectiveTimeoutError, NcclError, UsageError
 from ferrorpc.v1 import error_pb2, nccl_pb2
+from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.desk import Asker, Desk
-from ferrorpc_coordinator.state.failures import detail_of, require, seconds
+from ferrorpc_coordinator.state.failures import require, seconds
 from ferrorpc_coordinator.state.generations import Generation
 from ferrorpc_coordinator.state.settings import MILLISECOND
 

@@ -22,6 +22,7 @@ from ferrorpc.errors import (
     VersionMismatchError,
 )
 from ferrorpc.v1 import session_pb2
+from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.admission import check_name
 from ferrorpc_coordinator.state.desk import Asker, World
 from ferrorpc_coordinator.state.effects import Effect, Reply, Row
@@ -36,7 +37,7 @@ from ferrorpc_coordinator.state.events import (
     Tick,
     UnaryRequest,
 )
-from ferrorpc_coordinator.state.failures import Refused, detail_of, require
+from ferrorpc_coordinator.state.failures import Refused, require
 from ferrorpc_coordinator.state.job import TABLES, Job
 from ferrorpc_coordinator.state.ledger import Ledger
 from ferrorpc_coordinator.state.lifetime import Lifetime

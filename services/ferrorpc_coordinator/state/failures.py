@@ -1,11 +1,8 @@
-"""Errors as the wire carries them. Decisions raise ferrorpc's errors; here they become ErrorDetail."""
+"""How requests are refused, and the words for it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ferrorpc.errors import FerroError, LimitExceededError
+from ferrorpc.errors import LimitExceededError
 from ferrorpc.v1 import error_pb2
 
 
@@ -15,39 +12,6 @@ class Refused(Exception):
     def __init__(self, detail: error_pb2.ErrorDetail) -> None:
         super().__init__(detail.message)
         self.detail = detail
-
-
-def detail_of(error: FerroError) -> error_pb2.ErrorDetail:
-    """The error as a message."""
-    code = error_pb2.ErrorCode.ValueType(error.code)
-    detail = error_pb2.ErrorDetail(code=code, message=error.message, hint=error.hint, retryable=error.retryable)
-    for name, value in error.fields.items():
-        _fill(detail.fields.add(name=name), value)
-    return detail
-
-
-def _fill(field: error_pb2.ErrorField, value: Any) -> None:
-    if isinstance(value, bool):
-        field.flag = value
-    elif isinstance(value, int):
-        field.number = value
-    elif isinstance(value, float):
-        field.real = value
-    elif isinstance(value, Mapping):
-        field.rank_texts.ranks.extend(value.keys())
-        field.rank_texts.texts.extend(value.values())
-    elif isinstance(value, list):
-        _fill_list(field, value)
-    else:
-        field.text = str(value)
-
-
-def _fill_list(field: error_pb2.ErrorField, values: list[Any]) -> None:
-    if all(isinstance(value, int) for value in values):
-        field.integers.values.extend(values)
-        field.integers.SetInParent()
-    else:
-        field.texts.values.extend(str(value) for value in values)
 
 
 def require(what: str, amount: int, limit: str, most: int) -> None:

@@ -15,11 +15,12 @@ from ferrorpc.errors import (
     VersionMismatchError,
 )
 from ferrorpc.v1 import barrier_pb2, error_pb2, nccl_pb2, rendezvous_pb2, session_pb2, store_pb2
+from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.admission import Admission, Admitted
 from ferrorpc_coordinator.state.barriers import Barriers
 from ferrorpc_coordinator.state.bootstrap import Bootstraps
 from ferrorpc_coordinator.state.desk import Asker, Desk, World
-from ferrorpc_coordinator.state.failures import Refused, detail_of, require
+from ferrorpc_coordinator.state.failures import Refused, require
 from ferrorpc_coordinator.state.generations import Generation, Generations
 from ferrorpc_coordinator.state.leases import Leases
 from ferrorpc_coordinator.state.member import Member, Standing
@@ -315,9 +316,10 @@ class Job:
     def status(self, version: str, durable: bool) -> session_pb2.StatusResponse:
         """All there is to tell."""
         keyspace = self.store.keyspace
+        by_rank = sorted(self.roster, key=lambda member: (member.rank < 0, member.rank))
         return session_pb2.StatusResponse(
             job=self.desk.job,
-            members=[self.roster.describe(member, self.rendezvous.joining(member)) for member in self.roster],
+            members=[self.roster.describe(member, self.rendezvous.joining(member)) for member in by_rank],
             barriers=self.barriers.status(),
             generations=list(self.generations.history),
             store_keys=len(keyspace),

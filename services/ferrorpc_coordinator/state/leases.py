@@ -50,11 +50,7 @@ class Leases:
         member.stream = None
         now, grace = self._desk.now, self._desk.settings.grace_ns
         member.patience_until = min(now + grace, member.heard + member.lease_ns)
-        if member.patience_until == now + grace:
-            why = f"its session ended and did not come back within {seconds(grace)}"
-        else:
-            why = f"its session ended, and nothing was heard of it for {seconds(member.lease_ns)}"
-        self._become(member, Standing.SUSPECT, why)
+        self._become(member, Standing.SUSPECT, "its session ended")
         self._arm(member, max(now, member.patience_until))
 
     def recovered(self, member: Member) -> None:
@@ -62,7 +58,7 @@ class Leases:
         patience = max(member.lease_ns, self._desk.settings.restart_grace_ns)
         member.heard = self._desk.now
         member.patience_until = self._desk.now + patience
-        member.reason = f"it did not come back within {seconds(patience)} after the coordinator restarted"
+        member.reason = "not heard of since the coordinator restarted"
         self._arm(member, member.patience_until)
 
     def forget(self, member: Member) -> None:
@@ -80,7 +76,7 @@ class Leases:
     def _expired(self, member: Member) -> None:
         now = self._desk.now
         if member.standing is Standing.SUSPECT:
-            self._lost(member, member.reason)
+            self._lost(member, self._verdict(member))
             return
         if member.standing is Standing.STALLED:
             self._lost(member, f"no sign of life for {seconds(now - member.heard)} on an open session (stalled)")
@@ -91,3 +87,11 @@ class Leases:
             return
         self._become(member, Standing.STALLED, f"its session is open, but it was silent for {seconds(member.lease_ns)}")
         self._arm(member, member.heard + max(member.lease_ns, self._desk.settings.stall_ns))
+
+    def _verdict(self, member: Member) -> str:
+        settings, silent = self._desk.settings, self._desk.now - member.heard
+        if member.recovered:
+            return f"it did not come back within {seconds(silent)} after the coordinator restarted"
+        if silent >= member.lease_ns:
+            return f"its session ended, and nothing was heard of it for {seconds(silent)}"
+        return f"its session ended and did not come back within {seconds(settings.grace_ns)}"

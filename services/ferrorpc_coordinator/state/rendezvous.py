@@ -16,8 +16,9 @@ from functools import partial
 
 from ferrorpc.errors import ConfigError, InvalidRankError, InvalidWorldSizeError, RendezvousTimeoutError, UsageError
 from ferrorpc.v1 import identity_pb2, rendezvous_pb2, session_pb2
+from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.desk import Asker, Desk
-from ferrorpc_coordinator.state.failures import detail_of, require, seconds
+from ferrorpc_coordinator.state.failures import require, seconds
 from ferrorpc_coordinator.state.generations import Generation, Generations
 from ferrorpc_coordinator.state.member import Member, Standing
 from ferrorpc_coordinator.state.ranks import Claim, assign, claimed
@@ -54,7 +55,8 @@ class Rendezvous:
         self._generations = generations
         self._closing = closing
         self._bids: dict[str, Bid] = {}
-        self._announced: list[str] = []
+        self._announced: list[str] | None = []
+        """What the newest generation was told last; None when some of it must be told anew."""
         self._last_call: int | None = None
 
     def joining(self, member: Member) -> bool:
@@ -180,8 +182,7 @@ class Rendezvous:
         ranks = assign([self._claim(bid) for bid in chosen], len(chosen))
         in_order = [bid for _, bid in sorted(zip(ranks, chosen, strict=True), key=lambda pair: pair[0])]
         low, high = chosen[0].size
-        world = str(low) if low == high else f"{low} to {high}"
-        reason = f"{len(chosen)} of {world} joined"
+        reason = f"{len(chosen)} of {high} joined" if low == high else f"{len(chosen)} joined, {low} to {high} were wanted"
         if newest is not None:
             reason += f", after generation {newest.number}: {newest.end_reason or 'all its members asked for another'}"
         generation = Generation(number, tuple(bid.member for bid in in_order), chosen[0].request.policy, reason)
@@ -193,7 +194,8 @@ class Rendezvous:
         response = self._response(generation, 0)
         askers = [(bid.asker, rendezvous_pb2.JoinResponse(rank=rank) if rank else None) for rank, bid in enumerate(in_order)]
         self._desk.answer_many(askers, response)
-        self._announced = []
+        if self._announced:
+            self._announced = None
 
     def _claim(self, bid: Bid) -> Claim:
         member, newest = bid.member, self._generations.newest
@@ -301,7 +303,7 @@ class Rendezvous:
         head += f"{len(ready)} of {world} came, "
         if len(ranks_claimed) == len(ready) and low == high:
             ranks = sorted(set(range(high)) - set(ranks_claimed.values()))
-            head += f"missing ranks {', '.join(map(str, ranks))}"
+            head += f"missing: rank {', '.join(map(str, ranks))}"
             return RendezvousTimeoutError(ranks, f"{head}. Present: {present}{known}")
         unknown = [f"one more member ({number} of {missing})" for number in range(1, missing + 1)]
         return RendezvousTimeoutError(unknown, f"{head}{missing} missing whose ranks nobody claimed. Present: {present}{known}")
