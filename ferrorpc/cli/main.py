@@ -7,14 +7,9 @@ from typing import Final
 
 import click
 
+from ferrorpc.cli.codes import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_RETRY
 from ferrorpc.cli.lazy import Entry, LazyGroup
 from ferrorpc.errors import ConfigError, FerroError
-
-EXIT_CONFIG: Final = 64
-"""Bad configuration: retrying cannot help."""
-EXIT_RETRY: Final = 75
-"""The membership or the coordinator was lost: a retry can succeed."""
-
 
 COMMANDS: Final = {
     "run": Entry("ferrorpc.cli.run", "Run a script in several processes on this machine, or on this node of several."),
@@ -54,7 +49,7 @@ def run(arguments: list[str]) -> int:
         error.show()
         return EXIT_CONFIG
     except click.Abort:
-        return 130
+        return EXIT_INTERRUPTED
     except click.ClickException as error:
         error.show()
         return error.exit_code

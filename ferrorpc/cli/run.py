@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
+from ferrorpc.cli.launcher import launch as launcher
 from ferrorpc.cli.launcher.environment import worker_environment
 from ferrorpc.cli.launcher.gang import Policy
-from ferrorpc.cli.launcher.launch import Launch
 from ferrorpc.cli.launcher.output import Console
 from ferrorpc.cli.launcher.plan import (
     DEFAULT_MASTER_PORT,
@@ -93,7 +93,7 @@ def launch(plan: Plan) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     console = Console(sys.stdout.buffer, sys.stderr.buffer, os.environ)
-    return Launch(plan, console, os.environ).run()
+    return launcher.launch(plan, console, os.environ)
 
 
 def make_plan(

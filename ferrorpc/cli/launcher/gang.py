@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
+from ferrorpc.cli.codes import EXIT_RETRY
+
 FOREVER: Final = float("inf")
-MEMBERSHIP_LOST: Final = 75
-"""The exit code that says: the others are gone, nothing is wrong with me, start me again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Gang:
         """A worker has ended."""
         self.alive.discard(worker)
         stopped = self.phase in (Phase.STOPPING, Phase.KILLING)
-        end = Exit(worker, returncode, now, victim=victim or returncode == MEMBERSHIP_LOST, stopped=stopped)
+        end = Exit(worker, returncode, now, victim=victim or returncode == EXIT_RETRY, stopped=stopped)
         if returncode != 0 and self.phase is Phase.RUNNING and self._replaces_one():
             self.restarts += 1
             return [self._start((worker,))]

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Final
 
+from ferrorpc.cli.codes import EXIT_CONFIG, EXIT_RETRY
 from ferrorpc.cli.launcher.child import Child, Nursery
 from ferrorpc.cli.launcher.coordinator import OwnCoordinator
 from ferrorpc.cli.launcher.environment import worker_environment
-from ferrorpc.cli.launcher.gang import FOREVER, MEMBERSHIP_LOST, Action, Done, Exit, Gang, Signal, Start
+from ferrorpc.cli.launcher.gang import FOREVER, Action, Done, Exit, Gang, Signal, Start
 from ferrorpc.cli.launcher.output import Console, WorkerStream
 from ferrorpc.cli.launcher.pipes import Pipes
 from ferrorpc.cli.launcher.plan import Plan
@@ -27,10 +28,8 @@ from ferrorpc.cli.launcher.signals import STOPS, SignalInbox, describe
 _WARM_UP_SECONDS: Final = 2.0
 """A job that lives this long gets its reporter started before there is anything to report."""
 _ANSWER_SECONDS: Final = 1.0
-"""How long a restart waits for the coordinator to know of the exit, so that the report cannot hit the successor."""
-
-
-EXIT_CONFIG: Final = 64
+"""How long a restart waits for the coordinator to know of the exit, so that the report cannot hit the successor; and how
+long the end of the launcher waits for it."""
 
 
 class Worker:
@@ -45,16 +44,42 @@ class Worker:
         self.seen_exit = False
 
 
-class Launch:
-    """One run of a plan, from the first process to the exit code."""
+def launch(plan: Plan, console: Console, environment: Mapping[str, str]) -> int:
+    """Runs a plan from its first process to its last. Returns the exit code."""
+    directory = Path(tempfile.mkdtemp(prefix="ferrorpc-"))
+    with SignalInbox() as inbox, Nursery([directory]) as nursery:
+        try:
+            return _Launch(plan, console, environment, inbox, nursery, directory).run()
+        except BrokenPipeError:
+            return 128 + signal.SIGPIPE  # nobody reads the console any more: end as any filter does
 
-    def __init__(self, plan: Plan, console: Console, environment: Mapping[str, str]) -> None:
+
+class _Launch:
+    """One launch.
+
+    Args:
+        directory: temporary; the nursery removes it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        console: Console,
+        environment: Mapping[str, str],
+        inbox: SignalInbox,
+        nursery: Nursery,
+        directory: Path,
+    ) -> None:
         self._plan = plan
         self._console = console
         self._environment = {**environment, "GRPC_ENABLE_FORK_SUPPORT": "0"}
+        self._inbox = inbox
+        self._nursery = nursery
+        self._directory = directory
         self._gang = Gang(plan.processes, plan.policy)
         self._labels = [plan.label(worker) for worker in range(plan.processes)]
         self._pipes = Pipes()
+        self._reports = ExitReports(nursery, plan.coordinator, plan.job, self._environment)
         self._workers: dict[int, Worker] = {}
         self._coordinator: OwnCoordinator | None = None
         self._waiting: tuple[Start, float] | None = None
@@ -64,26 +89,17 @@ class Launch:
 
     def run(self) -> int:
         """Runs the job to its end. Returns the exit code."""
-        directory = Path(tempfile.mkdtemp(prefix="ferrorpc-"))
-        with SignalInbox() as inbox, Nursery([directory]) as nursery:
-            self._directory = directory
-            self._nursery = nursery
-            self._inbox = inbox
-            self._reports = ExitReports(nursery, self._plan.coordinator, self._plan.job, self._environment)
-            self._pipes.call(inbox, self._on_signals)
-            try:
-                # Workers first: they need longer to reach their first call than the coordinator needs to listen.
-                self._carry_out(self._gang.begin())
-                if self._plan.owns_coordinator:
-                    self._coordinator = OwnCoordinator(
-                        nursery, self._plan.coordinator, directory / "journal", self._environment
-                    )
-                    self._listen_to_coordinator(self._coordinator)
-                while self._code is None:
-                    self._turn()
-            except BrokenPipeError:
-                self._code = 128 + signal.SIGPIPE  # nobody reads the console any more: end as any filter does
-            self._pipes.close()
+        self._pipes.call(self._inbox, self._on_signals)
+        # Workers first: they need longer to reach their first call than the coordinator needs to listen.
+        self._carry_out(self._gang.begin())
+        if self._plan.owns_coordinator:
+            journal = self._directory / "journal"
+            self._coordinator = OwnCoordinator(self._nursery, self._plan.coordinator, journal, self._environment)
+            self._listen_to_coordinator(self._coordinator)
+        while self._code is None:
+            self._turn()
+        self._deliver_reports()
+        self._pipes.close()
         return self._code
 
     def _turn(self) -> None:
@@ -205,8 +221,8 @@ class Launch:
         self._pipes.drain(worker.child.stderr)
         now = time.monotonic()
         tail = worker.err.tail
-        last_one = self._gang.alive == {number}
-        if not last_one:  # otherwise nobody is left to be told
+        nobody_is_left = self._plan.owns_coordinator and self._gang.alive == {number}
+        if not nobody_is_left:
             if self._reports.child is None:
                 self._start_reporter()
             self._reports.send(self._plan.name(number), returncode, reason(returncode, tail))
@@ -231,7 +247,7 @@ class Launch:
             self._pipes.drain(coordinator.child.stderr)
         if how is not None and coordinator.cannot_start:
             self._console.say(f"the coordinator cannot start on {self._plan.coordinator}: {how}")
-            self._code = EXIT_CONFIG if coordinator.child.returncode == EXIT_CONFIG else MEMBERSHIP_LOST
+            self._code = EXIT_CONFIG if coordinator.child.returncode == EXIT_CONFIG else EXIT_RETRY
         elif how is not None:
             self._console.say(f"the coordinator ended ({how}); it is started again on {self._plan.coordinator}")
         elif now >= coordinator.deadline:
@@ -239,6 +255,12 @@ class Launch:
             self._pipes.finish(coordinator.child.stderr)
             coordinator.restart()
             self._listen_to_coordinator(coordinator)
+
+    def _deliver_reports(self) -> None:
+        """Members on other nodes are to be told before this launcher, and its reporter with it, are gone."""
+        until = time.monotonic() + _ANSWER_SECONDS
+        while not self._plan.owns_coordinator and self._reports.outstanding and time.monotonic() < until:
+            self._pipes.wait(until - time.monotonic())
 
     # -- the end ---------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import IO, Final, Protocol
 
 _CHUNK_BYTES: Final = 1 << 16
+_DRAIN_CHUNKS_MAX: Final = 256
+"""More than any pipe holds; somebody who writes without end must not keep the launcher from its other work."""
 Consumer = Callable[[bytes, float], None]
 """Takes bytes and the time; b"" for the end of the stream, once."""
 
@@ -44,8 +46,9 @@ class Pipes:
 
     def drain(self, pipe: IO[bytes]) -> None:
         """Takes what is in the pipe now, without waiting for more."""
-        while self._read(pipe):
-            pass
+        for _ in range(_DRAIN_CHUNKS_MAX):
+            if not self._read(pipe):
+                return
 
     def finish(self, pipe: IO[bytes]) -> None:
         """Takes what is in the pipe now, and no more, whoever still holds its other end."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from ferrorpc.cli.launcher.gang import MEMBERSHIP_LOST, Exit
+from ferrorpc.cli.codes import EXIT_RETRY
+from ferrorpc.cli.launcher.gang import Exit
 from ferrorpc.cli.launcher.signals import describe, exit_code
 
 _MEMBERSHIP_ERRORS = ("PeerLostError", "GroupAbortedError", "StaleGenerationError")
@@ -47,7 +48,7 @@ def final_code(first: Exit | None, interrupted: int, *, clean: bool) -> int:
         return 128 + interrupted
     if first is None:
         return 0
-    return MEMBERSHIP_LOST if first.victim else exit_code(first.returncode)
+    return EXIT_RETRY if first.victim else exit_code(first.returncode)
 
 
 def crash_report(first: Exit, others: Iterable[Exit], labels: Sequence[str], tail: Sequence[str], log: str | None) -> str:
