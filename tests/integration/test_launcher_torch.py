@@ -1,0 +1,34 @@
+"""Scripts written for torchrun run unchanged: torch.distributed with Gloo finds all it reads in the environment."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from tests.integration.launching import run, write_script
+
+pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+
+SCRIPT = """
+    import os, sys, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    assert dist.is_torchelastic_launched()
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total)
+    print(dist.get_rank(), dist.get_world_size(), total.item())
+    if len(sys.argv) > 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
+        sys.exit(3)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def test_gloo_finds_its_ranks_and_its_store(tmp_path):
+    result = run("--standalone", "--nproc-per-node", "2", write_script(tmp_path, SCRIPT), timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["0: 0 2 1.0", "1: 1 2 1.0"]
+
+
+def test_a_gang_that_is_restarted_meets_again(tmp_path):
+    result = run("--nproc_per_node", "2", "--max_restarts", "1", write_script(tmp_path, SCRIPT), "fail", timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == sorted(["0: 0 2 1.0", "1: 1 2 1.0"] * 2)
