@@ -132,7 +132,7 @@ def writable(origin: np.ndarray[Any, Any]) -> None:
     """Raises TensorMismatchError unless every element of `origin` can be written on its own."""
     if not origin.flags.writeable:
         raise TensorMismatchError("out is read-only", hint="pass a writable array, such as out.copy()")
-    if any(stride == 0 and count > 1 for stride, count in zip(origin.strides, origin.shape, strict=True)):
+    if origin.size and any(stride == 0 and count > 1 for stride, count in zip(origin.strides, origin.shape, strict=True)):
         raise TensorMismatchError("out has elements that share memory (it was broadcast or expanded)", hint="pass a copy of it")
 
 

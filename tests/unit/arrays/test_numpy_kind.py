@@ -186,6 +186,11 @@ def test_out_whose_elements_share_memory_is_refused():
         view_out(out, TensorSpec(DType.FLOAT64, (3,)))
 
 
+def test_out_without_elements_is_fine():
+    out = np.zeros((0, 2))
+    assert view_out(out, TensorSpec(DType.FLOAT64, (0, 2))).commit() is out
+
+
 def test_out_must_be_an_array():
     with pytest.raises(UsageError, match="list"):
         view_out([0.0], TensorSpec(DType.FLOAT64, (1,)))

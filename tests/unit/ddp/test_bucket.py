@@ -1,0 +1,100 @@
+"""The layout of parameters into buckets."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ferrorpc.ddp.bucket import FIRST_BUCKET_BYTES, lay_out
+from ferrorpc.types import DType, TensorSpec
+
+MIB = 1 << 20
+
+
+def f32(*shape: int) -> TensorSpec:
+    return TensorSpec(DType.FLOAT32, shape)
+
+
+def names(layout) -> list[list[str]]:
+    return [[slot.name for slot in bucket.slots] for bucket in layout.buckets]
+
+
+def test_buckets_are_filled_from_the_last_parameter_to_the_first():
+    layout = lay_out([("a", f32(10)), ("b", f32(20)), ("c", f32(30))], cap_bytes=MIB)
+    assert names(layout) == [["c", "b", "a"]]
+    assert [(s.start, s.stop) for s in layout.buckets[0].slots] == [(0, 30), (30, 50), (50, 60)]
+
+
+def test_the_first_bucket_is_small_and_the_others_go_to_the_cap():
+    quarter = f32(MIB // 16)  # a quarter of a MiB
+    layout = lay_out([(f"p{i}", quarter) for i in range(20)], cap_bytes=2 * MIB)
+    assert [len(bucket.slots) for bucket in layout.buckets] == [4, 8, 8]
+    assert layout.buckets[0].count * 4 == FIRST_BUCKET_BYTES
+
+
+def test_a_cap_below_the_first_buckets_own_holds_for_all():
+    layout = lay_out([(f"p{i}", f32(100)) for i in range(4)], cap_bytes=800)
+    assert [len(bucket.slots) for bucket in layout.buckets] == [2, 2]
+
+
+def test_a_parameter_larger_than_the_cap_is_alone():
+    layout = lay_out([("small", f32(1)), ("huge", f32(10 * MIB)), ("last", f32(1))], cap_bytes=MIB)
+    assert names(layout) == [["last"], ["huge"], ["small"]]
+
+
+def test_dtypes_never_share_a_bucket_and_buckets_are_in_the_order_they_get_full():
+    half = TensorSpec(DType.FLOAT16, (4,))
+    layout = lay_out([("a", f32(4)), ("b", half), ("c", f32(4)), ("d", half)], cap_bytes=MIB)
+    assert names(layout) == [["d", "b"], ["c", "a"]]
+    assert [bucket.dtype for bucket in layout.buckets] == [DType.FLOAT16, DType.FLOAT32]
+
+
+def test_nothing_gives_no_buckets_and_empty_parameters_have_a_place():
+    assert lay_out([], cap_bytes=MIB).buckets == ()
+    layout = lay_out([("none", f32(0)), ("scalar", f32())], cap_bytes=MIB)
+    assert (layout.slots["none"].start, layout.slots["none"].stop) == (1, 1)
+    assert layout.buckets[0].count == 1
+
+
+def test_text_tells_names_dtypes_shapes_order_and_cap_apart():
+    base = [("a", f32(2, 3)), ("b", f32(4))]
+    texts = {
+        lay_out(parameters, cap_bytes=cap).text
+        for parameters, cap in [
+            (base, MIB),
+            (base, 2 * MIB),
+            (base[::-1], MIB),
+            ([("a", f32(3, 2)), base[1]], MIB),
+            ([("x", f32(2, 3)), base[1]], MIB),
+            ([("a", TensorSpec(DType.FLOAT64, (2, 3))), base[1]], MIB),
+        ]
+    }
+    assert len(texts) == 6
+    assert lay_out(list(base), cap_bytes=MIB).text in texts
+
+
+specs = st.tuples(
+    st.sampled_from([DType.FLOAT32, DType.FLOAT16, DType.COMPLEX64]), st.lists(st.integers(0, 40), max_size=2).map(tuple)
+).map(lambda pair: TensorSpec(*pair))
+
+
+@given(st.lists(specs, max_size=30), st.integers(1, 5000))
+def test_every_parameter_has_exactly_one_place_and_no_bucket_passes_the_cap(shapes, cap):
+    parameters = [(f"p{i}", spec) for i, spec in enumerate(shapes)]
+    layout = lay_out(parameters, cap_bytes=cap)
+    assert sorted(layout.slots) == sorted(name for name, _ in parameters)
+    assert [bucket.index for bucket in layout.buckets] == list(range(len(layout.buckets)))
+    for bucket in layout.buckets:
+        position = 0
+        for slot in bucket.slots:
+            assert slot == layout.slots[slot.name]
+            assert slot.spec.dtype is bucket.dtype
+            assert slot.bucket == bucket.index
+            assert slot.start == position
+            position = slot.start + math.prod(slot.spec.shape)
+            assert slot.stop == position
+        assert position == bucket.count
+        assert len(bucket.slots) == 1 or bucket.count * bucket.dtype.itemsize <= cap
+    assert layout == lay_out(parameters, cap_bytes=cap)

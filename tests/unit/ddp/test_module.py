@@ -1,0 +1,240 @@
+"""DistributedDataParallel against a single process that adds gradients in rank order and divides."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ferrorpc.ddp.module import DistributedDataParallel
+from ferrorpc.ddp.parameter import Parameter
+from ferrorpc.errors import CollectiveMismatchError, TensorMismatchError, UsageError
+from tests.unit.ddp.model import Plain, gradients
+from tests.unit.ddp.world import run_world
+
+SHAPES = {"first": (3, 4), "scalar": (), "none": (0, 2), "last": (5,)}
+
+
+def mean_in_rank_order(per_rank: list[np.ndarray]) -> np.ndarray:
+    total = reduce(np.add, per_rank)
+    return total / total.dtype.type(len(per_rank))
+
+
+def plain(rank: int, dtype=np.float32) -> Plain:
+    return Plain(**gradients(100 + rank, SHAPES, dtype))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("cap_mb", [25, 1e-5])
+def test_gradients_become_the_mean_with_the_bits_of_one_process(size, cap_mb):
+    def body(group):
+        module = plain(group.rank)
+        ddp = DistributedDataParallel(module, group, bucket_cap_mb=cap_mb)
+        for name, grad in gradients(group.rank, SHAPES).items():
+            module[name].grad = grad
+        before = {name: module[name].grad for name in SHAPES}
+        ddp.sync_gradients()
+        assert all(module[name].grad is before[name] for name in SHAPES)
+        return {name: module[name].grad.copy() for name in SHAPES}
+
+    results = run_world(size, body)
+    for name in SHAPES:
+        expected = mean_in_rank_order([gradients(rank, SHAPES)[name] for rank in range(size)])
+        for result in results:
+            assert result[name].tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64, np.complex64])
+def test_half_and_wide_gradients_are_averaged_in_their_own_precision(dtype):
+    def body(group):
+        module = plain(group.rank, dtype)
+        ddp = DistributedDataParallel(module, group)
+        for name, grad in gradients(group.rank, SHAPES, dtype).items():
+            module[name].grad = grad
+        ddp.sync_gradients()
+        return module["first"].grad
+
+    results = run_world(3, body)
+    per_rank = [gradients(rank, SHAPES, dtype)["first"] for rank in range(3)]
+    wide = [g.astype(np.float32) if np.dtype(dtype).itemsize == 2 else g for g in per_rank]
+    expected = mean_in_rank_order(wide).astype(dtype)
+    for result in results:
+        assert result.dtype == dtype
+        assert result.tobytes() == expected.tobytes()
+
+
+def test_parameters_start_as_rank_zeros_in_the_same_arrays():
+    def body(group):
+        module = plain(group.rank)
+        before = {name: module[name].data for name in SHAPES}
+        DistributedDataParallel(module, group)
+        assert all(module[name].data is before[name] for name in SHAPES)
+        return {name: module[name].data.tobytes() for name in SHAPES}
+
+    results = run_world(3, body)
+    expected = {name: array.tobytes() for name, array in gradients(100, SHAPES).items()}
+    assert results == [expected] * 3
+
+
+def test_parameters_stay_apart_without_init_sync_and_can_come_from_any_root():
+    def body(group):
+        module = plain(group.rank)
+        ddp = DistributedDataParallel(module, group, init_sync=False)
+        first = module["first"].data.copy()
+        ddp.broadcast_parameters(root=2)
+        return first, module["first"].data
+
+    results = run_world(3, body)
+    for rank, (first, last) in enumerate(results):
+        assert first.tobytes() == gradients(100 + rank, SHAPES)["first"].tobytes()
+        assert last.tobytes() == gradients(102, SHAPES)["first"].tobytes()
+
+
+def test_buffers_follow_rank_zero_too():
+    class Buffered(Plain):
+        def __init__(self, rank: int) -> None:
+            super().__init__(first=np.zeros(2))
+            self.running = np.full(3, rank, np.int64)
+
+        def named_buffers(self):
+            return [("running", self.running)]
+
+    def body(group):
+        module = Buffered(group.rank + 5)
+        DistributedDataParallel(module, group)
+        return module.running.tolist()
+
+    assert run_world(2, body) == [[5, 5, 5]] * 2
+
+
+def test_no_sync_adds_up_and_the_next_sync_averages_the_sum():
+    def body(group):
+        module = Plain(w=np.zeros(2))
+        ddp = DistributedDataParallel(module, group)
+        sent = len(group.calls)
+        with ddp.no_sync():
+            module["w"].grad = np.full(2, group.rank + 1.0)
+            ddp.sync_gradients()
+            assert module["w"].grad.tolist() == [group.rank + 1.0] * 2
+            assert len(group.calls) == sent
+        module["w"].grad += 10
+        ddp.sync_gradients()
+        return module["w"].grad.tolist()
+
+    assert run_world(2, body) == [[11.5, 11.5]] * 2
+
+
+def test_a_gradient_missing_on_some_ranks_counts_as_zeros_and_gets_the_mean():
+    def body(group):
+        module = Plain(used=np.zeros(2), unused=np.zeros(3))
+        ddp = DistributedDataParallel(module, group)
+        if group.rank == 1:
+            module["used"].grad = np.full(2, 4.0)
+        ddp.sync_gradients()
+        return module["used"].grad.tolist(), module["unused"].grad
+
+    assert run_world(4, body) == [([1.0, 1.0], None)] * 4
+
+
+def test_read_only_and_strided_gradients_are_averaged():
+    def body(group):
+        module = Plain(a=np.zeros(3), b=np.zeros(3))
+        ddp = DistributedDataParallel(module, group)
+        module["a"].grad = np.broadcast_to(np.float64(group.rank), (3,))
+        strided = np.full(6, float(group.rank))
+        module["b"].grad = strided[::2]
+        ddp.sync_gradients()
+        return module["a"].grad.tolist(), strided.tolist()
+
+    assert run_world(2, body) == [([0.5] * 3, [0.5, r, 0.5, r, 0.5, r]) for r in (0.0, 1.0)]
+
+
+def test_a_gradient_of_another_shape_is_refused_before_anything_is_sent():
+    def body(group):
+        module = Plain(w=np.zeros(2))
+        ddp = DistributedDataParallel(module, group)
+        module["w"].grad = np.zeros(3) if group.rank == 0 else np.zeros(2, np.float32)
+        sent = len(group.calls)
+        with pytest.raises(TensorMismatchError, match="gradient of 'w'"):
+            ddp.sync_gradients()
+        return len(group.calls) - sent
+
+    assert run_world(2, body) == [0, 0]
+
+
+def test_ranks_with_different_models_learn_where_they_differ():
+    def body(group):
+        module = Plain(w=np.zeros((2, 3 + (group.rank == 2))), b=np.zeros(2))
+        with pytest.raises(CollectiveMismatchError) as caught:
+            DistributedDataParallel(module, group)
+        return caught.value
+
+    for error in run_world(3, body):
+        assert list(error.signatures) == [2]
+        assert "'w: float64[2,4]' where rank 0 has 'w: float64[2,3]'" in str(error)
+
+
+def test_bare_arrays_and_modules_without_names_are_refused_with_what_to_do():
+    class Bare(Plain):
+        def named_parameters(self):
+            return iter({"w": np.zeros(2)}.items())
+
+    def body(group):
+        with pytest.raises(UsageError, match=r"ferrorpc\.Parameter\(array\)"):
+            DistributedDataParallel(Bare(), group)
+        with pytest.raises(UsageError, match=r"no named_parameters\(\)"):
+            DistributedDataParallel(object(), group)
+        with pytest.raises(UsageError, match="bucket_cap_mb"):
+            DistributedDataParallel(Plain(), group, bucket_cap_mb=0)
+        with pytest.raises(TensorMismatchError, match="mean of int64"):
+            DistributedDataParallel(Plain(steps=np.zeros(2, np.int64)), group)
+        return len(group.calls)
+
+    assert run_world(1, body) == [0]
+
+
+def test_shared_parameters_count_once_and_frozen_ones_take_no_part():
+    class Shared(Plain):
+        def named_parameters(self):
+            tied = self["w"]
+            return iter([("encoder", tied), ("decoder", tied), ("frozen", self["frozen"])])
+
+    class Frozen(Parameter):
+        requires_grad = False
+
+    def body(group):
+        module = Shared(w=np.zeros(2))
+        module.named["frozen"] = Frozen(np.full(2, float(group.rank)))
+        ddp = DistributedDataParallel(module, group)
+        module["w"].grad = np.full(2, float(group.rank))
+        module["frozen"].grad = np.full(2, float(group.rank))
+        ddp.sync_gradients()
+        return module["w"].grad.tolist(), module["frozen"].grad.tolist(), module["frozen"].data.tolist()
+
+    assert run_world(2, body) == [([0.5, 0.5], [r, r], [0.0, 0.0]) for r in (0.0, 1.0)]
+
+
+def test_the_wrapper_passes_calls_and_modes_on():
+    def body(group):
+        module = Plain(w=np.zeros(1))
+        ddp = DistributedDataParallel(module, group)
+        assert ddp.module is module
+        assert ddp(3, scale=2) == ddp.forward(3, scale=2) == 6
+        assert ddp.eval() is ddp
+        assert not module.training
+        assert ddp.train() is ddp
+        assert module.training
+        assert ddp.train(False) is ddp
+        assert not module.training
+        assert dict(ddp.named_parameters()) == module.named
+        assert list(ddp.parameters()) == list(module.named.values())
+
+    run_world(1, body)
+
+
+def test_parameter_takes_numbers_and_shows_itself():
+    assert Parameter(1.5).data.shape == ()
+    assert repr(Parameter(np.zeros((2, 3)), name="w")) == "<Parameter w: float64[2, 3], no gradient>"
+    assert repr(Parameter([1, 2], grad=np.zeros(2))) == "<Parameter int64[2], with gradient>"

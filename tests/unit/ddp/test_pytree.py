@@ -1,0 +1,54 @@
+"""Trees of arrays and the names of their leaves."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from ferrorpc.ddp.pytree import flatten, rebuild
+from ferrorpc.errors import UsageError
+from ferrorpc.types import DType, TensorSpec
+
+
+class Layer(NamedTuple):
+    weight: object
+    bias: object
+
+
+TREE = {"layers": [Layer(1, 2), Layer(3, None)], "head": {"w": 4, 7: (5, 6)}, "none": None, "empty": {}}
+
+
+def test_leaves_are_named_by_their_paths_in_order():
+    assert flatten(TREE) == {
+        "layers/0/weight": 1,
+        "layers/0/bias": 2,
+        "layers/1/weight": 3,
+        "head/w": 4,
+        "head/7/0": 5,
+        "head/7/1": 6,
+    }
+    assert list(flatten({"b": 1, "a": 2})) == ["b", "a"]
+
+
+def test_rebuild_keeps_every_container():
+    doubled = rebuild(TREE, {path: 2 * leaf for path, leaf in flatten(TREE).items()})
+    assert doubled == {"layers": [Layer(2, 4), Layer(6, None)], "head": {"w": 8, 7: (10, 12)}, "none": None, "empty": {}}
+    assert isinstance(doubled["layers"][0], Layer)
+
+
+def test_a_single_leaf_is_a_tree():
+    assert flatten(5) == {"": 5}
+    assert rebuild(5, {"": 6}) == 6
+
+
+def test_specs_are_leaves_although_they_are_tuples():
+    spec = TensorSpec(DType.FLOAT32, (2,))
+    assert flatten({"w": spec}) == {"w": spec}
+
+
+def test_names_that_collide_are_refused():
+    with pytest.raises(UsageError, match="a/b"):
+        flatten({"a": {"b": 1}, "a/b": 2})
+    with pytest.raises(UsageError, match=r"\(1, 2\)"):
+        flatten({(1, 2): 1})

@@ -1,0 +1,210 @@
+"""GradientSynchronizer against a single process, ready in any order, with and without weights."""
+
+from __future__ import annotations
+
+import random
+from functools import reduce
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ferrorpc.ddp.synchroniser import GradientSynchronizer
+from ferrorpc.errors import CollectiveMismatchError, TensorMismatchError, UsageError
+from ferrorpc.types import DType, TensorSpec
+from tests.unit.ddp.world import run_world
+
+
+class Layer(NamedTuple):
+    weight: np.ndarray
+    bias: np.ndarray
+
+
+def tree(rank: int, dtype=np.float32):
+    rng = np.random.default_rng(rank)
+
+    def make(*shape: int) -> np.ndarray:
+        return np.asarray(rng.standard_normal(shape)).astype(dtype)
+
+    return {"layers": [Layer(make(3, 4), make(4)), Layer(make(4, 2), make(2))], "scale": make()}
+
+
+NAMES = ["layers/0/weight", "layers/0/bias", "layers/1/weight", "layers/1/bias", "scale"]
+
+
+def leaves(value) -> list[np.ndarray]:
+    (one, two), scale = value["layers"], value["scale"]
+    return [one.weight, one.bias, two.weight, two.bias, scale]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_the_mean_has_the_bits_of_one_process_and_the_shape_of_the_tree(size):
+    def body(group):
+        sync = GradientSynchronizer(tree(0), group, bucket_cap_mb=5e-5)
+        grads = tree(group.rank)
+        kept = [leaf.copy() for leaf in leaves(grads)]
+        result = sync(grads)
+        assert all(np.array_equal(a, b) for a, b in zip(kept, leaves(grads), strict=True))
+        return result
+
+    for result in run_world(size, body):
+        assert isinstance(result["layers"][0], Layer)
+        for place, leaf in enumerate(leaves(result)):
+            expected = reduce(np.add, [leaves(tree(rank))[place] for rank in range(size)]) / np.float32(size)
+            assert leaf.tobytes() == np.asarray(expected).tobytes()
+            assert leaf.flags.writeable
+            assert leaf.flags.owndata
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64])
+def test_the_weighted_mean_has_the_bits_of_one_process(dtype):
+    weights = [3, 0, 5.5]
+
+    def body(group):
+        return GradientSynchronizer(tree(0, dtype), group)(tree(group.rank, dtype), weight=weights[group.rank])
+
+    real = np.zeros(1, dtype).real.dtype.type
+    for result in run_world(3, body):
+        for place, leaf in enumerate(leaves(result)):
+            weighted = [leaves(tree(rank, dtype))[place] * real(weight) for rank, weight in enumerate(weights)]
+            assert leaf.tobytes() == np.asarray(reduce(np.add, weighted) / real(sum(weights))).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_weighted_halves_are_rounded_once(dtype):
+    """Weights of 60,000 tokens would overflow a float16 before the division."""
+
+    def body(group):
+        sync = GradientSynchronizer({"w": np.zeros(3, dtype)}, group)
+        return sync({"w": np.full(3, group.rank + 1, dtype)}, weight=60_000 * (group.rank + 1))["w"]
+
+    for result in run_world(2, body):
+        assert result.dtype == dtype
+        assert result.tobytes() == np.full(3, 5 / 3, np.float32).astype(dtype).tobytes()
+
+
+def test_gradients_may_become_ready_in_different_orders_on_every_rank():
+    def body(group):
+        sync = GradientSynchronizer(tree(0), group, bucket_cap_mb=2e-5)
+        results = []
+        for number in range(5):
+            named = dict(zip(NAMES, leaves(tree(10 * number + group.rank)), strict=True))
+            order = list(named)
+            random.Random(group.rank * 100 + number).shuffle(order)
+            with sync.step() as step:
+                for name in order:
+                    step.ready(name, named[name])
+            results.append(step.grads)
+        return results
+
+    for results in run_world(4, body):
+        for number, result in enumerate(results):
+            for place, leaf in enumerate(leaves(result)):
+                total = reduce(np.add, [leaves(tree(10 * number + rank))[place] for rank in range(4)])
+                assert leaf.tobytes() == np.asarray(total / np.float32(4)).tobytes()
+
+
+def test_two_synchronisers_and_the_users_own_calls_do_not_mix():
+    def body(group):
+        one = GradientSynchronizer({"a": np.zeros(4)}, group)
+        other = GradientSynchronizer({"a": np.zeros(4)}, group)
+        first, second = one.step(), other.step()
+        steps = [(first, 1.0), (second, 100.0)]
+        if group.rank == 1:
+            steps.reverse()
+        for step, value in steps:
+            step.ready("a", np.full(4, value))
+        group.all_gather(np.zeros(1))
+        for step, _ in steps:
+            step.__exit__(None, None, None)
+        return first.grads["a"][0], second.grads["a"][0]
+
+    assert run_world(2, body) == [(1.0, 100.0)] * 2
+
+
+def test_a_gradient_may_be_overwritten_as_soon_as_it_was_ready():
+    def body(group):
+        sync = GradientSynchronizer({"a": np.zeros(4), "b": np.zeros(4)}, group)
+        scratch = np.full(4, 1.0)
+        with sync.step() as step:
+            step.ready("a", scratch)
+            scratch[:] = 2.0
+            step.ready("b", scratch)
+            scratch[:] = 3.0
+        return step.grads["a"][0], step.grads["b"][0]
+
+    assert run_world(2, body) == [(1.0, 2.0)] * 2
+
+
+def test_like_may_hold_specs():
+    def body(group):
+        sync = GradientSynchronizer({"a": TensorSpec(DType.FLOAT32, (2,))}, group)
+        return sync({"a": np.ones(2, np.float32)})["a"].tolist()
+
+    assert run_world(2, body) == [[1.0, 1.0]] * 2
+
+
+def test_names_are_checked():
+    def body(group):
+        sync = GradientSynchronizer({"a": np.zeros(2), "b": np.zeros(2)}, group)
+        sent = len(group.calls)
+        with pytest.raises(UsageError, match="missing: b; unknown: c"):
+            sync({"a": np.zeros(2), "c": np.zeros(2)})
+        with pytest.raises(TensorMismatchError, match="'b' is float32"):
+            sync({"a": np.zeros(2), "b": np.zeros(2, np.float32)})
+        with pytest.raises(UsageError, match="no share"):
+            sync({"a": np.zeros(2), "b": np.zeros(2)}, weight=-1)
+        assert len(group.calls) == sent
+        step = sync.step()
+        step.ready("a", np.zeros(2))
+        with pytest.raises(UsageError, match="ready before"):
+            step.ready("a", np.zeros(2))
+        with pytest.raises(UsageError, match="no gradient 'x'"):
+            step.ready("x", np.zeros(2))
+        with pytest.raises(UsageError, match="not over"):
+            _ = step.grads
+        with pytest.raises(UsageError, match="still open"):
+            sync.step()
+        with pytest.raises(UsageError, match="missing: b"):
+            step.__exit__(None, None, None)
+        with pytest.raises(UsageError, match="is over"):
+            step.ready("b", np.zeros(2))
+        return sync({"a": np.ones(2), "b": np.ones(2)})["a"].tolist()
+
+    assert run_world(1, body) == [[1.0, 1.0]]
+
+
+def backward_that_fails(sync: GradientSynchronizer) -> None:
+    with sync.step() as step:
+        step.ready("a", np.full(2, 7.0))
+        raise ZeroDivisionError
+
+
+def test_an_error_in_the_backward_pass_is_not_hidden_and_the_next_step_works():
+    def body(group):
+        sync = GradientSynchronizer({"a": np.zeros(2), "b": np.zeros(2)}, group, bucket_cap_mb=1e-5)
+        with pytest.raises(ZeroDivisionError):
+            backward_that_fails(sync)
+        return sync({"a": np.ones(2), "b": np.ones(2)})["a"].tolist()
+
+    assert run_world(2, body) == [[1.0, 1.0]] * 2
+
+
+def test_weights_that_sum_to_zero_are_an_error_on_every_rank():
+    def body(group):
+        sync = GradientSynchronizer({"a": np.zeros(2)}, group)
+        with pytest.raises(UsageError, match="sum to 0"):
+            sync({"a": np.ones(2)}, weight=0)
+        return sync({"a": np.ones(2)}, weight=group.rank)["a"].tolist()
+
+    assert run_world(2, body) == [[1.0, 1.0]] * 2
+
+
+def test_ranks_with_different_trees_learn_where_they_differ():
+    def body(group):
+        like = {"a": np.zeros(2)} | ({"b": np.zeros(3)} if group.rank == 1 else {})
+        with pytest.raises(CollectiveMismatchError, match=r"rank 1 has .*'b: float64\[3\]' where rank 0 has 'nothing'"):
+            GradientSynchronizer(like, group)
+
+    run_world(2, body)
