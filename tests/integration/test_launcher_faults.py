@@ -1,0 +1,278 @@
+"""Members that fail, die, stop or hold the GIL, under `ferrorpc run`: who is told what, how soon, and what the launcher says.
+
+Bounds on time are the promises of the library: a death is known to the others within 1 s under the launcher, a stopped
+process within 4.5 s.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.integration.launching import coordinator_of, environment, read_numbers, run, start, write_script
+
+PRELUDE = """
+import ctypes, json, os, signal, sys, time
+import numpy as np
+import ferrorpc
+
+directory, rank = sys.argv[1], int(os.environ["RANK"])
+
+def note(name, value):
+    with open(f"{directory}/{name}{rank}.part", "w") as file:
+        file.write(f"{value}\\n")
+    os.rename(f"{directory}/{name}{rank}.part", f"{directory}/{name}{rank}")
+
+def lost(error):
+    note("lost", json.dumps({"at": time.time(), "type": type(error).__name__, "rank": getattr(error, "rank", None),
+                             "reason": getattr(error, "reason", ""), "text": str(error)}))
+"""
+
+
+def script_of(tmp_path, body):
+    return write_script(tmp_path, PRELUDE + "\n" + body.replace("\n    ", "\n"))
+
+
+def notes(tmp_path, name, ranks, timeout=30):
+    """What these ranks noted, rank -> value, as soon as all have."""
+    deadline = time.monotonic() + timeout
+    paths = {rank: tmp_path / f"{name}{rank}" for rank in ranks}
+    while not all(path.exists() for path in paths.values()):
+        assert time.monotonic() < deadline, f"no note {name!r} of ranks {[r for r, p in paths.items() if not p.exists()]}"
+        time.sleep(0.02)
+    return {rank: json.loads(path.read_text()) for rank, path in paths.items()}
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Starts a launcher that is gone when the test is."""
+    launchers = []
+
+    def begin(*arguments, **more):
+        launchers.append(start(*arguments, str(tmp_path), **more))
+        return launchers[-1]
+
+    yield begin
+    for launcher in launchers:
+        launcher.kill()
+        launcher.communicate(timeout=30)
+
+
+def test_an_exception_on_one_rank_reaches_the_others_with_its_words(tmp_path):
+    body = """
+    group = ferrorpc.init_process_group()
+    group.barrier()
+    if rank == 1:
+        raise ValueError("bad batch")
+    try:
+        group.all_reduce(np.ones(4))
+    except ferrorpc.PeerLostError as error:
+        lost(error)
+        raise
+    """
+    result = run("-n", "3", script_of(tmp_path, body), str(tmp_path))
+    assert result.returncode == 1, result.stderr
+    for found in notes(tmp_path, "lost", [0, 2], timeout=0).values():
+        assert (found["rank"], found["reason"]) == (1, "ValueError: bad batch")
+    report = [line.removeprefix("ferrorpc: ") for line in result.stderr.splitlines() if line.startswith("ferrorpc: ")]
+    assert report[0] == "rank 1 ended with exit code 1; it was the first to fail."
+    assert "  | ValueError: bad batch" in report
+    assert report[-1] == "then: ranks 0, 2 ended with exit code 75"
+
+
+def test_kill_9_of_a_rank_inside_an_all_reduce_is_named_by_the_others_within_a_second(tmp_path, launch):
+    body = """
+    group = ferrorpc.init_process_group()
+    time.sleep(2.5)
+    group.barrier()
+    note("pid", os.getpid())
+    try:
+        while True:
+            group.all_reduce(np.ones(1 << 20, np.float32))
+    except ferrorpc.PeerLostError as error:
+        lost(error)
+    """
+    launcher = launch("-n", "4", script_of(tmp_path, body))
+    pids = read_numbers(tmp_path, "pid?", 4)
+    time.sleep(0.3)
+    killed_at = time.time()
+    os.kill(pids[2], signal.SIGKILL)
+    found = notes(tmp_path, "lost", [0, 1, 3])
+    for rank, one in found.items():
+        assert one["rank"] == 2, one
+        assert one["at"] - killed_at < 1.0, f"rank {rank} took {one['at'] - killed_at:.2f} s"
+    _, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert "rank 2 ended with SIGKILL; it was the first to fail." in err
+
+
+TRAINING = """
+    weights = ferrorpc.Parameter(np.zeros((64, 8), np.float32))
+
+    class Linear:
+        def parameters(self): return [weights]
+        def named_parameters(self): return [("weights", weights)]
+        def forward(self, x): return x @ weights.data
+        def train(self): return self
+        def eval(self): return self
+
+    group = ferrorpc.init_process_group()
+    ddp = ferrorpc.DistributedDataParallel(Linear(), group)
+    truth = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    data = np.random.default_rng(rank + 1)
+    written = []
+    for step in range(150):
+        x = data.normal(size=(16, 64)).astype(np.float32)
+        weights.grad = x.T @ (ddp(x) - x @ truth) / np.float32(len(x))
+        ddp.sync_gradients()
+        weights.data -= np.float32(0.05) * weights.grad
+        if step % 10 == 0:
+            group.store.set(f"rank/{rank}/step/{step}", str(step).encode())
+            written.append(step)
+        if step == 20:
+            note("step", step)
+        time.sleep(0.02)
+    missing = [step for step in written if group.store.get(f"rank/{rank}/step/{step}", timeout=0) != str(step).encode()]
+    import hashlib
+    note("end", json.dumps({"hash": hashlib.sha256(weights.data.tobytes()).hexdigest(), "missing": missing,
+                            "generation": group.generation}))
+    group.close()
+"""
+
+
+def test_kill_9_of_the_coordinator_in_mid_training_changes_nothing(tmp_path):
+    quiet, disturbed = tmp_path / "quiet", tmp_path / "disturbed"
+    quiet.mkdir()
+    script = script_of(tmp_path, TRAINING)
+    result = run("-n", "3", script, str(quiet))
+    assert result.returncode == 0, result.stderr
+    disturbed.mkdir()
+    launcher = start("-n", "3", script, str(disturbed))
+    try:
+        read_numbers(disturbed, "step?", 3)
+        pid, _ = coordinator_of(launcher.pid)
+        os.kill(pid, signal.SIGKILL)
+        _, err = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 0, err
+    assert "the coordinator ended (SIGKILL); it is started again" in err
+    undisturbed = notes(quiet, "end", range(3), timeout=0)
+    ends = notes(disturbed, "end", range(3), timeout=0)
+    assert {one["hash"] for one in ends.values()} == {one["hash"] for one in undisturbed.values()}
+    assert len({one["hash"] for one in ends.values()}) == 1
+    assert [one["missing"] for one in ends.values()] == [[], [], []], "an acknowledged write was lost"
+    assert {one["generation"] for one in ends.values()} == {1}, "nobody had to join again"
+
+
+def test_a_stopped_rank_is_named_in_time_and_fenced_when_it_wakes(tmp_path, launch):
+    body = """
+    group = ferrorpc.init_process_group()
+    group.barrier()
+    note("pid", os.getpid())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        group.all_reduce(np.ones(1 << 18, np.float32))
+    except ferrorpc.FerroError as error:
+        lost(error)
+    if rank == 1:
+        try:
+            group.store.set("from the dead", b"x")
+            note("write", json.dumps("applied"))
+        except ferrorpc.FerroError as error:
+            note("write", json.dumps(type(error).__name__))
+    else:
+        while not os.path.exists(f"{directory}/write1"):
+            time.sleep(0.02)
+        note("seen", json.dumps(group.store.keys("from")))
+    """
+    launcher = launch("-n", "3", script_of(tmp_path, body))
+    pids = read_numbers(tmp_path, "pid?", 3)
+    stopped_at = time.time()
+    for rank, one in notes(tmp_path, "lost", [0, 2]).items():
+        assert (one["type"], one["rank"]) == ("PeerLostError", 1)
+        assert one["at"] - stopped_at < 4.5, f"rank {rank} took {one['at'] - stopped_at:.2f} s"
+    os.kill(pids[1], signal.SIGCONT)
+    assert notes(tmp_path, "lost", [1])[1]["type"] == "StaleGenerationError"
+    assert notes(tmp_path, "write", [1])[1] == "StaleGenerationError"
+    assert notes(tmp_path, "seen", [0, 2]) == {0: [], 2: []}
+    launcher.communicate(timeout=30)
+
+
+@pytest.mark.slow
+def test_a_rank_that_holds_the_gil_for_ten_seconds_is_shown_as_stalled_and_survives(tmp_path, launch):
+    body = """
+    group = ferrorpc.init_process_group()
+    group.barrier()
+    note("pid", os.getpid())
+    if rank == 1:
+        ctypes.PyDLL(None).sleep(10)
+    total = group.all_reduce(np.ones(1))
+    note("total", json.dumps(float(total[0])))
+    """
+    launcher = launch("-n", "3", script_of(tmp_path, body))
+    read_numbers(tmp_path, "pid?", 3)
+    _, address = coordinator_of(launcher.pid)
+    states = set()
+    while launcher.poll() is None:
+        status = subprocess.run(
+            [sys.executable, "-m", "ferrorpc.cli.main", "status", "--json", "--addr", address],
+            capture_output=True, text=True, timeout=30, env=environment(),
+        )  # fmt: skip
+        if status.returncode == 0:
+            states |= {(member["rank"], member["state"]) for member in json.loads(status.stdout)["members"]}
+        time.sleep(0.3)
+    _, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 0, err
+    assert (1, "MEMBER_STATE_STALLED") in states
+    assert not [state for state in states if state[1] in ("MEMBER_STATE_DEAD", "MEMBER_STATE_SUSPECT")]
+    assert notes(tmp_path, "total", range(3), timeout=0) == {0: 3.0, 1: 3.0, 2: 3.0}
+
+
+def test_a_script_that_never_closes_its_group_ends_in_time(tmp_path):
+    body = """
+    group = ferrorpc.init_process_group()
+    group.all_reduce(np.ones(3))
+    note("ready", time.time())
+    """
+    result = run("-n", "4", script_of(tmp_path, body), str(tmp_path))
+    ended_at = time.time()
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert ended_at - min(notes(tmp_path, "ready", range(4), timeout=0).values()) < 4.0
+
+
+def test_a_replacement_joins_the_survivors_that_reform(tmp_path):
+    body = """
+    group = ferrorpc.init_process_group()
+    first_life = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if first_life:
+        group.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            group.all_reduce(np.ones(4))
+        except ferrorpc.PeerLostError as error:
+            lost(error)
+            group = group.reform(timeout=30)
+    note("total", json.dumps([float(group.all_reduce(np.ones(1))[0]), group.generation]))
+    group.close()
+    """
+    result = run("-n", "3", "--max-restarts", "1", "--restart", "worker", script_of(tmp_path, body), str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert {one["rank"] for one in notes(tmp_path, "lost", [0, 2], timeout=0).values()} == {1}
+    assert list(notes(tmp_path, "total", range(3), timeout=0).values()) == [[3.0, 2]] * 3
+
+
+def test_the_ten_line_example_runs(tmp_path):
+    result = run("-n", "4", os.path.join(os.path.dirname(__file__), "../../examples/hello.py"))
+    assert result.returncode == 0, result.stderr
+    assert sorted(re.sub(r" +", " ", line) for line in result.stdout.splitlines()) == [
+        f"{rank}: rank {rank} of 4: [{rank + 1}. {rank + 1}. {rank + 1}.] became [10. 10. 10.]" for rank in range(4)
+    ]
