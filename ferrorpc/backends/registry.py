@@ -1,0 +1,94 @@
+"""Backends by name: those of ferrorpc, and those that others register."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from ferrorpc.backends.base import Backend
+from ferrorpc.backends.grpc import GrpcBackend
+from ferrorpc.backends.simulated import Lanes, SimulatedBackend
+from ferrorpc.coordination.base import Session
+from ferrorpc.errors import BackendUnavailableError, ConfigError
+from ferrorpc.transports.grpc_server import WorkerServer
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a backend is made for: one rank's seat in a job that it has joined."""
+
+    session: Session
+    server: WorkerServer | None = None
+    """This process's server for its peers; None in a world of one, which opens no socket."""
+    transport: str = "auto"
+    timeout: float = 60.0
+    """Seconds an operation may take where none are given."""
+
+
+Factory: TypeAlias = Callable[[Place], Backend]
+
+
+def create(name: str, place: Place) -> Backend:
+    """The backend with this name; "auto" chooses.
+
+    Raises:
+        BackendUnavailableError: there is none, or it cannot work here; the hint says what can.
+    """
+    if name == "auto":
+        name = "grpc" if place.server is not None else "simulated"
+    factory = _factories.get(name)
+    if factory is None:
+        raise BackendUnavailableError(f"no backend is called {name!r}", f"use one of: {', '.join(names())}")
+    return factory(place)
+
+
+def register(name: str, factory: Factory) -> None:
+    """Makes a backend of one's own available as `init_process_group(backend=name)`.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    if name == "auto" or name in _factories:
+        raise ConfigError(f"a backend called {name!r} exists already", hint="register yours under another name")
+    _factories[name] = factory
+
+
+def names() -> list[str]:
+    """The names that `create` knows, "auto" first."""
+    return ["auto", *_factories]
+
+
+def _grpc(place: Place) -> Backend:
+    if place.transport == "shared_memory":
+        raise BackendUnavailableError(
+            "the transport 'shared_memory' is not available in this version of ferrorpc", "use transport='auto' or 'grpc'"
+        )
+    if place.transport not in ("auto", "grpc"):
+        raise BackendUnavailableError(f"no transport is called {place.transport!r}", "use transport='auto' or 'grpc'")
+    if place.server is None:
+        raise BackendUnavailableError(
+            "backend 'grpc' needs a server for its peers, and this process has none", "join a coordinator's job first"
+        )
+    return GrpcBackend(place.session, place.server, timeout=place.timeout)
+
+
+def _simulated(place: Place) -> Backend:
+    size = place.session.membership.assignment.size
+    if size > 1:
+        raise BackendUnavailableError(
+            f"a simulated world lives in one process, and this job has {size}",
+            "make one with SimulatedBackend.create_group(n) or ferrorpc.testing.run_world(n, fn)",
+        )
+    return SimulatedBackend(place.session, Lanes(place.session.clock, None, 0), place.timeout)
+
+
+def _nccl(place: Place) -> Backend:
+    raise BackendUnavailableError("backend 'nccl' is not available in this version of ferrorpc", "use backend='grpc'")
+
+
+def _hybrid(place: Place) -> Backend:
+    raise BackendUnavailableError("backend 'hybrid' is not available in this version of ferrorpc", "use backend='grpc'")
+
+
+_factories: Final[dict[str, Factory]] = {"grpc": _grpc, "simulated": _simulated, "nccl": _nccl, "hybrid": _hybrid}

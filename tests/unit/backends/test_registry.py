@@ -1,0 +1,53 @@
+"""Backends are found by name, and what is not there says why and what is."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from ferrorpc.backends import registry
+from ferrorpc.backends.registry import Place, create, names, register
+from ferrorpc.coordination.local import LocalWorld
+from ferrorpc.errors import BackendUnavailableError, ConfigError
+
+
+def place(size: int = 1, transport: str = "auto") -> Place:
+    return Place(LocalWorld(size).session(0), None, transport)
+
+
+def test_a_world_of_one_needs_no_server() -> None:
+    backend = create("auto", place())
+    assert (backend.name, backend.rank, backend.size) == ("simulated", 0, 1)
+    backend.barrier()
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "reason", "hint"),
+    [
+        ("nccl", place(), "not available in this version", "backend='grpc'"),
+        ("hybrid", place(), "not available in this version", "backend='grpc'"),
+        ("gloo", place(), "no backend is called 'gloo'", "auto, grpc, simulated, nccl, hybrid"),
+        ("simulated", place(2), "this job has 2", "run_world"),
+        ("auto", place(2), "this job has 2", "run_world"),
+        ("grpc", place(), "needs a server", "coordinator"),
+        ("grpc", place(transport="shared_memory"), "'shared_memory' is not available", "transport='auto'"),
+        ("grpc", place(transport="pigeon"), "no transport is called 'pigeon'", "transport='auto'"),
+    ],
+)
+def test_what_cannot_work_says_why_and_what_can(name: str, where: Place, reason: str, hint: str) -> None:
+    with pytest.raises(BackendUnavailableError) as raised:
+        create(name, where)
+    assert reason in raised.value.reason
+    assert hint in raised.value.hint
+
+
+def test_a_third_party_registers_its_own_backend_under_a_free_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    made = SimpleNamespace()
+    given = place()
+    register("carrier", lambda where: made if where is given else None)  # type: ignore[arg-type,return-value]
+    assert create("carrier", given) is made
+    assert names()[-1] == "carrier"
+    for taken in ("carrier", "grpc", "auto"):
+        with pytest.raises(ConfigError, match=taken):
+            register(taken, lambda where: made)  # type: ignore[arg-type,return-value]
