@@ -1,9 +1,9 @@
 """The output of many processes on one console: whole lines, each behind its rank, and progress bars that stay bars.
 
-A line is shown when its newline comes. Until then it is *pending*; what a carriage return overwrote is dropped, as on any
-terminal, so of a progress bar only its present state is kept. On a terminal the pending line that changed last is drawn
-at the bottom, and redrawn after other lines; elsewhere it is printed at most every 10 s, so that a log shows that
-something moves without filling up.
+A line is shown when its newline comes, and as a terminal would show it: what a carriage return overwrote is gone. A line
+that has not ended but holds a carriage return is *progress*. On a terminal the progress that changed last is drawn at the
+bottom, and redrawn after other lines; elsewhere it is printed at most every 10 s, so that a log shows that something moves
+without filling up.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class LineBuffer:
         return [_visible(line) for line in lines]
 
     @property
-    def pending(self) -> bytes:
-        """What a terminal would show of the line that has not ended; empty when there is none."""
-        return _visible(self._held)
+    def progress(self) -> bytes:
+        """What a terminal would show of a line that overwrites itself; empty when there is none."""
+        return _visible(self._held) if b"\r" in self._held else b""
 
     def finish(self) -> list[bytes]:
-        """The stream has ended: its pending line counts as complete."""
-        last, self._held = self.pending, b""
+        """The stream has ended: a line without its newline counts as complete."""
+        last, self._held = _visible(self._held), b""
         return [last] if last else []
 
 
@@ -67,9 +67,9 @@ class Console:
         self._terminals = {number: sink for number, sink in self._sinks.items() if sink.isatty()}
         self._colour = bool(self._terminals) and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
         self._bottom = b""
-        self._bottom_owner = b""
-        """The prefix of the stream whose pending line is at the bottom."""
-        self._progress_shown: dict[bytes, float] = {}
+        self._bottom_owner = (0, b"")
+        """The stream whose progress is at the bottom, as its descriptor and prefix."""
+        self._progress_shown: dict[tuple[int, bytes], float] = {}
 
     def prefix(self, label: str, index: int) -> bytes:
         """What the lines of a worker begin with."""
@@ -80,30 +80,32 @@ class Console:
     def lines(self, descriptor: int, prefix: bytes, lines: list[bytes]) -> None:
         """Prints whole lines. Raises BrokenPipeError when nobody reads any more."""
         if lines:
-            self._write(descriptor, b"".join(prefix + line + b"\n" for line in lines))
+            self._write((descriptor, prefix), b"".join(prefix + line + b"\n" for line in lines))
 
     def say(self, text: str) -> None:
         """A word of the launcher itself, on standard error."""
-        self._write(2, b"".join(b"ferrorpc: " + line.encode() + b"\n" for line in text.splitlines()))
+        self._write((2, b""), b"".join(b"ferrorpc: " + line.encode() + b"\n" for line in text.splitlines()))
 
-    def pending(self, descriptor: int, prefix: bytes, line: bytes, now: float) -> None:
-        """A line that has not ended has changed."""
+    def progress(self, descriptor: int, prefix: bytes, line: bytes, now: float) -> None:
+        """A line that overwrites itself has changed; an empty one for a stream that has none."""
+        stream = (descriptor, prefix)
         if descriptor in self._terminals:
-            self._draw_bottom(prefix, _fitted(prefix, line, os.get_terminal_size(self._sinks[descriptor].fileno()).columns))
-        elif line:
-            last = self._progress_shown.setdefault(prefix, now)
-            if now - last >= _PROGRESS_SECONDS:
-                self._progress_shown[prefix] = now
-                self._write(descriptor, prefix + line + b"\n")
+            columns = os.get_terminal_size(self._sinks[descriptor].fileno()).columns
+            self._draw_bottom(stream, _fitted(prefix, line, columns))
+        elif line and now - self._progress_shown.setdefault(stream, now) >= _PROGRESS_SECONDS:
+            self._progress_shown[stream] = now
+            self._write(stream, prefix + line + b"\n")
 
-    def _write(self, descriptor: int, data: bytes) -> None:
+    def _write(self, stream: tuple[int, bytes], data: bytes) -> None:
+        descriptor = stream[0]
         if self._bottom and descriptor in self._terminals:
+            self._bottom = b"" if stream == self._bottom_owner else self._bottom
             data = _CLEAR_LINE + data + self._bottom
         _write_all(self._sinks[descriptor], data)
 
-    def _draw_bottom(self, owner: bytes, line: bytes) -> None:
+    def _draw_bottom(self, owner: tuple[int, bytes], line: bytes) -> None:
         if line == self._bottom or not (line or owner == self._bottom_owner):
-            return  # nothing new, or a stream without a pending line while another one's is shown
+            return  # nothing new, or a stream without progress while another one's is shown
         self._bottom, self._bottom_owner = line, owner
         _write_all(next(reversed(self._terminals.values())), _CLEAR_LINE + line)
 
@@ -157,4 +159,4 @@ class WorkerStream:
         self._tail.extend(line for line in lines if line.strip())
         if self._shown:
             self._console.lines(self._descriptor, self._prefix, lines)
-            self._console.pending(self._descriptor, self._prefix, self._buffer.pending, now)
+            self._console.progress(self._descriptor, self._prefix, self._buffer.progress, now)

@@ -54,7 +54,7 @@ def test_lines_come_whole_however_the_bytes_are_cut():
     buffer = LineBuffer()
     seen = [line for byte in b"one\ntwo\r\nthree" for line in buffer.feed(bytes([byte]))]
     assert seen == [b"one", b"two"]
-    assert buffer.pending == b"three"
+    assert buffer.progress == b"", "an ordinary line is no progress"
     assert buffer.finish() == [b"three"]
     assert buffer.finish() == []
 
@@ -62,7 +62,7 @@ def test_lines_come_whole_however_the_bytes_are_cut():
 def test_what_a_carriage_return_overwrote_is_gone():
     buffer = LineBuffer()
     assert buffer.feed(b"\r 0%\r50%\r") == []
-    assert buffer.pending == b"50%"
+    assert buffer.progress == b"50%"
     assert buffer.feed(b"\r100%\n") == [b"100%"]
 
 
@@ -70,7 +70,7 @@ def test_a_line_without_end_is_cut_instead_of_kept():
     buffer = LineBuffer()
     lines = buffer.feed(b"x" * (3 * 64 * 1024 + 5))
     assert [len(line) for line in lines] == [64 * 1024] * 3
-    assert buffer.pending == b"x" * 5
+    assert buffer.finish() == [b"x" * 5]
 
 
 def test_empty_lines_stay_empty_lines():
@@ -109,6 +109,11 @@ def test_a_progress_bar_stays_at_the_bottom_of_a_terminal(sinks):
     assert screen.text() == b"\r\x1b[2K1: line\n0: 10%"
     bar.feed(b"\r20%", 0.0)
     assert screen.text() == b"\r\x1b[2K0: 20%"
+    bar.feed(b"\r" + b"#" * 200, 0.0)
+    other.feed(b"half a", 0.0)
+    assert screen.text().startswith(b"\r\x1b[2K0: ####"), "a line on its way does not take the bar's place"
+    bar.feed(b"\rdone\n", 0.0)
+    assert screen.text() == b"\r\x1b[2K0: done\n", "the bar has become a line"
     bar.feed(b"\r" + b"#" * 200, 0.0)
     assert len(screen.text()) == len(b"\r\x1b[2K") + 79, "cut to one row: a second one could not be cleared"
 
