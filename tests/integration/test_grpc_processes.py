@@ -1,0 +1,117 @@
+"""The gRPC lane between processes: how each way of ending looks to the peer, and that nothing hangs."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.integration.lane_processes import PeerHandle, peers
+
+MIB = 1 << 20
+
+
+def both_ways(first: PeerHandle, second: PeerHandle, size: int = 9) -> None:
+    for sender, receiver in ((first, second), (second, first)):
+        sender.do(f"send {receiver.rank} {size}")
+        receiver.hear(f"got {size} from {sender.rank}")
+
+
+def test_messages_of_every_size_cross_between_processes() -> None:
+    with peers(PeerHandle(0), PeerHandle(1)) as (first, second):
+        for size in (1, 1000, MIB, 20 * MIB + 1):
+            both_ways(first, second, size)
+
+
+def test_a_killed_peer_is_told_once_and_at_once() -> None:
+    with peers(PeerHandle(0), PeerHandle(1)) as (first, second):
+        both_ways(first, second)
+        second.process.kill()
+        assert first.hear("lost 1", seconds=3.0)
+        assert first.silent(0.5)
+
+
+def test_a_killed_peer_that_only_received_is_told() -> None:
+    with peers(PeerHandle(0), PeerHandle(1)) as (first, second):
+        first.do("send 1 9")
+        second.hear("got 9")
+        second.process.kill()
+        assert first.hear("lost 1", seconds=3.0)
+
+
+def test_a_stopped_peer_is_told_within_five_seconds() -> None:
+    with peers(PeerHandle(0), PeerHandle(1)) as (first, second):
+        both_ways(first, second)
+        second.process.send_signal(signal.SIGSTOP)
+        assert first.hear("lost 1", seconds=5.0)
+
+
+def test_a_peer_that_holds_its_interpreter_is_not_lost() -> None:
+    with peers(PeerHandle(0), PeerHandle(1)) as (first, second):
+        both_ways(first, second)
+        second.tell("hold 6")
+        assert first.silent(6.0)
+        second.hear("done hold", seconds=10.0)
+        both_ways(first, second)
+
+
+def test_a_peer_that_closes_and_ends_fails_nobody_until_it_is_needed() -> None:
+    with peers(PeerHandle(0), PeerHandle(1)) as (first, second):
+        both_ways(first, second)
+        second.tell(f"send 0 {3 * MIB}")
+        second.tell("close")
+        second.tell("return")
+        first.hear(f"got {3 * MIB}")
+        assert second.wait(5.0) == 0
+        assert first.silent(0.5)
+        first.tell("probe 1")
+        assert first.hear("lost 1") == "lost 1 rank 1 has left"
+
+
+@pytest.mark.parametrize(("word", "code"), [("return", 0), ("raise", 1)])
+def test_a_script_that_never_closes_ends_in_two_seconds_and_says_goodbye(word: str, code: int) -> None:
+    with peers(PeerHandle(0), PeerHandle(1)) as (first, second):
+        both_ways(first, second)
+        began = time.monotonic()
+        second.tell(word)
+        assert second.wait(5.0) == code
+        assert time.monotonic() - began < 2.0
+        assert first.silent(0.5)
+
+
+def test_a_script_ends_in_two_seconds_although_its_peer_is_stopped() -> None:
+    with peers(PeerHandle(0), PeerHandle(1)) as (first, second):
+        both_ways(first, second)
+        first.process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        second.tell("return")
+        assert second.wait(5.0) == 0
+        assert time.monotonic() - began < 2.0
+
+
+def test_both_sides_may_close_at_the_same_time() -> None:
+    with peers(PeerHandle(0), PeerHandle(1)) as (first, second):
+        both_ways(first, second)
+        for peer in (first, second):
+            peer.tell("close")
+        for peer in (first, second):
+            peer.hear("done close", seconds=3.0)
+            peer.tell("return")
+            assert peer.wait(3.0) == 0
+
+
+def test_a_forked_child_says_no_goodbye_for_its_parent() -> None:
+    environment = os.environ | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
+    with peers(PeerHandle(0), PeerHandle(1, environment=environment)) as (first, second):
+        both_ways(first, second)
+        second.do("fork")
+        both_ways(first, second)
+        assert first.silent(0.2)
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "https_proxy", "grpc_proxy"])
+def test_a_proxy_variable_does_not_divert_the_data_plane(variable: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
+    environment[variable] = "http://127.0.0.1:9"
+    with peers(PeerHandle(0, environment=environment), PeerHandle(1, environment=environment)) as (first, second):
+        both_ways(first, second)
