@@ -1,0 +1,73 @@
+"""Two launchers with one coordinator, as on two nodes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.integration.launching import environment, start, write_script
+
+SUM = """
+    import json, os, sys, time
+    import numpy as np
+    import ferrorpc
+
+    group = ferrorpc.init_process_group()
+    total = group.all_reduce(np.full(2, group.rank + 1.0))
+    print(json.dumps([group.rank, group.size, total.tolist()]))
+    if len(sys.argv) > 1 and group.rank == 3:
+        os.kill(os.getpid(), 9)
+    if len(sys.argv) > 1:
+        group.all_reduce(np.ones(2))
+    group.close()
+"""
+
+
+@pytest.fixture
+def coordinator():
+    service = subprocess.Popen(
+        [sys.executable, "-m", "ferrorpc.cli.main", "coordinator", "--listen", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    yield service.stdout.readline().split()[1]
+    service.terminate()
+    service.communicate(timeout=20)
+
+
+def two_nodes(coordinator, script, *arguments, nodes="2"):
+    """Runs two workers on each of two nodes; gives both launchers' codes, outputs and errors."""
+    flags = ("-n", "2", "--nnodes", nodes, "--coordinator", coordinator, "--job", "j")
+    launchers = [start(*flags, "--node-rank", str(rank), script, *arguments) for rank in range(2)]
+    try:
+        return [(*launcher.communicate(timeout=60), launcher.returncode) for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+
+
+def test_a_fixed_world_of_two_nodes_has_the_ranks_that_the_launchers_gave(tmp_path, coordinator):
+    ends = two_nodes(coordinator, write_script(tmp_path, SUM))
+    assert [code for _, _, code in ends] == [0, 0], ends
+    for node, (out, _, _) in enumerate(ends):
+        lines = dict(line.split(": ", 1) for line in out.splitlines())
+        assert {label: json.loads(text) for label, text in lines.items()} == {
+            f"node{node}:{rank}": [rank, 4, [10.0, 10.0]] for rank in (2 * node, 2 * node + 1)
+        }
+
+
+def test_an_elastic_world_takes_both_nodes(tmp_path, coordinator):
+    ends = two_nodes(coordinator, write_script(tmp_path, SUM), nodes="1:2")
+    assert [code for _, _, code in ends] == [0, 0], ends
+    rows = [json.loads(line.partition(": ")[2]) for out, _, _ in ends for line in out.splitlines()]
+    assert sorted(row[0] for row in rows) == [0, 1, 2, 3]
+
+
+def test_a_node_whose_members_lost_one_elsewhere_ends_with_75(tmp_path, coordinator):
+    (_, err, first), (_, other_err, second) = two_nodes(coordinator, write_script(tmp_path, SUM), "fail")
+    assert (first, second) == (75, 128 + 9), err + other_err
+    assert "it was the first of those that lost a member" in err
+    assert "PeerLostError: rank 3 was lost" in err
+    assert "rank node1:3 ended with SIGKILL; it was the first to fail." in other_err
