@@ -95,6 +95,11 @@ class Driver:
             journal.start(self._journal_failed)
 
     @property
+    def refuses_writes(self) -> bool:
+        """Whether the journal's disk is full: nothing ought to be decided that makes it larger."""
+        return self._journal is not None and self._journal.full
+
+    @property
     def sessions(self) -> int:
         """Streams that are open."""
         return len(self._outboxes)
@@ -253,9 +258,11 @@ class Driver:
 
     def _release(self, effect: Outgoing) -> None:
         if isinstance(effect, Send):
+            self._counters.observe(effect.frame)
             if effect.stream in self._outboxes:
                 self._write(effect.stream, effect.frame.SerializeToString())
         elif isinstance(effect, SendMany):
+            self._counters.observe(effect.frame)
             for stream, data in effect.encoded():
                 self._write(stream, data)
         elif isinstance(effect, Reply):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ferrorpc.errors import ConfigError
+from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -64,6 +65,28 @@ class Counters:
     loop_lag: Histogram = field(default_factory=Histogram)
     """Seconds the event loop was late."""
 
+    def observe(self, frame: session_pb2.ServerFrame) -> None:
+        """Counts what an answer or event tells. To be called once for a frame, however many it is sent to."""
+        if frame.HasField("result"):
+            if frame.result.HasField("barrier"):
+                self.barrier_spread.observe(frame.result.barrier.spread_ms / 1e3)
+        elif frame.HasField("event"):
+            event = frame.event
+            if event.HasField("broken"):
+                self.generations_broken[code_label(event.broken.cause.code)] += 1
+            elif event.HasField("member"):
+                self.member_changes[state_label(event.member.state)] += 1
+
+
+def state_label(state: identity_pb2.MemberState.ValueType) -> str:
+    """A member's state as a label."""
+    return identity_pb2.MemberState.Name(state).removeprefix("MEMBER_STATE_").lower()
+
+
+def code_label(code: error_pb2.ErrorCode.ValueType) -> str:
+    """An error's code as a label."""
+    return error_pb2.ErrorCode.Name(code).removeprefix("ERROR_CODE_").lower()
+
 
 @dataclass(frozen=True, slots=True)
 class JobGauges:
@@ -73,6 +96,13 @@ class JobGauges:
     generation: int
     store_keys: int
     store_bytes: int
+
+    @classmethod
+    def of(cls, status: session_pb2.StatusResponse) -> JobGauges:
+        """From what the state tells of a job."""
+        members = Counter(state_label(member.state) for member in status.members)
+        newest = max((generation.generation for generation in status.generations), default=0)
+        return cls(members, newest, status.store_keys, status.store_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,14 @@ from typing import Final
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire import options as wire_options
 from ferrorpc_coordinator.driver import Driver
+from ferrorpc_coordinator.health import Health
 from ferrorpc_coordinator.journal import Journal
-from ferrorpc_coordinator.metrics import Counters, Exporter, Gauges
+from ferrorpc_coordinator.metrics import Counters, Exporter, Gauges, JobGauges
 from ferrorpc_coordinator.servicers import SERVICE, CoordinatorServicer
 from ferrorpc_coordinator.state.coordinator import Coordinator
 from ferrorpc_coordinator.state.settings import Settings
@@ -107,11 +108,12 @@ class _Service:
         self._journal = journal
         self._loop = asyncio.get_running_loop()
         self._counters = Counters()
-        self._health = health.aio.HealthServicer()
+        self._health = Health(("", SERVICE))
         self._server = grpc.aio.server(options=wire_options.control_server())
         self._address = _bind(self._server, options)
         self._driver = Driver(coordinator, journal, self._counters)
-        self._server.add_generic_rpc_handlers((CoordinatorServicer(self._driver, self._counters).handler(),))
+        servicer = CoordinatorServicer(self._driver, self._counters, coordinator.cluster_id)
+        self._server.add_generic_rpc_handlers((servicer.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._stopping = asyncio.Event()
         self._exporter: Exporter | None = None
@@ -123,7 +125,6 @@ class _Service:
             self._driver.begin()
             await self._or_failure(self._driver.settled())
             await self._server.start()
-            await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
             http_port = self._start_exporter()
             announce(Announcement(self._address, self._coordinator.cluster_id, self._coordinator.epoch, http_port))
             await self._or_failure(self._stopping.wait())
@@ -145,7 +146,7 @@ class _Service:
     async def _drain(self) -> None:
         _log.info("draining %d sessions", self._driver.sessions)
         self._driver.drain(round(DRAIN_SECONDS * 1000))
-        await self._health.enter_graceful_shutdown()
+        self._health.stop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
                 await self._or_failure(self._driver.settled())
@@ -160,12 +161,13 @@ class _Service:
         """On the HTTP thread: has the event loop read the state."""
 
         async def read() -> Gauges:
-            journal = self._journal
+            journal, settings = self._journal, self._options.settings
+            statuses = [job.status(settings.version, settings.durable) for job in self._coordinator.jobs.values()]
             return Gauges(
                 sessions=self._driver.sessions,
                 journal_commits=0 if journal is None else journal.commits,
-                journal_full=journal is not None and journal.full,
-                jobs={},
+                journal_full=self._driver.refuses_writes,
+                jobs={status.job: JobGauges.of(status) for status in statuses},
             )
 
         return asyncio.run_coroutine_threadsafe(read(), self._loop).result(timeout=5.0)

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from ferrorpc.errors import CodecError, FerroError, LimitExceededError, UsageError
-from ferrorpc.v1 import error_pb2, session_pb2
+from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2, store_pb2
 from ferrorpc.wire import status
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.metrics import Counters
@@ -32,6 +32,9 @@ _UNARY: Final[dict[str, type[UnaryRequest]]] = {
 }
 
 M = TypeVar("M", bound=Message)
+_GROWING: Final = frozenset({"set", "add", "compare_set"})
+"""Operations that make the journal larger."""
+
 Context = grpc.aio.ServicerContext[bytes, bytes]
 UnaryHandler = Callable[[bytes, Context], Awaitable[bytes]]
 
@@ -39,9 +42,10 @@ UnaryHandler = Callable[[bytes, Context], Awaitable[bytes]]
 class CoordinatorServicer:
     """The coordinator's RPCs on one driver."""
 
-    def __init__(self, driver: Driver, counters: Counters) -> None:
+    def __init__(self, driver: Driver, counters: Counters, cluster_id: str) -> None:
         self._driver = driver
         self._counters = counters
+        self._cluster_id = cluster_id
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What a server needs to be given."""
@@ -55,8 +59,7 @@ class CoordinatorServicer:
     async def _session(self, _: AsyncIterator[bytes], context: Context) -> None:
         try:
             hello = await _read_hello(context)
-            stream = _Stream(self._driver, self._counters, context, hello)
-            await stream.run()
+            await _Stream(self._driver, self._counters, context, hello, self._cluster_id).run()
         except FerroError as error:
             await self._abort("Session", context, error)
         self._counters.handled["Session", "OK"] += 1
@@ -68,7 +71,10 @@ class CoordinatorServicer:
             try:
                 if context.time_remaining() is None:
                     raise UsageError(f"{name} was called without a deadline", hint="give the call a timeout")
-                answer = await self._driver.call(_parse(request_type, data))
+                request = _parse(request_type, data)
+                if self._driver.refuses_writes and isinstance(request, session_pb2.UnaryStoreRequest):
+                    _require_read_only(request.request)
+                answer = await self._driver.call(request)
                 if isinstance(answer, error_pb2.ErrorDetail):
                     raise status.error_of(answer)
             except FerroError as error:
@@ -88,10 +94,11 @@ class CoordinatorServicer:
 class _Stream:
     """One open Session: this task writes, a second one reads, and whichever ends first ends the other."""
 
-    def __init__(self, driver: Driver, counters: Counters, context: Context, hello: session_pb2.Hello) -> None:
+    def __init__(self, driver: Driver, counters: Counters, context: Context, hello: session_pb2.Hello, cluster_id: str) -> None:
         self._driver = driver
         self._counters = counters
         self._context = context
+        self._cluster_id = cluster_id
         self._outbox = driver.connect(hello)
         self._problem: FerroError | None = None
 
@@ -114,20 +121,44 @@ class _Stream:
             raise LimitExceededError("the session was ended because it left more unread than outbox_bytes allows")
 
     async def _read(self) -> None:
-        read, receive, stream, counters = self._context.read, self._driver.receive, self._outbox.stream, self._counters
+        read, stream, counters = self._context.read, self._outbox.stream, self._counters
         parse = session_pb2.ClientFrame.FromString
         try:
             while isinstance(data := await read(), bytes):  # the end is an object of its own
                 frame = parse(data)
                 if frame.HasField("beat"):
                     counters.heartbeats += 1
-                receive(stream, frame)
+                if self._driver.refuses_writes and frame.HasField("store"):
+                    self._receive_while_full(frame)
+                else:
+                    self._driver.receive(stream, frame)
         except DecodeError:
             self._problem = CodecError("a session sent bytes that are no ClientFrame")
         finally:
             # The end of the stream without a Leave is the fastest sign of death: tell it before anything is written.
             self._driver.disconnect(stream)
             self._outbox.finish()
+
+    def _receive_while_full(self, frame: session_pb2.ClientFrame) -> None:
+        """Answers a write at once with what is wrong, so that it never reaches the state."""
+        try:
+            _require_read_only(frame.store)
+        except LimitExceededError as error:
+            result = session_pb2.Result(sequence=frame.sequence, error=status.detail_of(error))
+            position = identity_pb2.Position(cluster_id=self._cluster_id)
+            self._outbox.push(session_pb2.ServerFrame(position=position, result=result).SerializeToString())
+        else:
+            self._driver.receive(self._outbox.stream, frame)
+
+
+def _require_read_only(request: store_pb2.StoreRequest) -> None:
+    operation = request.WhichOneof("operation")
+    if operation in _GROWING:
+        raise LimitExceededError(
+            f"the store takes no {operation} now: the disk of the coordinator's journal is full",
+            hint="make room on that disk (or delete keys); writes are taken again by themselves",
+            retryable=True,
+        )
 
 
 async def _read_hello(context: Context) -> session_pb2.Hello:
