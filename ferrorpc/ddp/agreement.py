@@ -24,8 +24,8 @@ def agree(group: ProcessGroup, what: str, text: str) -> None:
         text: one line a fact.
 
     Raises:
-        CollectiveMismatchError: texts differ; raised on every rank, with the lines that differ from rank 0's. The group
-            stays open.
+        CollectiveMismatchError: texts differ; raised on every rank, with the lines that differ from the first
+            rank's. The group stays open.
     """
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
     digests = group.all_gather(digest)
@@ -34,9 +34,9 @@ def agree(group: ProcessGroup, what: str, text: str) -> None:
     texts = [bytes(other).decode().splitlines() for other in group.all_gather(np.frombuffer(text.encode(), np.uint8))]
     signatures = {}
     for rank, lines in enumerate(texts):
-        differences = _differences(lines, texts[0])
+        differences = _differences(lines, texts[0], group.world_ranks[0])
         if differences:
-            signatures[rank] = differences
+            signatures[group.world_ranks[rank]] = differences
     raise CollectiveMismatchError(
         signatures,
         f"ranks hold different {what}: " + "; ".join(f"rank {rank} has {text}" for rank, text in signatures.items()),
@@ -44,9 +44,9 @@ def agree(group: ProcessGroup, what: str, text: str) -> None:
     )
 
 
-def _differences(lines: list[str], reference: list[str]) -> str:
+def _differences(lines: list[str], reference: list[str], reference_rank: int) -> str:
     pairs = [(own or "nothing", other or "nothing") for own, other in zip_longest(lines, reference) if own != other]
-    shown = [f"{own!r} where rank 0 has {other!r}" for own, other in pairs[:_DIFFERENCES_SHOWN]]
+    shown = [f"{own!r} where rank {reference_rank} has {other!r}" for own, other in pairs[:_DIFFERENCES_SHOWN]]
     if len(pairs) > len(shown):
         shown.append(f"{len(pairs) - len(shown)} more")
     return ", ".join(shown)

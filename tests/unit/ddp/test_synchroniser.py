@@ -201,6 +201,17 @@ def test_weights_that_sum_to_zero_are_an_error_on_every_rank():
     assert run_world(2, body) == [[1.0, 1.0]] * 2
 
 
+def test_a_weight_on_one_rank_only_is_a_mismatch_on_every_rank():
+    def body(group):
+        sync = GradientSynchronizer({"a": np.zeros(2)}, group)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            sync({"a": np.ones(2)}, weight=3 if group.rank == 0 else None)
+        return sorted(caught.value.signatures.values())
+
+    for signatures in run_world(2, body):
+        assert signatures == ["all_reduce(op=mean, float64[2])", "all_reduce(op=sum, float64[2])"]
+
+
 def test_ranks_with_different_trees_learn_where_they_differ():
     def body(group):
         like = {"a": np.zeros(2)} | ({"b": np.zeros(3)} if group.rank == 1 else {})
