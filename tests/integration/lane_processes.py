@@ -18,6 +18,7 @@ class PeerHandle:
         self, rank: int, prefix: Sequence[str] = (), hosts: Sequence[str] = (), environment: dict | None = None
     ) -> None:
         self.rank = rank
+        self.address = ""
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "tests.integration.lane_peer", str(rank), *hosts],
             stdin=subprocess.PIPE,
@@ -73,9 +74,10 @@ class PeerHandle:
 def peers(*handles: PeerHandle) -> Iterator[list[PeerHandle]]:
     """Ranks that know each other's addresses; none outlives the block."""
     try:
-        addresses = " ".join(handle.hear("at ").split()[1] for handle in handles)
         for handle in handles:
-            handle.tell(addresses)
+            handle.address = handle.hear("at ").split()[1]
+        for handle in handles:
+            handle.tell(" ".join(other.address for other in handles))
         yield list(handles)
     finally:
         for handle in handles:

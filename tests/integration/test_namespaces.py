@@ -1,0 +1,70 @@
+"""Workers in two network namespaces find each other by advertised addresses, although both listen on 0.0.0.0."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.lane_processes import PeerHandle, peers
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(shutil.which("ip") is None, reason="network namespaces need iproute2"),
+]
+
+HOSTS = ("10.213.7.1", "10.213.7.2")
+NAMES = (f"ferrorpc-a-{os.getpid()}", f"ferrorpc-b-{os.getpid()}")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def namespaces() -> Iterator[tuple[str, str]]:
+    """Two hosts joined by one cable."""
+    try:
+        ip("netns", "add", NAMES[0])
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this machine gives no network namespaces: {error.stderr.strip()}")
+    try:
+        ip("netns", "add", NAMES[1])
+        ip("link", "add", "veth0", "netns", NAMES[0], "type", "veth", "peer", "name", "veth0", "netns", NAMES[1])
+        for name, host in zip(NAMES, HOSTS, strict=True):
+            ip("-n", name, "address", "add", f"{host}/24", "dev", "veth0")
+            ip("-n", name, "link", "set", "veth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield NAMES
+    finally:
+        for name in NAMES:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "delete", name)
+
+
+def in_namespace(rank: int, name: str, host: str) -> PeerHandle:
+    return PeerHandle(rank, prefix=["ip", "netns", "exec", name], hosts=["0.0.0.0", host])
+
+
+def test_workers_in_two_namespaces_exchange_messages(namespaces: tuple[str, str]) -> None:
+    ranks = [in_namespace(rank, namespaces[rank], HOSTS[rank]) for rank in range(2)]
+    with peers(*ranks) as (first, second):
+        assert [rank.address.rpartition(":")[0] for rank in ranks] == list(HOSTS)
+        for size in (9, 5 << 20):
+            first.do(f"send 1 {size}")
+            second.hear(f"got {size} from 0")
+            second.do(f"send 0 {size}")
+            first.hear(f"got {size} from 1")
+
+
+def test_a_cut_cable_is_told_on_both_sides_within_five_seconds(namespaces: tuple[str, str]) -> None:
+    ranks = [in_namespace(rank, namespaces[rank], HOSTS[rank]) for rank in range(2)]
+    with peers(*ranks) as (first, second):
+        first.do("send 1 9")
+        second.hear("got 9 from 0")
+        ip("-n", namespaces[0], "link", "set", "veth0", "down")
+        first.hear("lost 1", seconds=5.0)
+        second.hear("lost 0", seconds=5.0)
