@@ -150,6 +150,7 @@ def owned(data: np.ndarray[Any, Any], spec: TensorSpec) -> np.ndarray[Any, Any]:
 
 def _overlap(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
     try:
-        return bool(np.shares_memory(one, other, max_work=_OVERLAP_WORK))  # type: ignore[arg-type]  # the stub knows 0 and -1 only
+        # The stub knows only the two named amounts of work.
+        return bool(np.shares_memory(one, other, max_work=_OVERLAP_WORK))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True

@@ -216,6 +216,15 @@ def test_shared_parameters_count_once_and_frozen_ones_take_no_part():
     assert run_world(2, body) == [([0.5, 0.5], [r, r], [0.0, 0.0]) for r in (0.0, 1.0)]
 
 
+def test_a_module_without_parameters_is_fine():
+    def body(group):
+        ddp = DistributedDataParallel(Plain(), group)
+        ddp.sync_gradients()
+        return ddp(1)
+
+    assert run_world(2, body) == [1, 1]
+
+
 def test_the_wrapper_passes_calls_and_modes_on():
     def body(group):
         module = Plain(w=np.zeros(1))
