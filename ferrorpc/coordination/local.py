@@ -6,7 +6,7 @@ Everything waits through the world's Clock, so a world of the simulated clock re
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ferrorpc.coordination import limits
@@ -91,6 +91,8 @@ class LocalWorld:
         self.timeout = timeout
         self.monitor = Monitor(clock)
         self.keyspace = Keyspace()
+        self.on_note: Callable[[int], None] | None = None
+        """Told the rank of every `note`: where a test may end it."""
         self._max_size = size
         self._min_size = size if min_size is None else min_size
         if not 1 <= self._min_size <= self._max_size:
@@ -245,6 +247,11 @@ class LocalSession(Session):
         return self.state not in ("dead", "left")
 
     @property
+    def left(self) -> bool:
+        """Whether it said goodbye."""
+        return self.state == "left"
+
+    @property
     def rank(self) -> int:
         """Its rank in the generation it was last in; -1 before the first."""
         return self.membership.assignment.rank if hasattr(self, "membership") else -1
@@ -346,6 +353,8 @@ class LocalSession(Session):
         self._activity = activity
         self._step += 1
         self._noted_at = self.clock.now()
+        if self._world.on_note is not None:
+            self._world.on_note(self.rank)
 
     def leave(self, reason: str = "") -> None:
         own: FerroError = GroupClosedError(f"{self.name} has left job {self._world.job!r}")

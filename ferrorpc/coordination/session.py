@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ferrorpc.coordination import farewell, limits
@@ -88,7 +88,8 @@ class RemoteSession(Session):
         self._pending: tuple[str, ...] = ()
         self._links_lost: set[tuple[int, int]] = set()
         self._reported = 0
-        self._left = False
+        self._at_leave: list[Callable[[], None]] = []
+        self.left = False
         self._link = Link(
             address,
             connector(address, config),
@@ -202,9 +203,9 @@ class RemoteSession(Session):
         self._step += 1
 
     def leave(self, reason: str = "") -> None:
-        if self._left:
+        if self.left:
             return
-        self._left = True
+        self.left = True
         farewell.forget(self)
         generation = self._generation
         request = rendezvous_pb2.LeaveRequest(generation=generation, reason=reason[:1024])
@@ -213,6 +214,12 @@ class RemoteSession(Session):
         self._link.close(closed)
         own = PeerLostError(self.membership.assignment.rank, reason) if reason and generation else closed
         self._trip(self._latch, own)
+        for action in self._at_leave:
+            action()
+
+    def at_leave(self, action: Callable[[], None]) -> None:
+        """Runs `action` after the goodbye, once."""
+        self._at_leave.append(action)
 
     # -- what members do together --------------------------------------------------------------------------------------
 
@@ -324,7 +331,7 @@ class RemoteSession(Session):
 
     def abandon_in_child(self) -> None:
         """In a forked child: every use raises, nothing of the parent's is touched."""
-        self._left = True
+        self.left = True
         self._link.abandon_in_child()
         self._latch.cause = self._link.over
 

@@ -1,0 +1,119 @@
+"""init_process_group: from the environment to an open group."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from typing import Any
+
+from ferrorpc.backends import registry
+from ferrorpc.bootstrap_address import advertised_host
+from ferrorpc.bootstrap_coordinator import start_coordinator
+from ferrorpc.bootstrap_environment import Place, detect, member_name, own_coordinator
+from ferrorpc.config import Config
+from ferrorpc.coordination import farewell
+from ferrorpc.coordination.channel import read_token
+from ferrorpc.coordination.local import LocalSession, LocalWorld
+from ferrorpc.coordination.session import RemoteSession
+from ferrorpc.errors import UsageError
+from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.logs import set_up_logging
+from ferrorpc.transports.grpc_server import WorkerServer
+
+_log = logging.getLogger("ferrorpc.bootstrap")
+_open: list[LocalSession | RemoteSession] = []
+"""The seat of this process's group; the next `init_process_group` looks whether it was left."""
+
+
+def init_process_group(
+    backend: str = "auto", transport: str = "auto", timeout: float | None = None, **settings: Any
+) -> ProcessGroup:
+    """Joins this process's job and returns the group of all its ranks; a context manager.
+
+    Who and where this process is comes from its environment: FERRORPC_* variables, else those of torchrun, Kubeflow, SLURM or
+    MPI; without any it is a world of one. Where no coordinator is named, rank 0 starts one.
+
+    Args:
+        backend: who performs operations: "auto", "grpc", or the name of a registered one.
+        transport: how tensors travel: "auto" or "grpc".
+        timeout: seconds for the rendezvous and for each operation; None for FERRORPC_TIMEOUT, else 60.
+        settings: any other setting by its name (`ferrorpc config` lists them), before its variable: `job="trial"`.
+
+    Raises:
+        ConfigError: a setting or a variable is wrong, and named.
+        UsageError: this process has an open group already.
+        CoordinatorUnavailableError: nobody answered at the coordinator's address in time.
+        RendezvousTimeoutError: naming who did not come.
+        BackendUnavailableError: the backend cannot work here.
+    """
+    farewell.install()
+    if _open and not _open[-1].left:
+        raise UsageError(
+            "this process has an open group already",
+            hint="close() it first; for several groups at once use group.subgroup(), or ProcessGroup(backend)",
+        )
+    chosen = {"backend": backend, "transport": transport}
+    arguments = settings | {name: value for name, value in chosen.items() if value != "auto"} | {"timeout": timeout}
+    if isinstance(arguments.get("world_size"), int):
+        arguments["world_size"] = str(arguments["world_size"])
+    config = Config(arguments)
+    set_up_logging(config)
+    place = detect(os.environ, config)
+    _log.info("place in the job taken from %s: %s", place.source, place)
+    session, server = _local_seat(config) if _alone(config, place) else _remote_seat(config, place)
+    _open[:] = [session]
+    try:
+        made_for = registry.Place(session, server, config["transport"], config["timeout"])
+        return ProcessGroup(registry.create(config["backend"], made_for), config["timeout"])
+    except BaseException as error:
+        session.leave(farewell.reason_of(error))
+        raise
+
+
+def _alone(config: Config, place: Place) -> bool:
+    return place.world == (1, 1) and config["coordinator"] is None
+
+
+def _local_seat(config: Config) -> tuple[LocalSession, None]:
+    """The only seat of a world of one: no socket, no thread."""
+    return LocalWorld(1, job=config["job"], timeout=config["timeout"]).session(0), None
+
+
+def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerServer]:
+    """A seat at the coordinator, and the server whose address the others get with it."""
+    address, job = config["coordinator"], config["job"]
+    if address is None:
+        address = own_coordinator(place, config["port"])
+        job = _job_of_run(config, place)
+        if place.pinned_rank == 0:
+            start_coordinator(address, config, os.environ)
+    host = socket.gethostname()
+    advertised = advertised_host(address, config)
+    server = WorkerServer(config["bind"], advertised, SYSTEM_CLOCK, read_token(config["token_file"]))
+    try:
+        session = RemoteSession.join(
+            address,
+            job=job,
+            name=member_name(os.environ, config, place, host, os.getpid()),
+            policy=place.world,
+            pinned_rank=place.pinned_rank,
+            hinted_rank=place.hinted_rank,
+            worker_address=server.address,
+            host=host,
+            config=config,
+        )
+    except BaseException:
+        server.close()
+        raise
+    session.at_leave(server.close)
+    return session, server
+
+
+def _job_of_run(config: Config, place: Place) -> str:
+    """The job of a coordinator that nobody named: two runs that meet at one port by mistake must not mix."""
+    given = str(config["job"])
+    if config.source("job") != "default" or not place.run:
+        return given
+    return f"run-{place.run}"

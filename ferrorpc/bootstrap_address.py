@@ -1,0 +1,80 @@
+"""The address a worker tells the others: where it listens, seen from where they are."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
+
+_RETRY_SECONDS: Final = 0.25
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """host:port as host and port, an IPv6 host without its brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches that host. Names are not looked up."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether listening there is listening on every address."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def advertised_host(coordinator: str, config: Mapping[str, Any]) -> str:
+    """The host that peers dial: the setting `advertise`, else a specific `bind`, else this machine's address on the way to
+    the coordinator, which every peer has in common.
+
+    Raises:
+        ConfigError: it listens on loopback, but the coordinator is elsewhere, and so may peers be.
+        CoordinatorUnavailableError: the coordinator's name could not be resolved within `timeout` seconds.
+    """
+    if config["advertise"]:
+        return str(config["advertise"])
+    bind = str(config["bind"])
+    route = local_address_towards(coordinator, config["timeout"])
+    if is_loopback(bind) and not is_loopback(route):
+        raise ConfigError(
+            f"FERRORPC_BIND={bind} listens for this machine only, but the coordinator {coordinator} is reached over {route}",
+            hint="set FERRORPC_BIND=0.0.0.0, or FERRORPC_ADVERTISE to the host that peers reach this worker by",
+        )
+    return route if is_wildcard(bind) else bind
+
+
+def local_address_towards(address: str, timeout: float) -> str:
+    """This machine's own address on the route to `address`. Nothing is sent, except to resolve its name.
+
+    A name may not be known yet when a pod or container starts, so resolving it is repeated for `timeout` seconds.
+    """
+    host, port = split_address(address)
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return _route(host, port)
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise CoordinatorUnavailableError(
+                    f"the coordinator's address {address} led nowhere for {timeout:g} s: {error}"
+                ) from None
+        time.sleep(_RETRY_SECONDS)
+
+
+def _route(host: str, port: int) -> str:
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

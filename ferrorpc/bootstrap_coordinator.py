@@ -1,0 +1,107 @@
+"""The coordinator that rank 0 starts where a launcher gives ranks but nobody runs one."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from collections.abc import Mapping
+from typing import Final
+
+from ferrorpc.bootstrap_address import is_loopback, split_address
+from ferrorpc.config import Config
+from ferrorpc.errors import ConfigError
+
+START_SECONDS: Final = 30.0
+LINGER_SECONDS: Final = 5.0
+"""How long it outlives rank 0, so that the others learn who died and can say goodbye."""
+_FLAGS: Final = ("lease", "grace", "stall", "tls_ca", "tls_cert", "tls_key", "token_file", "log_level", "log_format")
+_running: dict[str, int] = {}
+"""Address -> the pipe whose end tells the keeper that this process has ended."""
+
+
+def start_coordinator(address: str, config: Config, environment: Mapping[str, str]) -> None:
+    """Starts a coordinator on `address` and waits until it listens. One that this process started before is kept.
+
+    It listens on loopback when `address` is there, and else on the setting `bind`. It ends soon after this process, however
+    that ends.
+
+    Raises:
+        ConfigError: it could not start; its own words are on standard error.
+    """
+    if address in _running:
+        return
+    host, port = split_address(address)
+    listen = address if is_loopback(host) else f"{config['bind']}:{port}"
+    if not is_loopback(host) and is_loopback(config["bind"]):
+        raise ConfigError(
+            f"rank 0 is at {host}, but FERRORPC_BIND={config['bind']} would hide its coordinator from the other nodes",
+            hint="set FERRORPC_BIND=0.0.0.0 on every node, with FERRORPC_TLS_* or FERRORPC_INSECURE=1",
+        )
+    announced, lifeline, process = _spawn([str(LINGER_SECONDS), "--listen", listen, *_flags(config)], environment)
+    try:
+        ready = _first_line(announced)
+    finally:
+        os.close(announced)
+    if ready.startswith(b"listening"):
+        _running[address] = lifeline
+        return
+    os.close(lifeline)
+    _, status = os.waitpid(process, 0)
+    raise ConfigError(
+        f"rank 0 could not start a coordinator on {listen} (exit code {os.waitstatus_to_exitcode(status)})",
+        hint="read its message above; where the port is in use set FERRORPC_PORT, or name a coordinator that runs",
+    )
+
+
+def _spawn(arguments: list[str], environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """Starts the keeper in a session of its own, so that Ctrl-C does not reach it.
+
+    Returns:
+        The descriptor its ready line comes from, the one it watches for this process's end, and its process id.
+    """
+    announced, announcing = os.pipe()
+    watched, lifeline = os.pipe()
+    process = os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-m", "ferrorpc.coordination.keeper", *arguments],
+        dict(environment),
+        file_actions=[(os.POSIX_SPAWN_DUP2, watched, 0), (os.POSIX_SPAWN_DUP2, announcing, 1)],
+        setsid=True,
+    )
+    os.close(announcing)
+    os.close(watched)
+    return announced, lifeline, process
+
+
+def _first_line(descriptor: int) -> bytes:
+    """The first line that is written there; what there is of it at its end, or after START_SECONDS."""
+    deadline = time.monotonic() + START_SECONDS
+    line = b""
+    while not line.endswith(b"\n"):
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        chunk = os.read(descriptor, 1) if ready else b""
+        if not chunk:
+            break
+        line += chunk
+    return line
+
+
+def _flags(config: Config) -> list[str]:
+    """Settings that came as arguments; those of the environment are inherited."""
+    flags: list[str] = []
+    for name in _FLAGS:
+        if config.source(name) == "argument":
+            flags += [f"--{name.replace('_', '-')}", str(config[name])]
+    return [*flags, "--insecure"] if config["insecure"] else flags
+
+
+def _forget_in_child() -> None:
+    """A forked child must not keep the coordinator of a parent that ended."""
+    for lifeline in _running.values():
+        os.close(lifeline)
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

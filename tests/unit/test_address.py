@@ -1,0 +1,64 @@
+"""Which address a worker tells the others."""
+
+import time
+
+import pytest
+
+from ferrorpc.bootstrap_address import advertised_host, is_loopback, is_wildcard, local_address_towards, split_address
+from ferrorpc.config import Config
+from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
+
+REMOTE = "192.0.2.1:29700"  # an address of the documentation's network: nothing is ever sent there
+
+
+@pytest.fixture
+def remote_route(monkeypatch):
+    """A machine whose way to REMOTE starts at 10.1.2.3."""
+    monkeypatch.setattr("ferrorpc.bootstrap_address._route", lambda host, port: "10.1.2.3")
+
+
+def settings(**arguments):
+    return Config(arguments, {})
+
+
+def test_next_to_the_coordinator_loopback_will_do():
+    assert advertised_host("127.0.0.1:29700", settings()) == "127.0.0.1"
+    assert advertised_host("localhost:29700", settings(bind="127.0.0.1")) == "127.0.0.1"
+
+
+def test_a_wildcard_is_told_as_the_address_on_the_way_to_the_coordinator(remote_route):
+    assert advertised_host(REMOTE, settings(bind="0.0.0.0")) == "10.1.2.3"
+    assert advertised_host(REMOTE, settings(bind="::")) == "10.1.2.3"
+
+
+def test_a_specific_address_is_told_as_it_is(remote_route):
+    assert advertised_host(REMOTE, settings(bind="10.9.9.9")) == "10.9.9.9"
+
+
+def test_what_is_advertised_comes_before_everything(remote_route):
+    assert advertised_host(REMOTE, settings(advertise="worker-3.example")) == "worker-3.example"
+
+
+def test_loopback_with_a_coordinator_elsewhere_names_the_variable(remote_route):
+    with pytest.raises(ConfigError, match=r"FERRORPC_BIND=127\.0\.0\.1"):
+        advertised_host(REMOTE, settings())
+
+
+def test_a_name_that_leads_nowhere_is_tried_again_until_the_timeout():
+    started = time.monotonic()
+    with pytest.raises(CoordinatorUnavailableError, match="nowhere"):
+        local_address_towards("coordinator.invalid:29700", 0.6)
+    assert time.monotonic() - started >= 0.6
+
+
+def test_hosts_are_read_as_they_are_written():
+    assert split_address("[fe80::1]:29700") == ("fe80::1", 29700)
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost", "10.0.0.1", "gpu7")] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [is_wildcard(host) for host in ("0.0.0.0", "::", "10.0.0.1", "gpu7")] == [True, True, False, False]

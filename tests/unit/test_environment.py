@@ -1,0 +1,180 @@
+"""What each launcher's variables mean."""
+
+import pytest
+
+from ferrorpc.bootstrap_environment import Place, detect, first_host, member_name, own_coordinator
+from ferrorpc.config import Config
+from ferrorpc.errors import ConfigError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "GROUP_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "run7",
+}
+PET = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "trainer-0-0",
+    "PET_MASTER_PORT": "29400",
+}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_NTASKS": "16",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+}
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+PMI = {"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"}
+
+
+def place_of(environment: dict[str, str], **arguments: object) -> Place:
+    return detect(environment, Config(arguments, environment))
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Place("nothing", (1, 1))),
+        (TORCHRUN, Place("RANK and WORLD_SIZE", (8, 8), 5, None, 1, 1, 4, "node0", "run7")),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            Place("RANK and WORLD_SIZE", (2, 2), 0, master="a", run="a.1"),
+        ),
+        (PET, Place("PET_NNODES and PET_NPROC_PER_NODE", (2, 2), 1, None, 0, 1, 1, "trainer-0-0", "trainer-0-0.29400")),
+        (
+            PET | {"PET_NPROC_PER_NODE": "4", "LOCAL_RANK": "2"},
+            Place("PET_NNODES and PET_NPROC_PER_NODE", (8, 8), 6, None, 2, 1, 4, "trainer-0-0", "trainer-0-0.29400"),
+        ),
+        (
+            {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"},
+            Place("PET_NNODES and PET_NPROC_PER_NODE", (8, 8), None, None, None, None, 4),
+        ),
+        (SLURM, Place("SLURM_PROCID and SLURM_STEP_NUM_TASKS", (4, 4), 3, None, 1, 1, None, "gpu07", "4711.0")),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711"}, Place("nothing", (1, 1))),
+        (OMPI, Place("OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE", (2, 2), 1, None, 1, None, 2)),
+        (PMI, Place("PMI_RANK and PMI_SIZE", (3, 3), 0, None, 0, None, 3)),
+        ({"FERRORPC_WORLD_SIZE": "4"}, Place("FERRORPC_WORLD_SIZE", (4, 4))),
+        ({"FERRORPC_WORLD_SIZE": "2:4", "FERRORPC_RANK_HINT": "3"}, Place("FERRORPC_WORLD_SIZE", (2, 4), hinted_rank=3)),
+        ({"FERRORPC_WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "2"}, Place("FERRORPC_WORLD_SIZE", (4, 4), hinted_rank=2)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_each_launcher_is_understood(environment, expected):
+    assert place_of(environment) == expected
+
+
+def test_the_first_that_speaks_wins():
+    order = [{"FERRORPC_WORLD_SIZE": "8"}, TORCHRUN, PET, SLURM, OMPI, PMI]
+    for first in range(1, len(order)):
+        everything = {name: value for words in reversed(order[first:]) for name, value in words.items()}
+        alone = place_of(order[first])
+        assert place_of(everything).source == alone.source
+        assert place_of(everything).pinned_rank == alone.pinned_rank
+    assert place_of(order[0] | TORCHRUN).source == "FERRORPC_WORLD_SIZE, RANK and WORLD_SIZE"
+
+
+def test_a_launchers_rank_is_pinned_in_the_same_fixed_world_and_a_hint_in_another():
+    same = place_of(TORCHRUN | {"FERRORPC_WORLD_SIZE": "8"})
+    assert (same.world, same.pinned_rank, same.hinted_rank) == ((8, 8), 5, None)
+    elastic = place_of(TORCHRUN | {"FERRORPC_WORLD_SIZE": "4:8"})
+    assert (elastic.world, elastic.pinned_rank, elastic.hinted_rank) == ((4, 8), None, 5)
+    other = place_of(TORCHRUN | {"FERRORPC_WORLD_SIZE": "6"})
+    assert (other.world, other.pinned_rank, other.hinted_rank) == ((6, 6), None, 5)
+
+
+def test_an_argument_comes_before_the_variables():
+    assert place_of({"FERRORPC_WORLD_SIZE": "4"}, world_size=(2, 2)).world == (2, 2)
+    assert place_of({"FERRORPC_WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "2"}, rank_hint=1).hinted_rank == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"RANK": "1"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "1"}, "RANK"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "first"}, "LOCAL_RANK"),
+        ({"PET_NNODES": "1:4", "PET_NODE_RANK": "0"}, "PET_NNODES"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "2"}, "PET_NODE_RANK"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "JOB_COMPLETION_INDEX"),
+        ({"FERRORPC_COORDINATOR": "host:29700"}, "FERRORPC_WORLD_SIZE"),
+        ({"FERRORPC_WORLD_SIZE": "4:2"}, "FERRORPC_WORLD_SIZE"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_names_the_variable(environment, named):
+    with pytest.raises(ConfigError, match=named):
+        place_of(environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (TORCHRUN, "node0:29700"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, "127.0.0.1:29700"),
+        (TORCHRUN | {"MASTER_ADDR": "fe80::1"}, "[fe80::1]:29700"),
+        (SLURM, "gpu07:29700"),
+        (OMPI, "127.0.0.1:29700"),
+    ],
+)
+def test_rank_0_starts_a_coordinator_where_the_launcher_says_it_is_but_never_on_the_master_port(environment, expected):
+    assert own_coordinator(place_of(environment), 29700) == expected
+
+
+@pytest.mark.parametrize("environment", [{"FERRORPC_WORLD_SIZE": "4"}, TORCHRUN | {"MASTER_ADDR": ""}])
+def test_without_a_rank_or_a_master_a_coordinator_must_be_named(environment):
+    with pytest.raises(ConfigError, match="FERRORPC_COORDINATOR"):
+        own_coordinator(place_of(environment), 29700)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"FERRORPC_NAME": "me"} | TORCHRUN, "me"),
+        (TORCHRUN, "host.1-1"),
+        (TORCHRUN | {"GROUP_RANK": "0"}, "host-1"),
+        (OMPI, "host-1"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "worker-3"}, "worker-3"),
+        ({"POD_NAME": "worker-4", "HOSTNAME": "worker-3"}, "worker-4"),
+        ({"HOSTNAME": "laptop"}, "host-42"),
+        ({}, "host-42"),
+    ],
+)
+def test_a_members_name_stays_over_restarts_where_anything_does(environment, expected):
+    config = Config({"world_size": (8, 8)}, environment)
+    assert member_name(environment, config, detect(environment, config), "host", 42) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("", ""),
+        ("gpu1", "gpu1"),
+        ("gpu1,gpu2", "gpu1"),
+        ("gpu[07-09,12],login1", "gpu07"),
+        ("gpu[3]", "gpu3"),
+        ("a1,gpu[3-4]", "a1"),
+        ("gpu[3,5]", "gpu3"),
+    ],
+)
+def test_the_first_host_of_a_slurm_list(nodes, expected):
+    assert first_host(nodes) == expected
