@@ -22,6 +22,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 setup: $(READY)  ## make .venv with ferrorpc (editable), the examples' libraries and the developer's tools
+	@echo ".venv is ready"
 
 $(READY): pyproject.toml
 	@if [ -z "$(PYTHON)" ]; then echo "make: no Python 3.11 or later on the PATH; try: make PYTHON=/path/to/python3.12" >&2; exit 1; fi

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,10 +24,21 @@ from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec, dtype_of
 from ferrorpc.wire.frames import Key
 
-if TYPE_CHECKING:
-    from ferrorpc.backends.base import Backend
-
 Array = np.ndarray[Any, Any]
+
+
+class PointToPoint(Protocol):
+    """What is asked of a backend here: blocking send and recv between group ranks."""
+
+    rank: int
+    size: int
+    world_ranks: tuple[int, ...]
+
+    def send(self, data: Array, dst: int, tag: int = 0) -> None:
+        """As `Backend.send`."""
+
+    def recv(self, src: int, tag: int = 0, out: Array | None = None, timeout: float | None = None) -> Array:
+        """As `Backend.recv`."""
 
 
 def relay_tag(key: Key, slot: int) -> int:
@@ -38,7 +49,7 @@ def relay_tag(key: Key, slot: int) -> int:
 class Courier:
     """Sends arrays in order on a thread of its own; its first failure is kept for the driver."""
 
-    def __init__(self, backend: Backend, guard: Guard) -> None:
+    def __init__(self, backend: PointToPoint, guard: Guard) -> None:
         self._backend = backend
         self._guard = guard
         self._lock = threading.Lock()
@@ -82,7 +93,7 @@ class Courier:
 class RelayExecution(Execution):
     """What the executions of this file share: they block in `advance`, so there is nobody to ask and nothing to free."""
 
-    def __init__(self, backend: Backend, guard: Guard, label: str, peers: Sequence[int]) -> None:
+    def __init__(self, backend: PointToPoint, guard: Guard, label: str, peers: Sequence[int]) -> None:
         self.guard = guard
         self.results: list[Array] = []
         self.specs: list[TensorSpec] = []
@@ -117,7 +128,7 @@ class RelayExecution(Execution):
 class RelayPrepared(Prepared):
     """A call with its plan, to be run over `backend.send` and `backend.recv`."""
 
-    def __init__(self, backend: Backend, call: Call) -> None:
+    def __init__(self, backend: PointToPoint, call: Call) -> None:
         self.backend = backend
         self.call = call
         self.rules = Rules(call, plan_for(call, backend.rank, backend.size), backend.rank, backend.size)
@@ -172,7 +183,7 @@ class RelayCollective(RelayExecution):
 class RelaySend(RelayExecution):
     """One blocking send."""
 
-    def __init__(self, backend: Backend, data: Array, dst: int, tag: int, guard: Guard) -> None:
+    def __init__(self, backend: PointToPoint, data: Array, dst: int, tag: int, guard: Guard) -> None:
         super().__init__(backend, guard, f"send(to rank {backend.world_ranks[dst]}, tag={tag})", [dst])
         self._data = data
         self._dst = dst
@@ -188,7 +199,7 @@ class RelayRecv(RelayExecution):
 
     timeout_breaks = False
 
-    def __init__(self, backend: Backend, src: int, tag: int, out: Array | None, guard: Guard) -> None:
+    def __init__(self, backend: PointToPoint, src: int, tag: int, out: Array | None, guard: Guard) -> None:
         super().__init__(backend, guard, f"recv(from rank {backend.world_ranks[src]}, tag={tag})", [src])
         self._src = src
         self._tag = tag

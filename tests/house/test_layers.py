@@ -54,6 +54,15 @@ def test_every_room_of_the_library_has_its_layer() -> None:
     assert rooms <= named
 
 
+def test_the_contract_forbids_the_coordinator_all_other_rooms() -> None:
+    contract = next(found for found in contracts() if found["name"] == "the coordinator never imports the training side")
+    forbidden = {module.split(".")[1] for module in contract["forbidden_modules"]}
+    assert not forbidden & COORDINATOR_MAY_IMPORT
+    rooms = {path.parent.name for path in PACKAGES[0].glob("*/__init__.py")} | {path.stem for path in PACKAGES[0].glob("*.py")}
+    parts_of_bootstrap = {room for room in rooms if room.startswith("bootstrap_")}
+    assert rooms - COORDINATOR_MAY_IMPORT - forbidden - parts_of_bootstrap - {"__init__"} == set()
+
+
 def ferrorpc_rooms(path: Path) -> set[str]:
     """The rooms of ferrorpc that a module imports."""
     found = set()

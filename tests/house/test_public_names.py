@@ -1,0 +1,52 @@
+"""The public face is an explicit list: what is in it stays, what is not is nobody's business."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import ferrorpc
+from ferrorpc import errors
+
+FACE = {
+    # groups
+    "init_process_group",
+    "ProcessGroup",
+    "Work",
+    "ReduceOp",
+    "DType",
+    # backends
+    "Backend",
+    "Capabilities",
+    "GrpcBackend",
+    "SimulatedBackend",
+    # training
+    "DistributedDataParallel",
+    "GradientSynchronizer",
+    "Parameter",
+    # rooms that are public as they are
+    "errors",
+    "testing",
+}
+ERRORS = {name for name in errors.__all__}
+
+
+def test_the_face_is_this_list() -> None:
+    assert set(ferrorpc.__all__) - {"__version__"} == FACE | ERRORS
+
+
+@pytest.mark.parametrize("name", sorted(FACE | ERRORS))
+def test_a_name_of_the_face_leads_somewhere_and_is_documented(name: str) -> None:
+    value = getattr(ferrorpc, name)
+    if not inspect.isclass(value) or value.__module__.startswith("ferrorpc"):
+        assert inspect.getdoc(value)
+
+
+def test_dir_shows_the_face() -> None:
+    assert set(ferrorpc.__all__) <= set(dir(ferrorpc))
+
+
+def test_another_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = ferrorpc.no_such_name
