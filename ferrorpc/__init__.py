@@ -1,0 +1,196 @@
+"""ferrorpc: several processes train one model.
+
+    import ferrorpc
+
+    with ferrorpc.init_process_group() as group:
+        total = group.all_reduce(x)
+
+This file is the public face: a table of names and where they live. A name is loaded when it is first asked for, so that
+`import ferrorpc` costs next to nothing and loads no framework.
+"""
+
+from __future__ import annotations
+
+import os as _os
+import sys as _sys
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ferrorpc import errors as errors
+    from ferrorpc import testing as testing
+    from ferrorpc.backends.base import Backend as Backend
+    from ferrorpc.backends.base import Capabilities as Capabilities
+    from ferrorpc.backends.grpc import GrpcBackend as GrpcBackend
+    from ferrorpc.backends.simulated import SimulatedBackend as SimulatedBackend
+    from ferrorpc.bootstrap import init_process_group as init_process_group
+    from ferrorpc.ddp.module import DistributedDataParallel as DistributedDataParallel
+    from ferrorpc.ddp.parameter import Parameter as Parameter
+    from ferrorpc.ddp.synchroniser import GradientSynchronizer as GradientSynchronizer
+    from ferrorpc.errors import (
+        AuthenticationError as AuthenticationError,
+    )
+    from ferrorpc.errors import (
+        BackendUnavailableError as BackendUnavailableError,
+    )
+    from ferrorpc.errors import (
+        BarrierTimeoutError as BarrierTimeoutError,
+    )
+    from ferrorpc.errors import (
+        CodecError as CodecError,
+    )
+    from ferrorpc.errors import (
+        CollectiveMismatchError as CollectiveMismatchError,
+    )
+    from ferrorpc.errors import (
+        CollectiveTimeoutError as CollectiveTimeoutError,
+    )
+    from ferrorpc.errors import (
+        ConfigError as ConfigError,
+    )
+    from ferrorpc.errors import (
+        CoordinatorUnavailableError as CoordinatorUnavailableError,
+    )
+    from ferrorpc.errors import (
+        ErrorCode as ErrorCode,
+    )
+    from ferrorpc.errors import (
+        FerroError as FerroError,
+    )
+    from ferrorpc.errors import (
+        GroupAbortedError as GroupAbortedError,
+    )
+    from ferrorpc.errors import (
+        GroupClosedError as GroupClosedError,
+    )
+    from ferrorpc.errors import (
+        InvalidRankError as InvalidRankError,
+    )
+    from ferrorpc.errors import (
+        InvalidWorldSizeError as InvalidWorldSizeError,
+    )
+    from ferrorpc.errors import (
+        LimitExceededError as LimitExceededError,
+    )
+    from ferrorpc.errors import (
+        MessageTooLargeError as MessageTooLargeError,
+    )
+    from ferrorpc.errors import (
+        NcclError as NcclError,
+    )
+    from ferrorpc.errors import (
+        PeerLostError as PeerLostError,
+    )
+    from ferrorpc.errors import (
+        PermissionDeniedError as PermissionDeniedError,
+    )
+    from ferrorpc.errors import (
+        RendezvousTimeoutError as RendezvousTimeoutError,
+    )
+    from ferrorpc.errors import (
+        SelfSendError as SelfSendError,
+    )
+    from ferrorpc.errors import (
+        StaleGenerationError as StaleGenerationError,
+    )
+    from ferrorpc.errors import (
+        StoreTimeoutError as StoreTimeoutError,
+    )
+    from ferrorpc.errors import (
+        TensorMismatchError as TensorMismatchError,
+    )
+    from ferrorpc.errors import (
+        UsageError as UsageError,
+    )
+    from ferrorpc.errors import (
+        VersionMismatchError as VersionMismatchError,
+    )
+    from ferrorpc.group import ProcessGroup as ProcessGroup
+    from ferrorpc.types import DType as DType
+    from ferrorpc.types import ReduceOp as ReduceOp
+    from ferrorpc.types import TensorSpec as TensorSpec
+    from ferrorpc.work import Work as Work
+
+_ROOMS = ("errors", "testing")
+_HOMES = {
+    "init_process_group": "ferrorpc.bootstrap",
+    "ProcessGroup": "ferrorpc.group",
+    "Work": "ferrorpc.work",
+    "DType": "ferrorpc.types",
+    "ReduceOp": "ferrorpc.types",
+    "TensorSpec": "ferrorpc.types",
+    "Backend": "ferrorpc.backends.base",
+    "Capabilities": "ferrorpc.backends.base",
+    "GrpcBackend": "ferrorpc.backends.grpc",
+    "SimulatedBackend": "ferrorpc.backends.simulated",
+    "DistributedDataParallel": "ferrorpc.ddp.module",
+    "GradientSynchronizer": "ferrorpc.ddp.synchroniser",
+    "Parameter": "ferrorpc.ddp.parameter",
+    "ErrorCode": "ferrorpc.errors",
+    "FerroError": "ferrorpc.errors",
+    "ConfigError": "ferrorpc.errors",
+    "UsageError": "ferrorpc.errors",
+    "InvalidRankError": "ferrorpc.errors",
+    "InvalidWorldSizeError": "ferrorpc.errors",
+    "SelfSendError": "ferrorpc.errors",
+    "TensorMismatchError": "ferrorpc.errors",
+    "GroupClosedError": "ferrorpc.errors",
+    "RendezvousTimeoutError": "ferrorpc.errors",
+    "BarrierTimeoutError": "ferrorpc.errors",
+    "StoreTimeoutError": "ferrorpc.errors",
+    "CollectiveTimeoutError": "ferrorpc.errors",
+    "CoordinatorUnavailableError": "ferrorpc.errors",
+    "StaleGenerationError": "ferrorpc.errors",
+    "PeerLostError": "ferrorpc.errors",
+    "CollectiveMismatchError": "ferrorpc.errors",
+    "GroupAbortedError": "ferrorpc.errors",
+    "LimitExceededError": "ferrorpc.errors",
+    "MessageTooLargeError": "ferrorpc.errors",
+    "CodecError": "ferrorpc.errors",
+    "AuthenticationError": "ferrorpc.errors",
+    "PermissionDeniedError": "ferrorpc.errors",
+    "VersionMismatchError": "ferrorpc.errors",
+    "BackendUnavailableError": "ferrorpc.errors",
+    "NcclError": "ferrorpc.errors",
+}
+
+__version__: str
+"""Of the installed distribution."""
+
+__all__ = ["__version__", *_ROOMS, *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(_import_module(_HOMES[name]), name)
+    elif name in _ROOMS:
+        value = _import_module(f"ferrorpc.{name}")
+    elif name == "__version__":
+        value = _import_module("importlib.metadata").version("ferrorpc")
+    else:
+        raise AttributeError(f"module 'ferrorpc' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _forbid_fork_support() -> None:
+    """gRPC's fork handlers kill forked children, such as a data loader's, and are armed when gRPC is imported.
+
+    In a process that never forks nothing is lost either way.
+    """
+    variable = "GRPC_ENABLE_FORK_SUPPORT"
+    if "grpc" in _sys.modules and _os.environ.get(variable) != "0":
+        _import_module("warnings").warn(
+            "grpc was imported before ferrorpc, so its fork support is on, and forked children may be killed by it: "
+            f"import ferrorpc first, or set {variable}=0",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    _os.environ[variable] = "0"
+
+
+_forbid_fork_support()

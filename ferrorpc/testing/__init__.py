@@ -1,0 +1,48 @@
+"""The public testing kit: whole jobs in one process, with faults and in virtual time.
+
+from ferrorpc.testing import FaultPlan, run_world
+
+results = run_world(4, lambda group: group.all_reduce(x), faults=FaultPlan(delay_seconds=(0, 0.01)), seed=7)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ferrorpc.testing.contract import BackendContract as BackendContract
+    from ferrorpc.testing.faults import FaultPlan as FaultPlan
+    from ferrorpc.testing.faults import Kill as Kill
+    from ferrorpc.testing.faults import Pause as Pause
+    from ferrorpc.testing.faults import RankKilled as RankKilled
+    from ferrorpc.testing.manual import ManualClock as ManualClock
+    from ferrorpc.testing.virtual import VirtualClock as VirtualClock
+    from ferrorpc.testing.world import World as World
+    from ferrorpc.testing.world import run_world as run_world
+
+_HOMES = {
+    "run_world": "world",
+    "World": "world",
+    "FaultPlan": "faults",
+    "Kill": "faults",
+    "Pause": "faults",
+    "RankKilled": "faults",
+    "VirtualClock": "virtual",
+    "ManualClock": "manual",
+    "BackendContract": "contract",
+}
+
+__all__ = [*_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ferrorpc.testing' has no attribute {name!r}")
+    value = getattr(_import_module(f"ferrorpc.testing.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

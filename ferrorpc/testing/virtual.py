@@ -28,14 +28,18 @@ WALL_SECONDS: Final = 300.0
 FRAMES_SHOWN: Final = 4
 
 
-class WorldOver(BaseException):
-    """Unwinds what still waits when the world's own threads are done. Nobody needs to catch it."""
+class Unwound(BaseException):
+    """Ends a thread of the world from within its wait. Nobody needs to catch it, and nothing is said of it."""
+
+
+class WorldOver(Unwound):
+    """The world's own threads are done: helpers that still wait unwind."""
 
 
 class _Thread:
     """One thread of the world. `baton` is locked except while the thread has been chosen to run."""
 
-    __slots__ = ("baton", "epoch", "error", "fatal", "ident", "main", "name", "number", "parker")
+    __slots__ = ("baton", "epoch", "error", "fatal", "ident", "main", "name", "number", "parker", "paused", "withheld")
 
     def __init__(self, number: int, name: str, main: bool) -> None:
         self.number = number
@@ -52,6 +56,9 @@ class _Thread:
         """Raised once by the wait it is in."""
         self.fatal: BaseException | None = None
         """Raised by that wait and every later one."""
+        self.paused = False
+        self.withheld = False
+        """Would be runnable, were it not paused."""
 
 
 class VirtualParker:
@@ -128,7 +135,25 @@ class VirtualClock:
         thread = self._threads.get(number)
         if thread is not None:
             thread.fatal = error
+            thread.paused = False
+            self._offer(thread)
             self.resume(thread)
+
+    def pause(self, number: int) -> None:
+        """The `number`-th body of `run` stands still at its next wait, until `unpause`."""
+        thread = self._threads.get(number)
+        if thread is not None:
+            thread.paused = True
+            if thread in self._runnable:
+                self._runnable.remove(thread)
+                thread.withheld = True
+
+    def unpause(self, number: int) -> None:
+        """It may go on."""
+        thread = self._threads.get(number)
+        if thread is not None:
+            thread.paused = False
+            self._offer(thread)
 
     def run(self, bodies: Sequence[tuple[str, Callable[[], None]]], wall_seconds: float = WALL_SECONDS) -> None:
         """Runs (name, body) threads in this world, from the outside; returns when all of them, and all helpers, have ended.
@@ -162,7 +187,7 @@ class VirtualClock:
         if me.fatal is not None:
             raise me.fatal
         if parker.permit or until <= self._now:
-            self._runnable.append(me)
+            self._make_runnable(me)
         else:
             parker.waiter, me.parker = me, parker
             if until != FOREVER:
@@ -182,6 +207,18 @@ class VirtualClock:
             thread.parker.waiter = None
             thread.parker = None
             thread.epoch += 1
+            self._make_runnable(thread)
+
+    def _make_runnable(self, thread: _Thread) -> None:
+        if thread.paused:
+            thread.withheld = True
+        else:
+            self._runnable.append(thread)
+
+    def _offer(self, thread: _Thread) -> None:
+        """A thread that was withheld is runnable again."""
+        if thread.withheld:
+            thread.withheld = False
             self._runnable.append(thread)
 
     def _add(self, body: Callable[[], None], name: str, main: bool) -> None:
@@ -200,7 +237,7 @@ class VirtualClock:
         try:
             if thread.fatal is None:
                 body()
-        except WorldOver:
+        except Unwound:
             pass
         except Exception as error:  # noqa: BLE001  whatever it is, those who wait for this thread must not wait for ever
             self._fail(f"{name_of(thread)} died of {error!r} at {traceback.extract_tb(error.__traceback__)[-1]}")
@@ -259,12 +296,11 @@ class VirtualClock:
         frames = sys._current_frames()
         waiting = [thread for thread in self._threads.values() if thread.parker is not None]
         places = "; ".join(_standing(thread, frames) for thread in waiting)
+        why = "; before, ".join(reversed(self._failures))
+        message = f"the simulated world stopped at {self._now:.6f} s: {why}. Waiting: {places}"
         for thread in waiting:
             if thread.main:
-                thread.error = FerroError(
-                    f"the simulated world stopped at {self._now:.6f} s: {'; before, '.join(reversed(self._failures))}. Waiting: {places}",
-                    hint="look at what each of them waits for; replay it with the same seed",
-                )
+                thread.error = FerroError(message, hint="look at what each waits for; the same seed replays it")
                 self.resume(thread)
 
     def _last_orders(self) -> _Thread | None:
@@ -287,7 +323,7 @@ def _standing(thread: _Thread, frames: dict[int, FrameType]) -> str:
     calls: list[str] = []
     while frame is not None and len(calls) < FRAMES_SHOWN:
         code = frame.f_code
-        if code.co_filename != __file__:
+        if code.co_filename not in (__file__, threading.__file__):
             calls.append(f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{frame.f_lineno})")
         frame = frame.f_back
     return f"{name_of(thread)} in {' < '.join(calls) or 'its start'}"

@@ -16,6 +16,7 @@ FACE = {
     "Work",
     "ReduceOp",
     "DType",
+    "TensorSpec",
     # backends
     "Backend",
     "Capabilities",
@@ -29,7 +30,7 @@ FACE = {
     "errors",
     "testing",
 }
-ERRORS = {name for name in errors.__all__}
+ERRORS = set(errors.__all__)
 
 
 def test_the_face_is_this_list() -> None:
