@@ -30,6 +30,8 @@ BACKOFF_FIRST_SECONDS: Final = 0.1
 BACKOFF_MOST_SECONDS: Final = 1.0
 RESUME_JITTER_SECONDS: Final = 0.2
 """So that the members of a large job do not all dial a coordinator that restarts in the same instant."""
+_JITTER: Final = random.Random()
+"""Not the global generator: that is the user's, who may have seeded it alike on all ranks."""
 ANSWER_MARGIN_SECONDS: Final = 3.0
 """The coordinator ends a wait at its deadline, with all it knows. The client gives up this much later."""
 EXPLAIN_FIRST_SECONDS: Final = 5.0
@@ -228,7 +230,7 @@ class Link:
             self._give_up_after_outage()
             if was_up:
                 delay = BACKOFF_FIRST_SECONDS
-            pause = random.uniform(0.0, RESUME_JITTER_SECONDS) if was_up else delay * random.uniform(0.5, 1.0)
+            pause = _JITTER.uniform(0.0, RESUME_JITTER_SECONDS) if was_up else delay * _JITTER.uniform(0.5, 1.0)
             self._reader.park(self._clock.now() + pause)
             delay = min(delay * 2, BACKOFF_MOST_SECONDS)
 

@@ -21,7 +21,6 @@ import os
 import queue
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -171,7 +170,7 @@ class Journal:
                     _log.error("no room for the journal in %s: writes are refused until there is", self._directory)
                     self._reserve.unlink(missing_ok=True)
                 else:
-                    time.sleep(_RETRY_SECONDS)
+                    self._closing.wait(_RETRY_SECONDS)
             else:
                 return True
         return False

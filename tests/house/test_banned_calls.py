@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ BANNED_CALLS = {
     "numpy.random.seed": "use numpy.random.default_rng(seed)",
 }
 ALLOWED: dict[tuple[str, str], str] = {
+    ("ferrorpc/bootstrap_address.py", "time.sleep"): "before there is a session to wait on; bounded by the caller's timeout",
     ("ferrorpc/cli/status.py", "time.sleep"): "a screen that is drawn again until Ctrl-C, in a process that does nothing else",
 }
 """(file, call) -> why it is right there."""
@@ -49,20 +51,21 @@ def imported(tree: ast.Module) -> list[tuple[int, str]]:
 
 
 def names(tree: ast.Module) -> dict[str, str]:
-    """What each local name stands for: {"np": "numpy", "sleep": "time.sleep"}."""
+    """What each imported name stands for: {"np": "numpy", "sleep": "time.sleep"}; not those that are also parameters."""
     result = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             result.update({alias.asname or alias.name.split(".")[0]: alias.name for alias in node.names})
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             result.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
-    return result
+    parameters = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    return {name: full for name, full in result.items() if name not in parameters}
 
 
 def dotted(node: ast.expr, known: dict[str, str]) -> str:
-    """The full name of what is called, as far as the syntax tells."""
+    """The full name of what is called, as far as the syntax tells; one that was not imported is in brackets, unless builtin."""
     if isinstance(node, ast.Name):
-        return known.get(node.id, node.id)
+        return known.get(node.id, node.id if hasattr(builtins, node.id) else f"<{node.id}>")
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value, known)}.{node.attr}"
     return ""
