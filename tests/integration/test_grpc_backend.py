@@ -1,0 +1,165 @@
+"""The gRPC backend as a world of threads, each with its own server: operations, bits, failure and the next generation."""
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc.backends.base import Backend
+from ferrorpc.backends.registry import Place, create
+from ferrorpc.backends.simulated import SimulatedBackend
+from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.coordination.base import Membership
+from ferrorpc.coordination.local import LocalSession, LocalWorld
+from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupAbortedError, PeerLostError
+from ferrorpc.guard import SYSTEM_CLOCK, Guard
+from ferrorpc.transports.grpc_server import WorkerServer
+from ferrorpc.types import DType, ReduceOp, TensorSpec
+from ferrorpc.wire.frames import Key
+
+SECONDS = 30.0
+
+
+class Announced(LocalSession):
+    """A local session whose members know each other's addresses, as they do through a coordinator."""
+
+    addresses: dict[str, str]
+
+    def enter(self, membership: Membership) -> None:
+        assignment = membership.assignment
+        peers = tuple(dataclasses.replace(peer, address=self.addresses.get(peer.name, "")) for peer in assignment.peers)
+        super().enter(Membership(dataclasses.replace(assignment, peers=peers), membership.latch))
+
+
+class GrpcWorld:
+    """A world of `size` ranks with a server each."""
+
+    def __init__(self, size: int, min_size: int | None = None) -> None:
+        self.world = LocalWorld(size, min_size=min_size)
+        self.servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, "token") for _ in range(size)]
+        addresses = {f"member-{rank}": server.address for rank, server in enumerate(self.servers)}
+        self.backends: list[Backend] = []
+        for rank, server in enumerate(self.servers):
+            session = self.world.session(rank)
+            session.__class__ = Announced
+            session.addresses = addresses
+            session.enter(session.membership)
+            self.backends.append(create("auto", Place(session, server, timeout=SECONDS)))
+
+    def __enter__(self) -> "GrpcWorld":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for backend in self.backends:
+            backend.close()
+        for server in self.servers:
+            server.close()
+
+
+def on_every_rank(backends: list[Backend], body: Callable[[Backend], Any]) -> list[Any]:
+    """What `body` returns or raises on every rank, each in a thread."""
+    outcomes: list[Any] = [None] * len(backends)
+
+    def run(place: int) -> None:
+        try:
+            outcomes[place] = body(backends[place])
+        except FerroError as error:
+            outcomes[place] = error
+
+    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(backends))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * SECONDS)
+        assert not thread.is_alive(), "a rank hangs"
+    return outcomes
+
+
+def values_of(rank: int, size: int) -> np.ndarray:
+    return np.random.default_rng(rank).standard_normal(size).astype(np.float32)
+
+
+def all_reduce(backend: Backend, size: int, number: int = 1, wire: str | None = None) -> np.ndarray:
+    call = Call(Operation.ALL_REDUCE, (TensorSpec(DType.FLOAT32, (size,)),), op=ReduceOp.SUM, wire=wire)
+    execution = backend.prepare(call).start(
+        Key(0, 0, number), [values_of(backend.rank, size)], None, Guard(backend.clock, backend.latch, SECONDS)
+    )
+    return backend.run(execution)[0]
+
+
+@pytest.mark.parametrize("size", [0, 1, 1_000, 1_500_000])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_reduce_over_grpc_is_the_left_fold_and_bitwise_that_of_the_simulated_world(world_size: int, size: int) -> None:
+    with GrpcWorld(world_size) as world:
+        assert {backend.name for backend in world.backends} == {"grpc"}
+        results = on_every_rank(world.backends, lambda backend: all_reduce(backend, size))
+    expected = values_of(0, size)
+    for rank in range(1, world_size):
+        expected = expected + values_of(rank, size)
+    simulated = on_every_rank(SimulatedBackend.create_group(world_size), lambda backend: all_reduce(backend, size))
+    for result in (*results, *simulated):
+        assert result.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("wire", ["bf16", "f16", "int8"])
+def test_compressed_messages_give_every_rank_the_same_bits(wire: str) -> None:
+    size = 70_001
+    with GrpcWorld(3) as world:
+        results = on_every_rank(world.backends, lambda backend: all_reduce(backend, size, wire=wire))
+    exact = sum(values_of(rank, size).astype(np.float64) for rank in range(3))
+    assert {result.tobytes() for result in results} == {results[0].tobytes()}
+    assert np.abs(results[0] - exact).max() < 0.15
+
+
+def test_send_and_recv_keep_the_order_of_the_calls() -> None:
+    def body(backend: Backend) -> list[np.ndarray] | None:
+        if backend.rank == 0:
+            for number in range(5):
+                backend.send(np.full(300_000 * number, number, np.int64), 1, tag=3)
+            return None
+        return [backend.recv(0, tag=3, timeout=SECONDS) for _ in range(5)]
+
+    with GrpcWorld(2) as world:
+        _, received = on_every_rank(world.backends, body)
+    for number, array in enumerate(received):
+        np.testing.assert_array_equal(array, np.full(300_000 * number, number, np.int64))
+
+
+def test_a_hundred_barriers() -> None:
+    with GrpcWorld(4) as world:
+        assert on_every_rank(world.backends, lambda backend: [backend.barrier() for _ in range(100)] and None) == [None] * 4
+
+
+def test_ranks_that_call_different_shapes_all_learn_both_signatures() -> None:
+    with GrpcWorld(2) as world:
+        outcomes = on_every_rank(world.backends, lambda backend: all_reduce(backend, 10 + backend.rank))
+    for outcome in outcomes:
+        assert isinstance(outcome, CollectiveMismatchError)
+        assert len(outcome.signatures) == 2
+
+
+def test_a_rank_that_has_left_is_the_peers_loss_only_where_it_is_needed() -> None:
+    with GrpcWorld(3) as world:
+        on_every_rank(world.backends, lambda backend: backend.barrier())
+        world.backends[2].close()
+        outcomes = on_every_rank(world.backends[:2], lambda backend: all_reduce(backend, 5, number=9))
+    for outcome in outcomes:
+        assert isinstance(outcome, PeerLostError)
+        assert outcome.rank == 2
+        assert "rank 2 has left" in outcome.message
+
+
+def test_the_next_generation_works_on_the_same_servers() -> None:
+    def renewed(backend: Backend) -> Backend:
+        backend.abort(GroupAbortedError(0, "a test"))
+        return backend.renew(SECONDS)
+
+    with GrpcWorld(3) as world:
+        on_every_rank(world.backends, lambda backend: all_reduce(backend, 100_000))
+        world.backends = on_every_rank(world.backends, renewed)
+        assert [backend.session.membership.assignment.generation for backend in world.backends] == [2, 2, 2]
+        results = on_every_rank(world.backends, lambda backend: all_reduce(backend, 100_000))
+    assert len({result.tobytes() for result in results}) == 1
