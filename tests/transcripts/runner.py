@@ -147,9 +147,8 @@ class Transcript:
             failure = CollectiveMismatchError({client.rank: text[0], int(options["other"]): text[1]})
         else:
             failure = GroupAbortedError(client.rank, " ".join(text))
-        report = session_pb2.ReportRequest(
-            generation=int(options.get("generation", client.generation)), failure=detail_of(failure)
-        )
+        generation = int(options.get("generation", client.generation))
+        report = session_pb2.ReportRequest(generation=generation, failure=detail_of(failure))
         self.world.ask(name, report=report)
 
     def do_link(self, words: list[str], options: dict[str, str]) -> None:
@@ -239,13 +238,11 @@ class Transcript:
         self._telling.append(f"generation {reply.position.generation}, epoch {reply.position.epoch}, {reply.store_keys} keys")
         self._telling.extend(member_words(member) for member in reply.members)
         for barrier in reply.barriers:
-            self._telling.append(
-                f"barrier {barrier.name} arrived {list(barrier.arrived_ranks)} missing {list(barrier.missing_ranks)}"
-            )
+            arrived, missing = list(barrier.arrived_ranks), list(barrier.missing_ranks)
+            self._telling.append(f"barrier {barrier.name} arrived {arrived} missing {missing}")
         for line in reply.generations:
-            self._telling.append(
-                f"generation {line.generation} of {line.size}: {line.reason}; ended: {line.end_reason or 'no'}"
-            )
+            ended = line.end_reason or "no"
+            self._telling.append(f"generation {line.generation} of {line.size}: {line.reason}; ended: {ended}")
         if reply.waiting_reason:
             self._telling.append(f"waiting: {reply.waiting_reason}")
 

@@ -126,7 +126,8 @@ class Coordinator:
             member, before = job.connect(stream, hello)
         except FerroError as error:
             refused = session_pb2.ServerFrame(event=session_pb2.Event(fenced=detail_of(error)))
-            self._world.outbox.send(None, stream, refused)
+            known = self._jobs.get(hello.job)
+            self._world.outbox.send(None if known is None else known.desk, stream, refused)
             self._world.outbox.close(stream)
             return
         self._streams[stream] = job, member

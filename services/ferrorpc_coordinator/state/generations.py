@@ -193,7 +193,7 @@ class Generations:
             if member is not None:
                 member.last_rank = rank
         broken = row.broken if row.HasField("broken") else None
-        seats = tuple(self._seated(seat) for seat in row.seats)
+        seats = tuple(self._seated(seat, broken is not None) for seat in row.seats)
         generation = Generation(number, seats, row.policy, row.reason, row.end_reason, broken)
         self._desk.newest_generation = number
         self.newest = generation
@@ -214,10 +214,12 @@ class Generations:
             if member.standing is Standing.LEFT:
                 newest.departed.add(rank)
 
-    def _seated(self, seat: journal_pb2.Seat) -> Member:
+    def _seated(self, seat: journal_pb2.Seat, broken: bool) -> Member:
+        """The member in a seat. One whose name has another process now, or is forgotten, can only have left if the generation
+        did not break: a death would have broken it in the same step."""
         member = self._roster.get(seat.name)
         if member is None or member.incarnation != seat.incarnation:
-            gone = Member(seat.name, seat.incarnation, "", b"", 0, standing=Standing.DEAD, reason="replaced", recovered=True)
-            return gone
+            standing, reason = (Standing.DEAD, "replaced") if broken else (Standing.LEFT, "it left the job")
+            return Member(seat.name, seat.incarnation, "", b"", 0, standing=standing, reason=reason, recovered=True)
         member.pinned = seat.pinned
         return member

@@ -1,0 +1,98 @@
+"""Five bugs to plant, each one that real coordinators have had. The simulation is only worth something if it finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+from ferrorpc_coordinator.state.barriers import Barrier, Barriers, Key, Parties
+from ferrorpc_coordinator.state.desk import Desk
+from ferrorpc_coordinator.state.generations import Generation, Generations
+from ferrorpc_coordinator.state.keyspace import TABLE, Entry, Keyspace
+from ferrorpc_coordinator.state.lifetime import Lifetime
+from ferrorpc_coordinator.state.member import Member
+from ferrorpc_coordinator.state.writes import Writes
+
+from ferrorpc.v1 import store_pb2
+
+
+@contextmanager
+def no_fencing() -> Iterator[None]:
+    """Whatever generation a member speaks of, the newest is meant."""
+
+    def require(self: Generations, member: Member, number: int) -> Generation:
+        assert self.newest is not None
+        return self.newest
+
+    with mock.patch.object(Generations, "require", require):
+        yield
+
+
+@contextmanager
+def no_dedupe() -> Iterator[None]:
+    """A repeated request is carried out again."""
+
+    def find(self: Writes, client: str, request_id: int) -> store_pb2.StoreResponse | None:
+        return None
+
+    def repeat(self: Desk, member: Member, number: int) -> bool:
+        return False
+
+    with mock.patch.object(Writes, "find", find), mock.patch.object(Desk, "repeat", repeat):
+        yield
+
+
+@contextmanager
+def wall_clock() -> Iterator[None]:
+    """Leases go by the clock, also while the coordinator itself stood still."""
+
+    def advance(self: Lifetime, now_ns: int) -> int:
+        self._last = max(now_ns, self._last)
+        return self._last
+
+    with mock.patch.object(Lifetime, "advance", advance):
+        yield
+
+
+@contextmanager
+def early_release() -> Iterator[None]:
+    """A barrier is released when all but one have arrived."""
+
+    def complete(self: Barrier) -> bool:
+        return len(self.arrivals) >= max(1, self.parties.size - 1)
+
+    def release(self: Barriers, key: Key, barrier: Barrier) -> None:
+        if barrier.parties.ranks:
+            barrier.parties = Parties(tuple(sorted(barrier.arrivals)), len(barrier.arrivals))  # type: ignore[arg-type]
+        honest(self, key, barrier)
+
+    honest = Barriers._release
+    with mock.patch.object(Barrier, "complete", property(complete)), mock.patch.object(Barriers, "_release", release):
+        yield
+
+
+@contextmanager
+def lost_write() -> Iterator[None]:
+    """A key that exists already is changed in memory, but not in the journal."""
+    honest = Keyspace.set
+
+    def set_(self: Keyspace, key: str, *rest: Any) -> Entry:
+        existed = self.get(key) is not None
+        entry = honest(self, key, *rest)
+        if existed:
+            self._desk.ledger._written.pop((TABLE, f"{self._desk.job}/{key}"), None)
+        return entry
+
+    with mock.patch.object(Keyspace, "set", set_):
+        yield
+
+
+BUGS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "no_fencing": no_fencing,
+    "no_dedupe": no_dedupe,
+    "wall_clock": wall_clock,
+    "early_release": early_release,
+    "lost_write": lost_write,
+}

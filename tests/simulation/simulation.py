@@ -1,0 +1,328 @@
+"""One run: a few processes and a coordinator on a virtual clock, with everything that can go wrong chosen by a seed.
+
+For twenty seconds processes crash, stop, hold their interpreter lock and leave; streams break, lag and repeat frames; the
+coordinator pauses, and is killed and restarted with what was durable at that moment. Then all faults heal, and within a
+minute the processes must stand in one generation and meet in barriers again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ferrorpc_coordinator.state.coordinator import Coordinator
+from ferrorpc_coordinator.state.events import Called, Connected, Disconnected, Received
+from ferrorpc_coordinator.state.member import Standing
+from ferrorpc_coordinator.state.settings import MILLISECOND, SECOND, Settings
+
+from ferrorpc.v1 import session_pb2
+from tests.simulation.checker import Checker, Violation
+from tests.simulation.host import Host
+from tests.simulation.process import Process
+
+FAULTS_NS = 20 * SECOND
+HEALING_NS = 75 * SECOND
+BARRIERS_TO_MEET = 2
+
+
+@dataclass(eq=False, slots=True)
+class Wire:
+    """One stream. Each direction keeps its order; `up_at` and `down_at` say when its last frame arrives."""
+
+    number: int
+    process: Process
+    broken: bool = False
+    up_at: int = 0
+    down_at: int = 0
+
+
+class Simulation:
+    """A seeded run. `trace` receives a line for everything that happens."""
+
+    def __init__(self, seed: int, trace: Callable[[str], None] | None = None) -> None:
+        self.seed = seed
+        self.random = random.Random(seed)
+        self.now = 0
+        self.healed = False
+        self.checker = Checker()
+        self._trace = trace
+        self._queue: list[tuple[int, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._numbers = itertools.count(1)
+        self._wires: dict[int, Wire] = {}
+        self.elastic = self.random.random() < 0.5
+        size = self.random.randint(2, 4)
+        spares = self.random.choice((0, 0, 1))
+        self.world = (max(1, size - self.random.randint(1, 2)), size) if self.elastic else (size, size)
+        self.names = [f"p{number}" for number in range(size + spares)]
+        self.host = Host(self, Settings(durable=True), self._deliver)
+        self.processes: dict[str, Process] = {}
+
+    def note(self, line: Callable[[], str]) -> None:
+        """A line for the trace."""
+        if self._trace is not None:
+            self._trace(f"{self.now / 1e9:9.3f} {line()}")
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def at(self, when: int, action: Callable[[], None]) -> None:
+        """Runs an action at a time."""
+        heapq.heappush(self._queue, (max(when, self.now), next(self._order), action))
+
+    def after(self, delay: int, action: Callable[[], None]) -> None:
+        """Runs an action after a delay."""
+        self.at(self.now + delay, action)
+
+    def run(self) -> None:
+        """The whole run.
+
+        Raises:
+            Violation: an invariant was broken, or nothing moves on after everything has healed.
+        """
+        self.note(lambda: f"seed {self.seed}: world {self.world}, processes {self.names}")
+        self.host.start()
+        for name in self.names:
+            self.after(self.random.randint(0, 500) * MILLISECOND, lambda name=name: self._spawn(name))  # type: ignore[misc]
+        self.after(self._pause_between_faults(), self._fault)
+        self.at(FAULTS_NS, self._heal)
+        while self._queue and not (self.healed and self._has_moved_on()):
+            self.now, _, action = heapq.heappop(self._queue)
+            if self.now > FAULTS_NS + HEALING_NS:
+                raise Violation(f"nothing moves on after everything healed: {self._standing()}")
+            action()
+        self.checker.finished(self.host.rows)
+
+    def _has_moved_on(self) -> bool:
+        """Whether enough processes for a world met in one generation, often enough since everything healed."""
+        assert self.host.coordinator is not None or not self.healed or self.now <= FAULTS_NS + HEALING_NS
+        newest = max((process.generation for process in self.processes.values()), default=0)
+        met = [p for p in self.processes.values() if p.alive and p.met_in == newest and p.barriers_met >= BARRIERS_TO_MEET]
+        wanted = min(len(self.names), self.world[1])
+        return len(met) >= wanted
+
+    def _standing(self) -> str:
+        lines = [
+            f"{p.name} alive={p.alive} generation={p.generation} rank={p.rank} joining={p.joining} busy={p.busy} "
+            f"met={p.barriers_met} in {p.met_in} pending={sorted(p.pending)}"
+            for p in self.processes.values()
+        ]
+        return "; ".join(lines)
+
+    # -- processes -----------------------------------------------------------------------------------------------------
+
+    def _spawn(self, name: str) -> None:
+        self.note(lambda: f"{name} starts")
+        self.processes[name] = Process(self, name, next(self._numbers))
+
+    def excuse(self, process: Process) -> None:
+        """From now on nobody wonders if this process is declared dead."""
+        self.checker.excused.add(process.instance)
+
+    def process_ended(self, process: Process, how: str) -> None:
+        """A process is over; another one takes its name after a while."""
+        if not process.alive:
+            return
+        self.note(lambda: f"{process.who or process.name} {how}")
+        self.excuse(process)
+        process.end()
+        if process.wire is not None:
+            self.cut(process.wire)
+        delay = self.random.randint(200, 3_000) * MILLISECOND
+        self.after(delay, lambda: self._spawn(process.name))
+
+    # -- network -------------------------------------------------------------------------------------------------------
+
+    def dial(self, process: Process, hello: session_pb2.Hello) -> Wire | None:
+        """Opens a stream, if anybody listens."""
+        if not self.host.up:
+            return None
+        wire = Wire(next(self._numbers), process)
+        self._wires[wire.number] = wire
+        copy = session_pb2.Hello.FromString(hello.SerializeToString())
+        self._upwards(wire, lambda: self.host.take(Connected(wire.number, copy)))
+        return wire
+
+    def send(self, wire: Wire, frame: session_pb2.ClientFrame) -> None:
+        """A frame to the coordinator; sometimes the network brings it twice."""
+        for _ in range(2 if not self.healed and self.random.random() < 0.03 else 1):
+            copy = session_pb2.ClientFrame.FromString(frame.SerializeToString())
+            self._upwards(wire, lambda copy=copy: self.host.take(Received(wire.number, copy)))  # type: ignore[misc]
+
+    def _deliver(self, stream: int, frame: session_pb2.ServerFrame) -> None:
+        wire = self._wires.get(stream)
+        if wire is None:
+            return
+        wire.down_at = max(wire.down_at, self.now + self._latency())
+
+        def arrive() -> None:
+            if not wire.broken:
+                wire.process.awake(lambda: wire.process.receive(wire, frame))
+
+        self.at(wire.down_at, arrive)
+
+    def _upwards(self, wire: Wire, action: Callable[[], None]) -> None:
+        wire.up_at = max(wire.up_at, self.now + self._latency())
+
+        def arrive() -> None:
+            if not wire.broken:
+                action()
+
+        self.at(wire.up_at, arrive)
+
+    def _latency(self) -> int:
+        slow = not self.healed and self.random.random() < 0.02
+        return (self.random.randint(100, 300) if slow else self.random.randint(1, 8)) * MILLISECOND
+
+    def cut(self, wire: Wire) -> None:
+        """A stream breaks; what is under way in either direction is lost. Each side notices a little later."""
+        if wire.broken:
+            return
+        wire.broken = True
+        self._noticed(wire)
+
+    def _noticed(self, wire: Wire) -> None:
+        self._wires.pop(wire.number, None)
+        self.after(self.random.randint(1, 50) * MILLISECOND, lambda: self.host.take(Disconnected(wire.number)))
+        noticed = self.random.randint(1, 50) * MILLISECOND
+        self.after(noticed, lambda: wire.process.awake(lambda: wire.process.line_ended(wire)))
+
+    def close(self, stream: int) -> None:
+        """The coordinator ends a stream, after what it sent on it before."""
+        wire = self._wires.get(stream)
+        if wire is not None:
+            self.at(wire.down_at + MILLISECOND, lambda: self.cut(wire))
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    def _pause_between_faults(self) -> int:
+        return self.random.randint(200, 2_000) * MILLISECOND
+
+    def _fault(self) -> None:
+        if self.healed:
+            return
+        self.after(self._pause_between_faults(), self._fault)
+        alive = [process for process in self.processes.values() if process.alive]
+        if not alive:
+            return
+        process = self.random.choice(alive)
+        faults = (self._blip, self._blip, self._crash, self._stop, self._hold, self._leave, self._partition, self._lose_link)
+        kind = self.random.random()
+        if kind < 0.15:
+            self._pause_coordinator()
+        elif kind < 0.3:
+            self._kill_coordinator()
+        else:
+            self.random.choice(faults)(process)
+
+    def _blip(self, process: Process) -> None:
+        if process.wire is not None:
+            self.note(lambda: f"the stream of {process.name} breaks")
+            self.cut(process.wire)
+
+    def _partition(self, process: Process) -> None:
+        """Nothing passes any more; keepalive tells both sides after a while."""
+        wire = process.wire
+        if wire is not None and not wire.broken:
+            self.note(lambda: f"{process.name} is cut off silently")
+            self.excuse(process)
+            wire.broken = True
+            self.after(self.random.randint(1_000, 2_500) * MILLISECOND, lambda: self._noticed(wire))
+
+    def _lose_link(self, process: Process) -> None:
+        """The data stream to another rank broke, says this one."""
+        if process.generation and not process.joining and process.size > 1:
+            peer = (process.rank + 1) % process.size
+            self.note(lambda: f"{process.name} lost its link to rank {peer}")
+            process.report_link(peer)
+
+    def _crash(self, process: Process) -> None:
+        instance = process.instance
+        self.process_ended(process, "crashes")
+        if self.random.random() < 0.5:
+            ended = session_pb2.ProcessExit(name=process.name, instance_id=instance, returncode=-9)
+            report = session_pb2.UnaryReportRequest(job="job", request=session_pb2.ReportRequest(exit=ended))
+            call = next(self._numbers)
+            self.after(50 * MILLISECOND, lambda: self.host.take(Called(call, report)))
+
+    def _stop(self, process: Process) -> None:
+        """SIGSTOP: after 2.5 s the coordinator's transport gives the stream up."""
+        wire = process.wire
+        if wire is not None:
+            self._freeze(process, "is stopped")
+            self.after(2_500 * MILLISECOND, lambda: self.cut(wire) if process.frozen else None)
+
+    def _hold(self, process: Process) -> None:
+        """A call that holds the interpreter lock: the stream stays open, nothing moves."""
+        self._freeze(process, "holds its interpreter lock")
+
+    def _freeze(self, process: Process, how: str) -> None:
+        if process.frozen:
+            return
+        duration = self.random.randint(500, 8_000) * MILLISECOND
+        self.note(lambda: f"{process.name} {how} for {duration / 1e9:.1f} s")
+        self.excuse(process)
+        process.frozen = True
+        self.after(duration, lambda: self._thaw(process))
+
+    def _thaw(self, process: Process) -> None:
+        self.note(lambda: f"{process.name} goes on")
+        process.frozen = False
+        backlog, process.backlog = process.backlog, []
+        for action in backlog:
+            process.awake(action)
+
+    def _leave(self, process: Process) -> None:
+        """A clean departure, as far as it gets: the process does not wait for the answer."""
+        if process.wire is None or process.frozen:
+            return
+        wire = process.wire
+        process.ask(lambda result: None, leave={})
+        self.excuse(process)
+        self.after(30 * MILLISECOND, lambda: self.process_ended(process, "has left"))
+        self.note(lambda: f"{process.name} leaves on stream {wire.number}")
+
+    def _pause_coordinator(self) -> None:
+        """Half of the time while a stream has just broken: what its process says when it resumes is not read in time."""
+        if self.host.up and not self.host.paused:
+            wire = self.random.choice(list(self._wires.values()) or [None])
+            if wire is not None and self.random.random() < 0.5:
+                self.cut(wire)
+                self.after(60 * MILLISECOND, self._pause_now)
+            else:
+                self._pause_now()
+
+    def _pause_now(self) -> None:
+        if self.host.up and not self.host.paused:
+            self.host.pause(self.random.randint(300, 6_000) * MILLISECOND)
+
+    def _kill_coordinator(self) -> None:
+        if not self.host.up:
+            return
+        self.host.crash()
+        for wire in list(self._wires.values()):
+            self.cut(wire)
+        self.after(self.random.randint(100, 2_000) * MILLISECOND, self.host.start)
+
+    def _heal(self) -> None:
+        self.note(lambda: "everything heals")
+        self.healed = True
+        for process in self.processes.values():
+            process.barriers_met = 0
+
+    # -- structure -----------------------------------------------------------------------------------------------------
+
+    def check_structure(self, coordinator: Coordinator) -> None:
+        """What must hold inside the coordinator after each step."""
+        for job in coordinator.jobs.values():
+            newest = job.generations.newest
+            for member in job.roster:
+                connected = member.standing in (Standing.PRESENT, Standing.STALLED)
+                if connected != (member.stream is not None):
+                    raise Violation(f"{member} is {member.standing.value} with stream {member.stream}")
+                if member.rank >= 0 and (newest is None or not newest.holds(member)):
+                    raise Violation(f"{member} has rank {member.rank}, which is not its own")
+            if newest is not None and not newest.over and any(m.standing is Standing.DEAD for m in newest.seats):
+                raise Violation(f"generation {newest.number} goes on with a dead member")
