@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
+import time
 import weakref
 from types import TracebackType
 from typing import Final, Protocol
@@ -33,14 +33,15 @@ class Seat(Protocol):
 
 
 _seats: weakref.WeakSet[Seat] = weakref.WeakSet()
-_installed = threading.Event()
+_installed = False
 
 
 def install() -> None:
     """Hooks the ends of this process, once: its exit, its uncaught exceptions and its forks."""
-    if _installed.is_set():
+    global _installed
+    if _installed:
         return
-    _installed.set()
+    _installed = True
     atexit.register(say_goodbye)
     os.register_at_fork(after_in_child=_abandon_all)
     previous = sys.excepthook
@@ -80,12 +81,14 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def say_goodbye(reason: str = "") -> None:
-    """Leaves every seat, all at once, within two seconds."""
-    threads = [threading.Thread(target=seat.leave, args=(reason,), daemon=True) for seat in list(_seats)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(GOODBYE_SECONDS)
+    """Leaves every seat, one after the other, as many as two seconds allow.
+
+    No thread is started: an interpreter that ends refuses to.
+    """
+    deadline = time.monotonic() + GOODBYE_SECONDS
+    for seat in list(_seats):
+        if time.monotonic() < deadline:
+            seat.leave(reason)
 
 
 def _abandon_all() -> None:

@@ -222,6 +222,13 @@ class Link:
     # -- the reading thread --------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
+        try:
+            self._keep_up()
+        finally:
+            if self.over is None:  # a bug, whose traceback the thread prints: nobody may wait for this thread any more
+                self._finish(FerroError(f"the thread that reads from {self.address} failed"))
+
+    def _keep_up(self) -> None:
         delay = BACKOFF_FIRST_SECONDS
         while self.over is None:
             was_up = self._attempt()

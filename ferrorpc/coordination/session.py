@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from ferrorpc.config import Config
 from ferrorpc.coordination import farewell, limits
 from ferrorpc.coordination.base import MemberReport, Membership, Session
 from ferrorpc.coordination.causes import cause_on
@@ -59,7 +60,7 @@ class RemoteSession(Session):
         worker_address: str,
         host: str,
         labels: Mapping[str, str],
-        config: Mapping[str, Any],
+        config: Config,
         clock: Clock,
     ) -> None:
         self.job = job
@@ -75,7 +76,7 @@ class RemoteSession(Session):
             job=job,
             name=name,
             instance_id=secrets.token_hex(8),
-            lease_ms=milliseconds(config["lease"]),
+            lease_ms=0 if config.source("lease") == "default" else milliseconds(config["lease"]),
             host=host,
             address=worker_address,
             labels=[identity_pb2.Label(name=label, value=value) for label, value in labels.items()],
@@ -114,7 +115,7 @@ class RemoteSession(Session):
         worker_address: str = "",
         host: str = "",
         labels: Mapping[str, str] | None = None,
-        config: Mapping[str, Any],
+        config: Config,
         clock: Clock = SYSTEM_CLOCK,
     ) -> RemoteSession:
         """Takes a seat, and returns when the round it came to has closed: `membership` is set.

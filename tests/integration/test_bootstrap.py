@@ -1,0 +1,147 @@
+"""init_process_group in real processes, started as launchers start them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.integration.service import Service
+
+RANK = """
+import numpy, ferrorpc
+group = ferrorpc.init_process_group(timeout=30.0)
+print(group.rank, group.size, group.backend, float(group.all_reduce(numpy.float32(group.rank + 1))), flush=True)
+"""
+
+
+def clean(**variables: str) -> dict[str, str]:
+    """This environment without what launchers set, and with these."""
+    prefixes = ("FERRORPC_", "SLURM_", "OMPI_", "PMI_", "PET_", "TORCHELASTIC_")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes) and name not in names}
+    return kept | variables
+
+
+def torchrun(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun sets on one node; `port` is for the coordinator."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "FERRORPC_PORT": port}
+    return clean(MASTER_ADDR="localhost", MASTER_PORT="29500", **{name: str(value) for name, value in numbers.items()})
+
+
+def start(code: str, environment: dict[str, str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def outcome(process: subprocess.Popen) -> tuple[int, str, str]:
+    output, errors = process.communicate(timeout=60)
+    return process.returncode, output, errors
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def service():
+    service = Service()
+    yield service
+    service.stop()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_process_alone_is_a_world_of_one_without_a_socket():
+    code, output, _ = outcome(start(RANK, clean()))
+    assert (code, output) == (0, "0 1 simulated 1.0\n")
+
+
+def test_replicas_that_know_only_the_coordinator_and_their_number_are_given_ranks(service):
+    environment = clean(FERRORPC_COORDINATOR=service.address, FERRORPC_WORLD_SIZE="3", FERRORPC_JOB="replicas")
+    outcomes = [outcome(process) for process in [start(RANK, environment) for _ in range(3)]]
+    assert [code for code, _, _ in outcomes] == [0, 0, 0], outcomes
+    assert sorted(output for _, output, _ in outcomes) == [f"{rank} 3 grpc 6.0\n" for rank in range(3)]
+
+
+def test_under_torchrun_rank_0_starts_a_coordinator_that_ends_after_it(port):
+    processes = [start(RANK, torchrun(rank, 3, port)) for rank in range(3)]
+    outcomes = [outcome(process) for process in processes]
+    assert [code for code, _, _ in outcomes] == [0, 0, 0], outcomes
+    assert [output for _, output, _ in outcomes] == [f"{rank} 3 grpc 6.0\n" for rank in range(3)]
+    deadline = time.monotonic() + 20
+    while listens(port):
+        assert time.monotonic() < deadline, "the coordinator outlives the job"
+        time.sleep(0.1)
+
+
+def test_kill_9_of_the_rank_that_started_the_coordinator_is_pushed_to_the_others(port):
+    code = RANK + "\nif group.rank == 0:\n    import time; time.sleep(60)\ngroup.recv(0, timeout=30)"
+    processes = [start(code, torchrun(rank, 2, port)) for rank in range(2)]
+    assert [process.stdout.readline() for process in processes] == ["0 2 grpc 3.0\n", "1 2 grpc 3.0\n"]
+    processes[0].send_signal(signal.SIGKILL)
+    code, _, errors = outcome(processes[1])
+    assert code == 75
+    assert "PeerLostError: rank 0" in errors
+    processes[0].communicate(timeout=10)
+
+
+def test_a_port_that_is_taken_is_a_config_error_naming_its_variable(port):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        code, _, errors = outcome(start(RANK, torchrun(0, 2, port)))
+    assert code == 64
+    assert "FERRORPC_PORT" in errors
+
+
+def test_a_wrong_variable_ends_with_exit_code_64():
+    code, _, errors = outcome(start(RANK, clean(RANK="3", WORLD_SIZE="2")))
+    assert code == 64
+    assert "RANK=3 is not below WORLD_SIZE=2" in errors
+
+
+def test_a_second_group_while_one_is_open_is_refused_and_after_close_allowed(service):
+    code = """
+import ferrorpc
+first = ferrorpc.init_process_group(world_size=1, job="twice")
+try:
+    ferrorpc.init_process_group()
+except ferrorpc.UsageError as error:
+    print(error.message)
+first.close()
+with ferrorpc.init_process_group(world_size=1, job="twice") as second:
+    print(second.rank, second.backend)
+"""
+    code, output, errors = outcome(start(code, clean(FERRORPC_COORDINATOR=service.address)))
+    assert code == 0, errors
+    assert output == "this process has an open group already\n0 grpc\n"
+
+
+def test_an_exception_in_the_script_is_the_others_cause(service):
+    code = RANK + "\nif group.rank == 1:\n    raise ValueError('bad batch')\ngroup.recv(1)"
+    processes = []
+    for rank in range(2):
+        more = {"FERRORPC_COORDINATOR": service.address, "FERRORPC_JOB": "raises"}
+        processes.append(start(code, torchrun(rank, 2, 1) | more))
+    outcomes = [outcome(process) for process in processes]
+    assert [code for code, _, _ in outcomes] == [75, 1], outcomes
+    assert "ValueError: bad batch" in outcomes[0][2]
+
+
+def test_a_script_that_never_closes_ends_soon(service):
+    code = RANK + "\nimport sys, time\nsys.stderr.write(str(time.time()))"
+    environment = clean(FERRORPC_COORDINATOR=service.address, FERRORPC_WORLD_SIZE="1", FERRORPC_JOB="unclosed")
+    code, _, errors = outcome(start(code, environment))
+    assert code == 0
+    assert time.time() - float(errors) < 2.0

@@ -1,0 +1,96 @@
+"""How a process ends while it has a seat."""
+
+import subprocess
+import sys
+
+import pytest
+
+from ferrorpc.coordination.farewell import exit_code, reason_of
+from ferrorpc.errors import (
+    CollectiveTimeoutError,
+    ConfigError,
+    CoordinatorUnavailableError,
+    GroupAbortedError,
+    PeerLostError,
+    StaleGenerationError,
+    TensorMismatchError,
+)
+
+SEAT = """
+import sys
+from ferrorpc.coordination import farewell
+from ferrorpc.errors import ConfigError, PeerLostError
+class Seat:
+    def leave(self, reason=""):
+        farewell.forget(self)
+        print("left:", reason, flush=True)
+    def abandon_in_child(self):
+        print("abandoned", flush=True)
+seat = Seat()
+farewell.watch_over(seat)
+"""
+
+
+def run(code: str) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, "-c", SEAT + code], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        ("", 0, "left: \n"),
+        ("sys.exit(3)", 3, "left: \n"),
+        ("raise ValueError('no such file')", 1, "left: ValueError: no such file\n"),
+        ("raise KeyboardInterrupt", -2, "left: KeyboardInterrupt\n"),
+        ("raise ConfigError('FERRORPC_LEASE')", 64, "left: ConfigError: FERRORPC_LEASE\n"),
+        ("raise PeerLostError(2, 'signal 9')", 75, "left: PeerLostError: rank 2 was lost: signal 9\n"),
+        ("farewell.forget(seat)", 0, ""),
+        ("farewell.install(); raise ValueError('once')", 1, "left: ValueError: once\n"),
+    ],
+)
+def test_a_process_says_goodbye_with_its_reason_and_ends_with_the_true_code(code, status, said):
+    returned, output, _ = run(code)
+    assert (returned, output) == (status, said)
+
+
+def test_the_traceback_is_printed_by_the_hook_that_was_there_before():
+    _, _, errors = run("raise ValueError('seen')")
+    assert errors.count("ValueError: seen") == 1
+    code = "sys.excepthook = lambda *about: print('mine', flush=True)\nfarewell._installed = False\nfarewell.install()\n1 / 0"
+    _, output, _ = run(code)
+    assert output == "mine\nleft: ZeroDivisionError: division by zero\n"
+
+
+def test_a_forked_child_has_no_seat_and_says_nothing_at_its_end():
+    code = """
+import os, warnings
+warnings.simplefilter("ignore")
+child = os.fork()
+if child:
+    os.waitpid(child, 0)
+"""
+    _, output, _ = run(code)
+    assert output == "abandoned\nleft: \n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("x"), 64),
+        (PeerLostError(1, "x"), 75),
+        (GroupAbortedError(1, "x"), 75),
+        (StaleGenerationError("x"), 75),
+        (CoordinatorUnavailableError("x"), 75),
+        (CollectiveTimeoutError([1], "x"), None),
+        (TensorMismatchError("x"), None),
+        (ValueError("x"), None),
+    ],
+)
+def test_only_what_a_new_attempt_can_mend_asks_for_one(error, code):
+    assert exit_code(error) == code
+
+
+def test_a_reason_is_one_line():
+    assert reason_of(ValueError("first\nsecond")) == "ValueError: first"
+    assert reason_of(KeyboardInterrupt()) == "KeyboardInterrupt"
