@@ -183,7 +183,7 @@ def test_a_stopped_rank_is_named_in_time_and_fenced_when_it_wakes(tmp_path, laun
         lost(error)
     if rank == 1:
         try:
-            group.store.set("from the dead", b"x")
+            group.store.set("from/the/dead", b"x")
             note("write", json.dumps("applied"))
         except ferrorpc.FerroError as error:
             note("write", json.dumps(type(error).__name__))

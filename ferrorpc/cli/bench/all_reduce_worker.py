@@ -50,9 +50,9 @@ class GrpcLane(Lane):
     """ferrorpc over gRPC."""
 
     def __init__(self) -> None:
-        import ferrorpc
+        from ferrorpc.bootstrap import init_process_group
 
-        self._group = ferrorpc.init_process_group(backend="grpc", transport="grpc")
+        self._group = init_process_group(backend="grpc", transport="grpc")
         self.rank = self._group.rank
 
     def array(self, count: int) -> Any:

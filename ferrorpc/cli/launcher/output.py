@@ -156,7 +156,7 @@ class WorkerStream:
         if self._log is not None:
             self._log.write(data)
         lines = self._buffer.feed(data) if data else self._buffer.finish()
-        self._tail.extend(line for line in lines if line.strip())
+        self._tail.extend(line for line in lines if line.strip(b" ^~"))  # the marks of tracebacks say little without room
         if self._shown:
             self._console.lines(self._descriptor, self._prefix, lines)
             self._console.progress(self._descriptor, self._prefix, self._buffer.progress, now)

@@ -31,9 +31,8 @@ def is_victim(tail: Sequence[str]) -> bool:
 
 
 def reason(returncode: int, tail: Sequence[str]) -> str:
-    """Why a process ended, for the members it left behind."""
-    exception = last_exception(tail) if returncode > 0 else None
-    return exception or (f"killed by {describe(returncode)}" if returncode < 0 else f"ended with {describe(returncode)}")
+    """What a process said of its end, for the members it left behind; empty where the return code says it all."""
+    return (last_exception(tail) or "") if returncode > 0 else ""
 
 
 def final_code(first: Exit | None, interrupted: int, *, clean: bool) -> int:

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from ferrorpc.cli import demo
-from ferrorpc.cli.bench.command import MEASUREMENTS
-from ferrorpc.cli.bench.command import command as bench
+from ferrorpc.cli.bench.command import MEASUREMENTS, command as bench
 from ferrorpc.cli.main import COMMANDS, cli, run
 from ferrorpc.config import SETTINGS
 from ferrorpc.errors import ConfigError
