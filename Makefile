@@ -55,7 +55,7 @@ check: $(READY)  ## lint, format, types and layers, without changing anything
 	$(SAY) "check 3/4: mypy --strict"
 	@$(BIN)/mypy
 	$(SAY) "check 4/4: who may import whom"
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-cache
 
 fix: $(READY)  ## let ruff mend what it can and format everything
 	@$(BIN)/ruff check --fix .

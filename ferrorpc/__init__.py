@@ -17,10 +17,8 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ferrorpc import errors as errors
-    from ferrorpc import testing as testing
-    from ferrorpc.backends.base import Backend as Backend
-    from ferrorpc.backends.base import Capabilities as Capabilities
+    from ferrorpc import errors as errors, testing as testing
+    from ferrorpc.backends.base import Backend as Backend, Capabilities as Capabilities
     from ferrorpc.backends.grpc import GrpcBackend as GrpcBackend
     from ferrorpc.backends.simulated import SimulatedBackend as SimulatedBackend
     from ferrorpc.bootstrap import init_process_group as init_process_group
@@ -29,86 +27,34 @@ if TYPE_CHECKING:
     from ferrorpc.ddp.synchroniser import GradientSynchronizer as GradientSynchronizer
     from ferrorpc.errors import (
         AuthenticationError as AuthenticationError,
-    )
-    from ferrorpc.errors import (
         BackendUnavailableError as BackendUnavailableError,
-    )
-    from ferrorpc.errors import (
         BarrierTimeoutError as BarrierTimeoutError,
-    )
-    from ferrorpc.errors import (
         CodecError as CodecError,
-    )
-    from ferrorpc.errors import (
         CollectiveMismatchError as CollectiveMismatchError,
-    )
-    from ferrorpc.errors import (
         CollectiveTimeoutError as CollectiveTimeoutError,
-    )
-    from ferrorpc.errors import (
         ConfigError as ConfigError,
-    )
-    from ferrorpc.errors import (
         CoordinatorUnavailableError as CoordinatorUnavailableError,
-    )
-    from ferrorpc.errors import (
         ErrorCode as ErrorCode,
-    )
-    from ferrorpc.errors import (
         FerroError as FerroError,
-    )
-    from ferrorpc.errors import (
         GroupAbortedError as GroupAbortedError,
-    )
-    from ferrorpc.errors import (
         GroupClosedError as GroupClosedError,
-    )
-    from ferrorpc.errors import (
         InvalidRankError as InvalidRankError,
-    )
-    from ferrorpc.errors import (
         InvalidWorldSizeError as InvalidWorldSizeError,
-    )
-    from ferrorpc.errors import (
         LimitExceededError as LimitExceededError,
-    )
-    from ferrorpc.errors import (
         MessageTooLargeError as MessageTooLargeError,
-    )
-    from ferrorpc.errors import (
         NcclError as NcclError,
-    )
-    from ferrorpc.errors import (
         PeerLostError as PeerLostError,
-    )
-    from ferrorpc.errors import (
         PermissionDeniedError as PermissionDeniedError,
-    )
-    from ferrorpc.errors import (
         RendezvousTimeoutError as RendezvousTimeoutError,
-    )
-    from ferrorpc.errors import (
         SelfSendError as SelfSendError,
-    )
-    from ferrorpc.errors import (
         StaleGenerationError as StaleGenerationError,
-    )
-    from ferrorpc.errors import (
         StoreTimeoutError as StoreTimeoutError,
-    )
-    from ferrorpc.errors import (
         TensorMismatchError as TensorMismatchError,
-    )
-    from ferrorpc.errors import (
         UsageError as UsageError,
-    )
-    from ferrorpc.errors import (
         VersionMismatchError as VersionMismatchError,
     )
     from ferrorpc.group import ProcessGroup as ProcessGroup
-    from ferrorpc.types import DType as DType
-    from ferrorpc.types import ReduceOp as ReduceOp
-    from ferrorpc.types import TensorSpec as TensorSpec
+    from ferrorpc.types import DType as DType, ReduceOp as ReduceOp, TensorSpec as TensorSpec
     from ferrorpc.work import Work as Work
 
 _ROOMS = ("errors", "testing")

@@ -8,8 +8,7 @@ from ferrorpc.coordination.base import MemberReport
 from ferrorpc.coordination.requests import Request
 from ferrorpc.coordination.stream import Stream
 from ferrorpc.errors import FerroError
-from ferrorpc.v1 import identity_pb2
-from ferrorpc.v1 import session_pb2 as wire
+from ferrorpc.v1 import identity_pb2, session_pb2 as wire
 
 STATUS_SECONDS: Final = 1.0
 NAMED_MAX: Final = 8

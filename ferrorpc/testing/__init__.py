@@ -12,14 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ferrorpc.testing.contract import BackendContract as BackendContract
-    from ferrorpc.testing.faults import FaultPlan as FaultPlan
-    from ferrorpc.testing.faults import Kill as Kill
-    from ferrorpc.testing.faults import Pause as Pause
-    from ferrorpc.testing.faults import RankKilled as RankKilled
+    from ferrorpc.testing.faults import FaultPlan as FaultPlan, Kill as Kill, Pause as Pause, RankKilled as RankKilled
     from ferrorpc.testing.manual import ManualClock as ManualClock
     from ferrorpc.testing.virtual import VirtualClock as VirtualClock
-    from ferrorpc.testing.world import World as World
-    from ferrorpc.testing.world import run_world as run_world
+    from ferrorpc.testing.world import World as World, run_world as run_world
 
 _HOMES = {
     "run_world": "world",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+from pathlib import Path
 
 import pytest
 
 import ferrorpc
 from ferrorpc import errors
+from tests.house.tree import syntax_of
 
 FACE = {
     # groups
@@ -16,6 +19,7 @@ FACE = {
     "Work",
     "ReduceOp",
     "DType",
+    "TensorSpec",
     "TensorSpec",
     # backends
     "Backend",
@@ -42,6 +46,14 @@ def test_a_name_of_the_face_leads_somewhere_and_is_documented(name: str) -> None
     value = getattr(ferrorpc, name)
     if not inspect.isclass(value) or value.__module__.startswith("ferrorpc"):
         assert inspect.getdoc(value)
+
+
+def test_type_checkers_see_the_same_names_in_the_same_places() -> None:
+    """The face is written twice, as a table for Python and as imports for type checkers."""
+    (block,) = [node for node in syntax_of(Path(ferrorpc.__file__)).body if isinstance(node, ast.If)]
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert {name: module for name, module in seen.items() if module != "ferrorpc"} == ferrorpc._HOMES
+    assert {name for name, module in seen.items() if module == "ferrorpc"} == set(ferrorpc._ROOMS)
 
 
 def test_dir_shows_the_face() -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ferrorpc.v1 import error_pb2
-from ferrorpc.v1 import session_pb2 as session
+from ferrorpc.v1 import error_pb2, session_pb2 as session
 
 UnaryResponse = session.StatusResponse | session.UnaryStoreResponse | session.UnaryBarrierResponse | session.UnaryReportResponse
 

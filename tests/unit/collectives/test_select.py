@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ferrorpc.collectives.algorithms.catalogue import CATALOGUE
 from ferrorpc.collectives.call import Call, Operation

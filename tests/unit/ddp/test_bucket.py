@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ferrorpc.ddp.bucket import FIRST_BUCKET_BYTES, lay_out
 from ferrorpc.types import DType, TensorSpec
