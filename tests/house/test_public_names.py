@@ -20,7 +20,6 @@ FACE = {
     "ReduceOp",
     "DType",
     "TensorSpec",
-    "TensorSpec",
     # backends
     "Backend",
     "Capabilities",
