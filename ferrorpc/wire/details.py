@@ -26,7 +26,7 @@ def restore(detail: error_pb2.ErrorDetail) -> FerroError:
 def _write(field: error_pb2.ErrorField, value: Any) -> None:
     if isinstance(value, bool):
         field.flag = value
-    elif isinstance(value, int):
+    elif _is_number(value):
         field.number = value
     elif isinstance(value, float):
         field.real = value
@@ -41,11 +41,16 @@ def _write(field: error_pb2.ErrorField, value: Any) -> None:
 
 
 def _write_list(field: error_pb2.ErrorField, values: list[Any]) -> None:
-    if all(isinstance(value, int) for value in values):
+    if all(_is_number(value) for value in values):
         field.integers.SetInParent()
         field.integers.values.extend(values)
     else:
         field.texts.values.extend(str(value) for value in values)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it fits the wire's integer; a larger one, which a broken request may have brought, travels as text."""
+    return isinstance(value, int) and -(1 << 63) <= value < 1 << 63
 
 
 def _read(field: error_pb2.ErrorField) -> Any:

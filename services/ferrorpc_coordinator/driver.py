@@ -85,6 +85,7 @@ class Driver:
         self._durable = 0
         self._held: deque[tuple[int, Outgoing]] = deque()
         self._settle_scheduled = False
+        self._closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._armed_ns = 0
         self._idle = asyncio.Event()
@@ -111,8 +112,12 @@ class Driver:
     def connect(self, hello: session_pb2.Hello) -> Outbox:
         """A new stream, whose first frame was `hello`."""
         self._numbers += 1
-        outbox = self._outboxes[self._numbers] = Outbox(self._numbers)
-        self._step(Connected(self._numbers, hello))
+        outbox = Outbox(self._numbers)
+        if self._closed:
+            outbox.finish()
+            return outbox
+        self._outboxes[outbox.stream] = outbox
+        self._step(Connected(outbox.stream, hello))
         return outbox
 
     def receive(self, stream: int, frame: session_pb2.ClientFrame) -> None:
@@ -131,6 +136,8 @@ class Driver:
         Raises:
             CoordinatorUnavailableError: the coordinator ends before there is an answer.
         """
+        if self._closed:
+            raise CoordinatorUnavailableError("the coordinator is stopping")
         self._numbers += 1
         number = self._numbers
         answer: asyncio.Future[UnaryResponse | error_pb2.ErrorDetail] = self._loop.create_future()
@@ -153,7 +160,8 @@ class Driver:
         await self._idle.wait()
 
     def close(self) -> None:
-        """Stops the timer, ends every stream and fails every call that is still open."""
+        """Stops the timer, ends every stream and fails every call, those to come included."""
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         for outbox in self._outboxes.values():
@@ -165,7 +173,7 @@ class Driver:
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     def _step(self, event: Event) -> None:
-        if self.failure.done():
+        if self._closed:
             return
         try:
             effects = self._decider.step(event, self._now_ns())
@@ -199,7 +207,7 @@ class Driver:
     def _arm(self) -> None:
         """Sees to it that the loop wakes by the next deadline. A timer that fires too early arms itself again."""
         deadline_ns = self._decider.next_deadline()
-        if deadline_ns is None or self.failure.done():
+        if deadline_ns is None or self._closed:
             return
         if self._timer is not None:
             if self._armed_ns <= deadline_ns:

@@ -239,6 +239,7 @@ class Rendezvous:
         if not 1 <= low <= high:
             raise InvalidWorldSizeError(f"{member} asked for a world of {low}:{high}")
         require("the world's size", high, "members", self._desk.limits.members)
+        require("the generation to follow", request.after_generation, "generation_number", self._desk.limits.generation_number)
         if low == high and request.pinned_rank >= high:
             raise InvalidRankError(f"{member} has RANK={request.pinned_rank}, but the world has {high} ranks")
 

@@ -40,6 +40,8 @@ class Limits:
     history_bytes: int = 8 << 20
     page_bytes: int = 128 << 10
     """One page of keys."""
+    generation_number: int = 1 << 40
+    """A member that claims to have lived through more generations is mistaken; numbers on the wire have 64 bits."""
     generations: int = 16
     """Ended generations that status can tell of."""
     remembered_writes: int = 128

@@ -1,0 +1,244 @@
+"""The coordinator's process from outside: flags, refusals, TLS, the HTTP port, and what it does not load."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import grpc
+import pytest
+
+from ferrorpc.errors import LimitExceededError
+from ferrorpc.v1 import barrier_pb2, session_pb2, session_pb2_grpc, store_pb2
+from ferrorpc.wire import options
+from tests.integration.coordinator_process import Client, coordinator, eventually, joined, refused_start
+
+
+def test_it_loads_nothing_of_the_training_side():
+    code = (
+        "import sys, ferrorpc_coordinator.__main__, ferrorpc_coordinator.server;"
+        "print([name for name in sys.modules if name.split('.')[0] in ('numpy', 'torch', 'cupy', 'prometheus_client', 'click')"
+        " or name.startswith(('ferrorpc.group', 'ferrorpc.backends', 'ferrorpc.collectives', 'ferrorpc.coordination',"
+        " 'ferrorpc.transports', 'ferrorpc.arrays', 'ferrorpc.kernels', 'ferrorpc.ddp', 'ferrorpc.cli'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "complaint"),
+    [
+        (["--listen", "0.0.0.0:0"], {}, "without TLS"),
+        (["--listen", "[::]:0"], {}, "without TLS"),
+        (["--listen", "nonsense"], {}, "expected HOST:PORT"),
+        (["--listen", "203.0.113.1:0", "--insecure"], {}, "cannot listen on 203.0.113.1:0"),
+        ([], {"FERRORPC_LISTEN": "0.0.0.0:0"}, "without TLS"),
+        (["--lease", "soon"], {}, "expected seconds"),
+        ([], {"FERRORPC_LEASE": "soon"}, "FERRORPC_LEASE"),
+        (["--tls-cert", "nowhere.pem"], {}, "belong together"),
+        (["--tls-ca", "nowhere.pem"], {}, "protects nothing"),
+        (["--tls-cert", "nowhere.pem", "--tls-key", "nowhere.pem"], {}, "cannot read nowhere.pem"),
+        (["--token-file", "nowhere"], {}, "nowhere cannot be read"),
+        (["--data-dir", "/proc/nowhere"], {}, "/proc/nowhere cannot be used"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_64_and_a_hint(flags, environment, complaint):
+    environment = {"FERRORPC_LISTEN": "127.0.0.1:0", **environment}
+    code, errors = refused_start(*flags, environment=environment)
+    assert code == 64, errors
+    assert complaint in errors
+    assert errors.strip().splitlines()[-1].startswith("try: ")
+    assert "Traceback" not in errors
+
+
+def test_a_short_token_is_refused(tmp_path):
+    (tmp_path / "token").write_text("abc")
+    code, errors = refused_start("--listen", "127.0.0.1:0", "--token-file", str(tmp_path / "token"))
+    assert code == 64
+    assert "3 characters" in errors
+    assert "abc" not in errors.replace(str(tmp_path), "")
+
+
+def test_insecure_allows_other_addresses():
+    with coordinator("--insecure", listen="0.0.0.0:0") as process:
+        port = process.address.rpartition(":")[2]
+        with Client(f"127.0.0.1:{port}", "m") as member:
+            assert member.welcome.incarnation == 1
+
+
+def test_flags_win_over_variables_and_reach_the_members():
+    variables = {"FERRORPC_LEASE": "9", "FERRORPC_HEARTBEAT_INTERVAL": "0.25"}
+    with coordinator("--lease", "7", environment=variables) as process, Client(process.address, "m") as member:
+        assert member.welcome.lease_ms == 7000
+        assert member.welcome.heartbeat_interval_ms == 250
+
+
+def test_the_ready_line_also_goes_to_a_descriptor():
+    readable, writable = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ferrorpc_coordinator", "--listen", "127.0.0.1:0", "--announce-fd", str(writable)],
+        stdout=subprocess.PIPE,
+        pass_fds=[writable],
+        text=True,
+    )
+    os.close(writable)
+    with os.fdopen(readable) as announced, process:
+        line = announced.read()  # to its end: the coordinator closes it after the line
+        assert line == process.stdout.readline()
+        assert line.startswith("listening 127.0.0.1:")
+        process.terminate()
+        assert process.wait(10) == 0
+
+
+def fetch(url):
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def metric(text, name):
+    return next(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+
+
+@pytest.fixture
+def http_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_metrics_tell_of_members_generations_and_the_store(tmp_path, http_port):
+    flags = ("--http-port", str(http_port), "--grace", "0.2", "--data-dir", str(tmp_path / "data"))
+    with coordinator(*flags) as process:
+        assert fetch(f"http://127.0.0.1:{http_port}/healthz") == (200, "ok\n")
+        assert fetch(f"http://127.0.0.1:{http_port}/other")[0] == 404
+        members = joined(process.address, 3)
+        members[0].store(set=store_pb2.SetOperation(key="k", value=b"12345"))
+        for _ in range(3):
+            members[0].send(beat=session_pb2.Beat())
+        members[1].drop()
+        members[0].event("broken")
+
+        def scrape():
+            status, text = fetch(f"http://127.0.0.1:{http_port}/metrics")
+            assert status == 200
+            return text if metric(text, "ferrorpc_heartbeats_total") == 3 else None
+
+        text = eventually(scrape)
+        assert metric(text, "ferrorpc_sessions ") == 2
+        assert metric(text, 'ferrorpc_generation{job="job"}') == 1
+        assert metric(text, 'ferrorpc_store_keys{job="job"}') == 1
+        assert metric(text, 'ferrorpc_generations_broken_total{cause="peer_lost"}') == 1
+        assert metric(text, 'ferrorpc_member_changes_total{state="dead"}') == 1
+        assert metric(text, "ferrorpc_journal_commits_total") >= 2
+        assert 'ferrorpc_members{job="job",state="dead"} 1.0' in text
+        assert metric(text, 'ferrorpc_loop_lag_seconds_bucket{le="+Inf"}') > 0
+        for member in (members[0], members[2]):
+            member.drop()
+
+
+def test_a_used_http_port_is_refused(http_port):
+    with coordinator("--http-port", str(http_port)):
+        code, errors = refused_start("--listen", "127.0.0.1:0", "--http-port", str(http_port))
+        assert code == 64
+        assert "--http-port" in errors
+
+
+def test_log_lines_can_be_json(tmp_path):
+    with coordinator("--log-level", "INFO", "--log-format", "json") as process:
+        code, errors = process.stop()
+        assert code == 0
+        entries = [json.loads(line) for line in errors.splitlines()]
+        assert any("draining" in entry["message"] for entry in entries)
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    """A certificate authority, and certificates of a server and a client, made by openssl."""
+    directory = tmp_path_factory.mktemp("tls")
+
+    def openssl(*arguments):
+        try:
+            subprocess.run(["openssl", *arguments], cwd=directory, capture_output=True, check=True)
+        except FileNotFoundError:
+            pytest.skip("openssl is not installed")
+
+    new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    openssl("req", "-x509", *new, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test authority", "-days", "2")
+    for who in ("server", "client"):
+        openssl("req", *new, "-keyout", f"{who}.key", "-out", f"{who}.csr", "-subj", f"/CN={who}")
+        (directory / "san").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost")
+        sign = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "san")
+        openssl("x509", "-req", "-in", f"{who}.csr", "-out", f"{who}.pem", *sign)
+    return directory
+
+
+def test_with_a_certificate_authority_only_its_members_get_in(authority):
+    read = {name: (authority / name).read_bytes() for name in ("ca.pem", "client.key", "client.pem")}
+    files = {"ca": "ca.pem", "cert": "server.pem", "key": "server.key"}
+    flags = [f"--tls-{kind}={authority / name}" for kind, name in files.items()]
+    trusted = grpc.ssl_channel_credentials(read["ca.pem"], read["client.key"], read["client.pem"])
+    unknown = grpc.ssl_channel_credentials(read["ca.pem"])
+    with coordinator(*flags, listen="0.0.0.0:0") as process:
+        address = f"127.0.0.1:{process.address.rpartition(':')[2]}"
+        channel = grpc.secure_channel(address, trusted, options=options.session_channel())
+        with channel, Client(address, "m", channel=channel) as member:
+            assert member.welcome.incarnation == 1
+        for channel in (
+            grpc.secure_channel(address, unknown, options=options.session_channel()),
+            grpc.insecure_channel(address, options=options.session_channel()),
+        ):
+            with channel, pytest.raises(grpc.RpcError) as caught:
+                session_pb2_grpc.CoordinatorServiceStub(channel).Status(session_pb2.StatusRequest(job="job"), timeout=5)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.root
+def test_a_full_disk_refuses_writes_and_leaves_the_rest_working(tmp_path):
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(mount)], capture_output=True, check=False)
+    if made.returncode != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        with coordinator("--data-dir", str(mount)) as process:
+            members = joined(process.address, 2)
+            members[0].store(set=store_pb2.SetOperation(key="k", value=b"kept"))
+            with (mount / "filler").open("wb", buffering=0) as file:
+                eventually(lambda: not _wrote(file, 65536))
+
+            def write(key, data):
+                try:
+                    members[0].store(set=store_pb2.SetOperation(key=key, value=data))
+                except LimitExceededError as error:
+                    return str(error)
+                return ""
+
+            refusals = (write(f"big{number}", bytes(1 << 16)) for number in range(1000))
+            assert "disk of the coordinator's journal is full" in next(filter(None, refusals))
+            # Reads, barriers and pushes go on; deletes are taken.
+            assert members[1].store(get=store_pb2.GetOperation(key="k")).value == b"kept"
+            request = barrier_pb2.BarrierRequest(generation=1, name="b", ordinal=1, timeout_ms=10_000)
+            numbers = [member.begin(barrier=request) for member in members]
+            for member, number in zip(members, numbers, strict=True):
+                assert len(member.result(number).barrier.payloads) == 2
+            (mount / "filler").unlink()
+            eventually(lambda: write("after", b"x") == "")
+            for member in members:
+                member.drop()
+            assert process.stop()[0] == 0
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def _wrote(file, count):
+    try:
+        return file.write(bytes(count)) == count
+    except OSError:
+        return False
