@@ -20,7 +20,7 @@ _NEEDED: Final = {"sklearn": "scikit-learn", "tqdm": "tqdm", "matplotlib": "matp
 
 @click.command("demo")
 @click.option("-n", "--nproc", "processes", type=click.IntRange(min=1), default=4, show_default=True, help="Processes.")
-@click.option("--epochs", type=click.IntRange(min=1), default=30, show_default=True)
+@click.option("--epochs", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Fixes the data split, the batches and the weights.")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("out/digits_loss.png"), show_default=True, help="Loss curve."

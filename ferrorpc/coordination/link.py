@@ -22,8 +22,7 @@ from ferrorpc.coordination.requests import Request, Requests, check_size
 from ferrorpc.coordination.stream import Connect, Stream
 from ferrorpc.errors import CoordinatorUnavailableError, ErrorCode, FerroError, StaleGenerationError, UsageError
 from ferrorpc.guard import Clock, Latch
-from ferrorpc.v1 import identity_pb2
-from ferrorpc.v1 import session_pb2 as wire
+from ferrorpc.v1 import identity_pb2, session_pb2 as wire
 from ferrorpc.wire.status import restore
 
 BACKOFF_FIRST_SECONDS: Final = 0.1
@@ -89,6 +88,8 @@ class Link:
         self.address = address
         self.cluster_id = ""
         self.over: FerroError | None = None
+        self.leaving = False
+        """A goodbye is on its way: the end of the stream is then no loss."""
         self._connect = connect
         self._listener = listener
         self._clock = clock
@@ -263,7 +264,7 @@ class Link:
             was_up = self._away_since is None
             if was_up:
                 self._away_since = self._clock.now()
-                if self.over is None:
+                if self.over is None and not self.leaving:
                     _log.warning("lost the coordinator at %s: %s", self.address, failure.message)
             self._failure = failure
             self._monitor.changed()

@@ -30,8 +30,7 @@ from ferrorpc.errors import (
 )
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, Latch
 from ferrorpc.types import Assignment, Peer
-from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2
-from ferrorpc.v1 import session_pb2 as wire
+from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
 from ferrorpc.wire.status import detail_of, error_of
 
 PROTOCOL_VERSION: Final = 1
@@ -210,6 +209,7 @@ class RemoteSession(Session):
         farewell.forget(self)
         generation = self._generation
         request = rendezvous_pb2.LeaveRequest(generation=generation, reason=reason[:1024])
+        self._link.leaving = True
         self._link.try_ask("leave", LEAVE_SECONDS, leave=request)
         closed = GroupClosedError(f"{self.name} has left job {self.job!r}")
         self._link.close(closed)
