@@ -27,6 +27,9 @@ from ferrorpc.wire.frames import Frame, Header, Key, encode
 
 DIAL_SECONDS: Final = 20.0
 
+BROKEN_SECONDS: Final = 0.2
+"""How long the goodbyes of a broken generation may take: nothing is left to be flushed, and some peer may be gone."""
+
 _GONE: Final = "rank {} has left"
 
 
@@ -105,9 +108,10 @@ class GrpcTransport(Transport):
                 return
             self._closing = True
             lanes, inlets = list(self._lanes.values()), list(self._inlets.values())
-        deadline = self._clock.now() + timeout
+        broken = self._latch.cause is not None
+        deadline = self._clock.now() + (min(timeout, BROKEN_SECONDS) if broken else timeout)
         for lane in lanes:
-            lane.finish(discard=self._latch.cause is not None)
+            lane.finish(discard=broken)
         for inlet in inlets:
             inlet.finish()
         ends: list[Lane | Inlet] = [*lanes, *inlets]

@@ -1,19 +1,16 @@
 """gRPC's options: every row mends something that gRPC's defaults do to a training job.
 
 Four kinds of ends: a worker's channel to the coordinator (`session_channel`), the coordinator's server (`control_server`), a
-worker's channel to a peer (`data_channel`) and the server its peers dial (`data_server`). Also here: the one environment
-variable that has to be set before gRPC is imported.
+worker's channel to a peer (`data_channel`) and the server its peers dial (`data_server`). The one thing that no option mends,
+gRPC's fork handlers, is seen to where ferrorpc is imported.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from typing import Final, TypeAlias
 
 Options: TypeAlias = list[tuple[str, int]]
 
-FORK_VARIABLE: Final = "GRPC_ENABLE_FORK_SUPPORT"
 DATA_MESSAGE_BYTES_MAX: Final = 4 << 20
 CONTROL_MESSAGE_BYTES_MAX: Final = 2 << 20
 
@@ -83,26 +80,3 @@ def data_server() -> Options:
         ("grpc.max_receive_message_length", DATA_MESSAGE_BYTES_MAX),
         ("grpc.max_concurrent_streams", 16),
     ]
-
-
-def fork_problem(modules: Mapping[str, object], environment: Mapping[str, str] | None = None) -> str | None:
-    """What is wrong with gRPC's handling of fork in this process, in a sentence; None when nothing is.
-
-    gRPC's own fork handlers make forked children (data loaders) crash or hang once it has started. They are off when the
-    variable is "0" before gRPC is imported; set afterwards, it does nothing.
-
-    Args:
-        modules: `sys.modules`, as it was before ferrorpc imported gRPC.
-        environment: `os.environ` by default.
-    """
-    value = (os.environ if environment is None else environment).get(FORK_VARIABLE, "")
-    if value.lower() in ("0", "false"):
-        return None
-    if "grpc" in modules:
-        return (
-            f"grpc was imported before ferrorpc, so its fork handlers are on and forked children may crash: "
-            f"set {FORK_VARIABLE}=0 in the environment, or import ferrorpc first"
-        )
-    if value:
-        return f"{FORK_VARIABLE}={value} turns gRPC's fork handlers on: forked children (data loaders) may crash"
-    return None
