@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import select
 import sys
@@ -14,11 +16,9 @@ from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError
 
 START_SECONDS: Final = 30.0
-LINGER_SECONDS: Final = 5.0
-"""How long it outlives rank 0, so that the others learn who died and can say goodbye."""
 _FLAGS: Final = ("lease", "grace", "stall", "tls_ca", "tls_cert", "tls_key", "token_file", "log_level", "log_format")
 _running: dict[str, int] = {}
-"""Address -> the pipe whose end tells the keeper that this process has ended."""
+"""Address -> the pipe whose end tells the keeper that this process has ended; a byte in it, that it ended in good order."""
 
 
 def start_coordinator(address: str, config: Config, environment: Mapping[str, str]) -> None:
@@ -39,7 +39,7 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
             f"rank 0 is at {host}, but FERRORPC_BIND={config['bind']} would hide its coordinator from the other nodes",
             hint="set FERRORPC_BIND=0.0.0.0 on every node, with FERRORPC_TLS_* or FERRORPC_INSECURE=1",
         )
-    announced, lifeline, process = _spawn([str(LINGER_SECONDS), "--listen", listen, *_flags(config)], environment)
+    announced, lifeline, process = _spawn(["--listen", listen, *_flags(config)], environment)
     try:
         ready = _first_line(announced)
     finally:
@@ -104,4 +104,13 @@ def _forget_in_child() -> None:
     _running.clear()
 
 
+def _end_in_good_order() -> None:
+    for lifeline in _running.values():
+        with contextlib.suppress(BrokenPipeError):
+            os.write(lifeline, b".")
+        os.close(lifeline)
+    _running.clear()
+
+
 os.register_at_fork(after_in_child=_forget_in_child)
+atexit.register(_end_in_good_order)

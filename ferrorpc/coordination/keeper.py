@@ -1,9 +1,10 @@
 """Runs a coordinator for as long as the process that started this one lives, and a little longer.
 
-    python -m ferrorpc.coordination.keeper LINGER_SECONDS [flags of ferrorpc_coordinator]
+    python -m ferrorpc.coordination.keeper [flags of ferrorpc_coordinator]
 
-The starter holds the other end of this process's standard input; when that closes, however the starter ended, the
-coordinator is given LINGER_SECONDS more, in which it tells the other members who died and hears their goodbyes.
+The starter holds the other end of this process's standard input. When that closes the starter has died, and the coordinator
+is given a few seconds more to find that out and tell the other members. When a byte comes first, the starter ended in good
+order, and the coordinator only hears the goodbyes of those who end with it.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ import subprocess
 import sys
 from typing import Final
 
+LINGER_SECONDS: Final = 5.0
+CLEAN_LINGER_SECONDS: Final = 1.0
 STOP_SECONDS: Final = 5.0
 _PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> int:
     """Returns the coordinator's exit code."""
-    linger_seconds, flags = float(sys.argv[1]), sys.argv[2:]
-    command = [sys.executable, "-m", "ferrorpc_coordinator", *flags]
+    command = [sys.executable, "-m", "ferrorpc_coordinator", *sys.argv[1:]]
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
     signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
     ended = os.pidfd_open(child.pid)
-    readable, _, _ = select.select([sys.stdin.fileno(), ended], [], [])
+    lifeline = sys.stdin.fileno()
+    readable, _, _ = select.select([lifeline, ended], [], [])
     if ended not in readable:
-        select.select([ended], [], [], linger_seconds)
+        clean = bool(os.read(lifeline, 1))
+        select.select([ended], [], [], CLEAN_LINGER_SECONDS if clean else LINGER_SECONDS)
         child.terminate()
         if not select.select([ended], [], [], STOP_SECONDS)[0]:
             child.kill()
