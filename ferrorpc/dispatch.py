@@ -1,30 +1,30 @@
-"""From checked arrays to a running operation and back: what every collective of a group has in common.
+"""From checked arrays to a running operation and back: what every operation of a group has in common.
 
-A call is prepared once per signature and cached; a later one is look up, number, run.
+A call is prepared once per signature and cached; a later one is look up, number, run. A group lives here through open ->
+broken (its generation ended: the latch holds the first cause) -> closed.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final, TypeAlias
 
-import numpy as np
-
-from ferrorpc.arrays.base import Kind, Out, View
+from ferrorpc.arrays.base import View
 from ferrorpc.backends.base import Backend
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.errors import GroupClosedError, TensorMismatchError, UsageError
-from ferrorpc.guard import FOREVER, Guard
+from ferrorpc.errors import FerroError, GroupClosedError
+from ferrorpc.guard import Guard
+from ferrorpc.results import Result
 from ferrorpc.wire.frames import Key
 from ferrorpc.work import Work
 
 PREPARED_CALLS: Final = 1024
-"""Prepared calls that are kept; beyond, the one used longest ago is laid out again when it comes back."""
+"""Prepared calls that are kept; beyond, the oldest is laid out again when it comes back."""
 
-Convert = Callable[[Execution], Any]
+Signature: TypeAlias = tuple[Hashable, ...]
 
 
 class Dispatch:
@@ -40,16 +40,19 @@ class Dispatch:
         self.timeout = timeout
         self.closed = False
         self._lock = threading.Lock()
-        self._prepared: OrderedDict[Call, Prepared] = OrderedDict()
+        self._prepared: OrderedDict[Signature, Prepared] = OrderedDict()
         self._number = 0
         self._streams = 0
         self._flying: dict[int, Work[Any]] = {}
+        self._is_part = backend.group_id != 0
 
     def check_open(self) -> None:
         """Raises GroupClosedError after close(), and the first cause once the generation has ended."""
         if self.closed:
             raise GroupClosedError("the group was closed")
-        self.backend.latch.check()
+        cause = self.backend.latch.cause
+        if cause is not None:
+            raise self.located(cause.again())
 
     def open_stream(self) -> int:
         """The number of a new stream. Ranks agree on it by opening streams in the same order."""
@@ -58,116 +61,99 @@ class Dispatch:
             self._streams += 1
             return self._streams
 
-    def guard(self, timeout: float | None) -> Guard:
+    def guard(self, seconds: float) -> Guard:
         """Deadline and latch of an operation that begins now."""
-        if timeout is not None and not timeout >= 0:
-            raise UsageError(f"timeout={timeout!r} is no number of seconds")
-        return Guard(self.backend.clock, self.backend.latch, self.timeout if timeout is None else float(timeout))
+        return Guard(self.backend.clock, self.backend.latch, seconds)
+
+    def prepared(self, signature: Signature, call: Callable[[], Call]) -> Prepared:
+        """The prepared call of this signature; `call` spells it out where there is none yet.
+
+        Raises:
+            UsageError: the call means nothing on any rank.
+        """
+        found = self._prepared.get(signature)
+        if found is None:
+            found = self.backend.prepare(call())
+            with self._lock:
+                self._prepared[signature] = found
+                if len(self._prepared) > PREPARED_CALLS:
+                    self._prepared.popitem(last=False)
+        return found
 
     def start(
         self,
-        call: Call,
-        inputs: Sequence[View],
-        outs: Sequence[Out] | None,
+        prepared: Prepared,
+        sources: Sequence[View],
+        result: Result,
+        seconds: float,
         *,
-        timeout: float | None = None,
         stream: int = 0,
         number: int | None = None,
     ) -> Execution:
-        """A new execution of a call; in program order, unless it has a number of its own.
-
-        Raises:
-            UsageError: the call means nothing; no number was used up.
-        """
-        self.check_open()
-        prepared = self._prepare(call)
-        guard = self.guard(timeout)
+        """A new execution: the next in program order, unless it has a number of its own."""
+        backend = self.backend
         if number is None:
             with self._lock:
                 self._number += 1
                 number = self._number
-        if self.backend.session is not None:
-            self.backend.session.note(call.operation.value)
-        key = Key(self.backend.group_id, stream, number)
-        targets = None if outs is None else [out.data for out in outs]
-        return prepared.start(key, [view.data for view in inputs], targets, guard)
+        guard = Guard(backend.clock, backend.latch, seconds)
+        key = Key(backend.group_id, stream, number)
+        return prepared.start(key, [source.data for source in sources], result.targets, guard)
 
-    def _prepare(self, call: Call) -> Prepared:
-        with self._lock:
-            found = self._prepared.get(call)
-            if found is not None:
-                self._prepared.move_to_end(call)
-                return found
-        fresh = self.backend.prepare(call)
-        with self._lock:
-            self._prepared[call] = fresh
-            if len(self._prepared) > PREPARED_CALLS:
-                self._prepared.popitem(last=False)
-        return fresh
-
-    def finish(self, execution: Execution, convert: Convert, async_op: bool) -> Any:
+    def finish(self, execution: Execution, result: Result, async_op: bool) -> Any:
         """The result (blocking), or a Work for it."""
         if async_op:
-            return self.submit(execution, convert)
-        self.backend.run(execution)
-        return convert(execution)
+            return self.submit(execution, result)
+        self._note(execution.label)
+        if not self._is_part:
+            self.backend.run(execution)
+            return result.of(execution)
+        try:
+            self.backend.run(execution)
+        except FerroError as error:
+            raise self.located(error) from None
+        return result.of(execution)
 
-    def submit(self, execution: Execution, convert: Convert) -> Work[Any]:
+    def submit(self, execution: Execution, result: Result) -> Work[Any]:
         """A Work for the result; it is in flight until it is done."""
-        work = self.backend.submit(execution, convert)
+        self._note(execution.label)
+        work = self.backend.submit(execution, result.of)
+        if self._is_part:
+            work.locate = self.located
         with self._lock:
             self._flying[id(work)] = work
         work.on_done(lambda: self._landed(work))
         return work
 
+    def alone(self, sources: Sequence[View], result: Result) -> Any:
+        """The result in a group of one: every operation gives back what it was given."""
+        self._note("a group of one")
+        into_own = result.targets is not None
+        arrays = [source.data if into_own or not source.borrowed else source.data.copy() for source in sources]
+        return result.give(arrays, [source.spec for source in sources], "an operation of one rank")
+
+    def _note(self, activity: str) -> None:
+        if self.backend.session is not None:
+            self.backend.session.note(activity)
+
     def _landed(self, work: Work[Any]) -> None:
         with self._lock:
             self._flying.pop(id(work), None)
 
-    def drain(self) -> None:
-        """Waits until nothing of this group is in flight; each operation's own deadline bounds that."""
+    def drain(self, until: float) -> bool:
+        """Waits until nothing of this group is in flight, or clock time `until`. Whether that came first."""
         parker = self.backend.clock.parker()
         with self._lock:
             works = list(self._flying.values())
         for work in works:
             work.on_done(parker.unpark)
             while not work.done():
-                parker.park(FOREVER)
+                if not parker.park(until) and not work.done():
+                    return False
+        return True
 
-
-def one(kind: Kind, out: Out | None) -> Convert:
-    """The conversion of a single result; None where this rank gets nothing."""
-
-    def convert(execution: Execution) -> Any:
-        if not execution.results:
-            return None
-        return _give(execution, 0, kind, out)
-
-    return convert
-
-
-def many(kind: Kind, outs: Sequence[Out] | None) -> Convert:
-    """The conversion of a list of results in rank order; None where this rank gets nothing."""
-
-    def convert(execution: Execution) -> Any:
-        if not execution.results:
-            return None
-        places = outs if outs is not None else [None] * len(execution.results)
-        return [_give(execution, item, kind, out) for item, out in enumerate(places)]
-
-    return convert
-
-
-def nothing(execution: Execution) -> None:
-    """The conversion of an operation without a result."""
-
-
-def _give(execution: Execution, item: int, kind: Kind, out: Out | None) -> Any:
-    array, spec = execution.results[item], execution.specs[item]
-    if out is None:
-        return kind.wrap(array, spec)
-    if spec != out.spec:
-        raise TensorMismatchError(f"{execution.label} gave {spec}, but out is {out.spec}: out is unchanged")
-    if array is not out.data:
-        np.copyto(out.data, array)
-    return out.commit()
+    def located(self, error: BaseException) -> BaseException:
+        """An error as a subgroup raises it: the world rank it names gets its rank in the subgroup beside it."""
+        if self._is_part and isinstance(error, FerroError) and error.fields.get("rank") in self.backend.world_ranks:
+            error.fields["group_rank"] = self.backend.world_ranks.index(error.fields["rank"])
+        return error

@@ -31,6 +31,8 @@ class Work(Generic[Result]):
         self._observed = False
         self._result: Result | None = None
         self._error: BaseException | None = None
+        self.locate: Callable[[BaseException], BaseException] | None = None
+        """What an error goes through before the caller sees it; set before the handle is handed out."""
 
     def done(self) -> bool:
         """Whether the operation has ended, well or badly."""
@@ -39,7 +41,7 @@ class Work(Generic[Result]):
     def exception(self) -> BaseException | None:
         """Its error; None when it went well or still runs."""
         self._observed = self._observed or self._done
-        return self._error
+        return self._located(self._error)
 
     def wait(self, timeout: float | None = None) -> Result:
         """The result, as soon as there is one.
@@ -61,9 +63,13 @@ class Work(Generic[Result]):
                         [], f"{self.label} still runs after {timeout:g} s", hint="call wait() again: nothing was lost"
                     )
         self._observed = True
-        if self._error is not None:
-            raise self._error
+        error = self._located(self._error)
+        if error is not None:
+            raise error
         return self._result  # type: ignore[return-value]
+
+    def _located(self, error: BaseException | None) -> BaseException | None:
+        return error if error is None or self.locate is None else self.locate(error)
 
     def __await__(self) -> Generator[Any, None, Result]:
         loop = asyncio.get_running_loop()

@@ -9,17 +9,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from ferrorpc.errors import BackendUnavailableError, FerroError
+from ferrorpc.guard import SYSTEM_CLOCK, Latch
 
 if TYPE_CHECKING:
     from ferrorpc.collectives.call import Call
     from ferrorpc.collectives.execution import Execution, Prepared
+    from ferrorpc.collectives.progress import Progress
     from ferrorpc.coordination.base import Session
-    from ferrorpc.guard import Clock, Guard, Latch
+    from ferrorpc.guard import Clock, Guard
     from ferrorpc.types import TensorSpec
     from ferrorpc.work import Work
 
@@ -39,6 +42,8 @@ class Capabilities:
 class Backend(ABC):
     """Operations of one group. Ranks in arguments are group ranks.
 
+    A backend must set `rank` and `size`; the rest has defaults, which are those of a world without a coordinator.
+
     Attributes:
         name: as in `group.backend`: "grpc", "simulated", "nccl", "hybrid" or a third party's own.
         rank, size: of this group.
@@ -49,14 +54,22 @@ class Backend(ABC):
         clock: what every wait goes through.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str] = "custom"
     rank: int
     size: int
-    world_ranks: tuple[int, ...]
-    group_id: int
-    session: Session | None
-    latch: Latch
-    clock: Clock
+    group_id: int = 0
+    session: Session | None = None
+    clock: Clock = SYSTEM_CLOCK
+
+    @cached_property
+    def world_ranks(self) -> tuple[int, ...]:
+        """World rank of each group rank; a backend that sets none is a world."""
+        return tuple(range(self.size))
+
+    @cached_property
+    def latch(self) -> Latch:
+        """Trips when the generation ends; a backend that sets none gets one of its own."""
+        return Latch()
 
     @property
     def world_size(self) -> int:
@@ -65,8 +78,8 @@ class Backend(ABC):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this backend can do."""
-        return Capabilities()
+        """What this backend can do. By default what `send`, `recv` and `barrier` are enough for."""
+        return Capabilities(asynchronous=False, subgroups=False)
 
     @abstractmethod
     def send(self, data: np.ndarray[Any, Any], dst: int, tag: int = 0) -> None:
@@ -122,10 +135,17 @@ class Backend(ABC):
         return drive(execution, self.abort)
 
     def submit(self, execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
-        """Hands an execution to the progress thread; the Work's result is `convert(execution)`, made on that thread."""
-        from ferrorpc.collectives.progress import progress_of
+        """Hands an execution to a progress thread; the Work's result is `convert(execution)`, made on that thread.
 
-        return progress_of(self.clock).submit(execution, self.abort, convert)
+        Executions over blocking `send` and `recv` block that thread too, so here it is the backend's own.
+        """
+        return self._own_progress.submit(execution, self.abort, convert)
+
+    @cached_property
+    def _own_progress(self) -> Progress:
+        from ferrorpc.collectives.progress import Progress
+
+        return Progress(self.clock)
 
     def split(self, ranks: Sequence[int], group_id: int) -> Backend:
         """The backend of a subgroup (group ranks of this one, this rank included). Local: no message flows."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ferrorpc.backends.base import Backend
+from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.executor import PlanPrepared
 from ferrorpc.collectives.pairwise import RecvExecution, SendExecution, SendNumbers
+from ferrorpc.collectives.progress import progress_of
 from ferrorpc.collectives.select import plan_for
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import SelfSendError
@@ -22,6 +23,7 @@ from ferrorpc.guard import Guard, Latch
 from ferrorpc.transports.base import Transport
 from ferrorpc.types import TensorSpec, dtype_of
 from ferrorpc.wire.frames import Key
+from ferrorpc.work import Work
 
 BARRIER_STREAM = 0xFFFFFFFE
 """The stream of `Backend.barrier`, apart from the operations that a ProcessGroup numbers."""
@@ -65,6 +67,10 @@ class MessageBackend(Backend):
         self._barriers = itertools.count(1)
         self._lock = threading.Lock()
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities()
+
     def guard(self, timeout: float | None) -> Guard:
         """Deadline and latch of an operation that begins now."""
         return Guard(self.clock, self.latch, self.timeout if timeout is None else timeout)
@@ -91,6 +97,10 @@ class MessageBackend(Backend):
     def _refuse_self(self, peer: int) -> None:
         if peer == self.rank:
             raise SelfSendError(f"rank {peer} cannot send to or receive from itself")
+
+    def submit(self, execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
+        """Its executions never block, so one thread interleaves those of all groups of the process."""
+        return progress_of(self.clock).submit(execution, self.abort, convert)
 
     def send(self, data: Array, dst: int, tag: int = 0) -> None:
         contiguous = np.ascontiguousarray(data).reshape(data.shape)

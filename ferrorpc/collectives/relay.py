@@ -32,7 +32,10 @@ class PointToPoint(Protocol):
 
     rank: int
     size: int
-    world_ranks: tuple[int, ...]
+
+    @property
+    def world_ranks(self) -> tuple[int, ...]:
+        """World rank of each group rank."""
 
     def send(self, data: Array, dst: int, tag: int = 0) -> None:
         """As `Backend.send`."""

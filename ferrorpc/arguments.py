@@ -1,0 +1,157 @@
+"""What callers pass to a group's operations, checked before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from ferrorpc.arrays.base import Kind, View
+from ferrorpc.arrays.kinds import NUMPY, kind_of, view
+from ferrorpc.errors import InvalidRankError, SelfSendError, TensorMismatchError, UsageError
+from ferrorpc.results import NOTHING, Into, IntoList, IntoWhole, New, NewList, Result
+from ferrorpc.types import TensorSpec
+
+TAG_MAX: Final = (1 << 62) - 1
+"""Larger tags belong to collectives that run over a backend's send and recv."""
+
+Aliasing: TypeAlias = Into | IntoList | IntoWhole
+
+
+def rank_of(rank: Any, size: int, what: str) -> int:
+    """A rank of a group of `size`. Raises InvalidRankError."""
+    try:
+        found = index(rank)
+    except TypeError:
+        found = -1
+    if not 0 <= found < size:
+        raise InvalidRankError(f"{what} is {rank!r}, but this group has ranks 0 to {size - 1}")
+    return found
+
+
+def ranks_of(ranks: Sequence[Any], size: int) -> list[int]:
+    """The ranks of a subgroup, each once. Raises InvalidRankError or UsageError."""
+    chosen = [rank_of(rank, size, "a subgroup's rank") for rank in ranks]
+    if not chosen or len(set(chosen)) != len(chosen):
+        raise UsageError(f"ranks={list(ranks)!r} must name each member of the subgroup once", hint="give at least one rank")
+    return chosen
+
+
+def peer_of(peer: Any, own: int, size: int, what: str) -> int:
+    """The other rank of a send or recv. Raises InvalidRankError or SelfSendError."""
+    found = rank_of(peer, size, what)
+    if found == own:
+        raise SelfSendError(f"{what} is {found}, which is this rank itself")
+    return found
+
+
+def tag_of(tag: Any) -> int:
+    """The tag of a send or recv. Raises UsageError."""
+    try:
+        found = index(tag)
+    except TypeError:
+        found = -1
+    if not 0 <= found <= TAG_MAX:
+        raise UsageError(f"tag={tag!r} is no integer from 0 to 2^62 - 1", hint="leave it away, or count from 0")
+    return found
+
+
+def seconds_of(timeout: Any, default: float) -> float:
+    """A timeout in seconds. Raises UsageError."""
+    if timeout is None:
+        return default
+    try:
+        seconds = float(timeout)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not seconds >= 0:
+        raise UsageError(f"timeout={timeout!r} is no number of seconds", hint="pass 0 or more, or None for the group's")
+    return seconds
+
+
+def shape_of(shape: Any) -> tuple[int, ...]:
+    """A shape, given as an integer or a sequence of them. Raises UsageError."""
+    try:
+        sizes = tuple(index(size) for size in shape) if isinstance(shape, Sequence) else (index(shape),)
+    except TypeError:
+        sizes = (-1,)
+    if any(size < 0 for size in sizes):
+        raise UsageError(f"shape={shape!r} is no shape", hint="pass an integer or a tuple of integers, 0 or more")
+    return sizes
+
+
+def parts_of(parts: Any, size: int) -> list[View]:
+    """One array for each rank: a list as it is, an array split along axis 0 as by np.array_split.
+
+    Raises:
+        TensorMismatchError: another number of parts, or parts of different dtypes.
+    """
+    views = [view(part) for part in parts] if isinstance(parts, list | tuple) else _split(view(parts), size)
+    if len(views) != size:
+        raise TensorMismatchError(f"{len(views)} parts were given for {size} ranks", hint="pass one part for each rank")
+    dtypes = sorted({part.spec.dtype.label for part in views})
+    if len(dtypes) > 1:
+        raise TensorMismatchError(f"the parts have different dtypes: {', '.join(dtypes)}", hint="convert them to one")
+    return views
+
+
+def _split(whole: View, size: int) -> list[View]:
+    if not whole.spec.shape:
+        raise TensorMismatchError("a single number cannot be split among ranks", hint="pass a list of arrays")
+    datas = np.array_split(whole.data, size)
+    origins = [None] * size if whole.origin is None else np.array_split(whole.origin, size)
+    return [
+        View(whole.kind, TensorSpec(whole.spec.dtype, data.shape), data, whole.borrowed, origin)
+        for data, origin in zip(datas, origins, strict=True)
+    ]
+
+
+def kind_like(like: Any, out: Any = None) -> Kind:
+    """The kind of a result that only arrives here: that of what was passed in its place, if anything was."""
+    if isinstance(like, list | tuple):
+        like = like[0] if like else None
+    if like is not None:
+        return kind_of(like)
+    return NUMPY if out is None else kind_of(out)
+
+
+def one_result(out: Any, kind: Kind, spec: TensorSpec | None, sources: list[View]) -> Result:
+    """Where a single result goes; `spec` is None where only the arriving message tells what it is.
+
+    Raises:
+        TensorMismatchError: `out` has another dtype or shape, or is read-only.
+        UsageError: `out` overlaps a source in part.
+    """
+    if out is None:
+        return New(kind)
+    into = Into(out, spec)
+    set_apart(sources, into, in_place=len(sources) == 1)
+    return into
+
+
+def list_result(out: Any, kind: Kind, size: int, sources: list[View]) -> Result:
+    """Where a list of results goes: a list of arrays, or one that is split along axis 0. Raises as `one_result`."""
+    if out is None:
+        return NewList(kind)
+    into = IntoList(out, size) if isinstance(out, list | tuple) else IntoWhole(out, size)
+    set_apart(sources, into, in_place=False)
+    return into
+
+
+def no_result(out: Any) -> Result:
+    """Off the root nothing comes: `out` may be given, so that all ranks can call alike, and is left as it is."""
+    if out is not None and not isinstance(out, list | tuple):
+        kind_of(out).spec(out)
+    return NOTHING
+
+
+def set_apart(sources: list[View], into: Aliasing, *, in_place: bool) -> None:
+    """Replaces sources that share memory with results by copies: a plan reads item i safely only until item i is written.
+
+    With one item on each side that is no restriction, and the operation works in place.
+    """
+    for item, source in enumerate(sources):
+        if into.shares(source) and not in_place:
+            sources[item] = source._replace(data=source.data.copy(), borrowed=False)

@@ -1,0 +1,172 @@
+"""Where the results of an operation go, and what its caller gets: the arrays of `out`, or new ones of the kind that went in."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ferrorpc.arrays.base import Kind, Out, View
+from ferrorpc.arrays.kinds import spec_of, view_out
+from ferrorpc.collectives.execution import Execution
+from ferrorpc.errors import TensorMismatchError
+from ferrorpc.types import TensorSpec
+
+Array = np.ndarray[Any, Any]
+
+
+class Result(ABC):
+    """One call's results.
+
+    Attributes:
+        targets: C-contiguous storage arrays that the operation writes to; None to let it allocate.
+    """
+
+    __slots__ = ("targets",)
+
+    targets: list[Array] | None
+
+    @abstractmethod
+    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> Any:
+        """What the caller gets, from the arrays of the complete operation `label`.
+
+        Raises:
+            TensorMismatchError: what came does not fit `out`.
+        """
+
+    def of(self, execution: Execution) -> Any:
+        """What the caller gets, from a complete execution."""
+        return self.give(execution.results, execution.specs, execution.label)
+
+
+class Nothing(Result):
+    """No result: a barrier, a send, a rank that is not the root."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self.targets = None
+
+    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> None:
+        """None, whatever there was."""
+
+
+NOTHING = Nothing()
+
+
+class New(Result):
+    """A new array, of the kind that went in."""
+
+    __slots__ = ("_kind",)
+
+    def __init__(self, kind: Kind) -> None:
+        self.targets = None
+        self._kind = kind
+
+    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> Any:
+        """The array."""
+        return self._kind.wrap(arrays[0], specs[0])
+
+
+class NewList(Result):
+    """A list of new arrays in rank order."""
+
+    __slots__ = ("_kind",)
+
+    def __init__(self, kind: Kind) -> None:
+        self.targets = None
+        self._kind = kind
+
+    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> list[Any]:
+        """The arrays."""
+        return [self._kind.wrap(array, spec) for array, spec in zip(arrays, specs, strict=True)]
+
+
+class Into(Result):
+    """One result, into the caller's array.
+
+    Args:
+        out: the array.
+        spec: of the result; None where only the arriving message tells.
+    """
+
+    __slots__ = ("out",)
+
+    def __init__(self, out: Any, spec: TensorSpec | None) -> None:
+        self.out = view_out(out, spec_of(out) if spec is None else spec)
+        self.targets = [self.out.data]
+
+    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> Any:
+        """The caller's array."""
+        _land(arrays[0], specs[0], self.out.data, self.out.spec, label)
+        return self.out.commit()
+
+    def shares(self, source: View) -> bool:
+        """Whether it is the very memory of `source`. Raises UsageError when it overlaps it in part."""
+        return self.out.shares(source)
+
+
+class IntoList(Result):
+    """A list of results, each into one of the caller's arrays. `out`: a list of arrays in rank order."""
+
+    __slots__ = ("_given", "_outs")
+
+    def __init__(self, out: Sequence[Any], size: int) -> None:
+        if len(out) != size:
+            raise TensorMismatchError(f"out has {len(out)} arrays for {size} ranks", hint="pass one array for each rank")
+        self._given = out
+        self._outs: list[Out] = [view_out(part, spec_of(part)) for part in out]
+        self.targets = [part.data for part in self._outs]
+
+    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> Any:
+        """The caller's list."""
+        for spec, out in zip(specs, self._outs, strict=True):
+            _check(spec, out.spec, label)
+        for array, out in zip(arrays, self._outs, strict=True):
+            _land(array, out.spec, out.data, out.spec, label)
+            out.commit()
+        return self._given
+
+    def shares(self, source: View) -> bool:
+        """Whether one of them is the very memory of `source`. Raises UsageError when one overlaps it in part."""
+        shared = [out.shares(source) for out in self._outs]
+        return any(shared)
+
+
+class IntoWhole(Result):
+    """A list of results, into one array of the caller's that is split along axis 0 as by np.array_split."""
+
+    __slots__ = ("_out", "_specs")
+
+    def __init__(self, out: Any, size: int) -> None:
+        spec = spec_of(out)
+        if not spec.shape:
+            raise TensorMismatchError("out is a single number, which cannot be split among ranks", hint="pass a list of arrays")
+        self._out = view_out(out, spec)
+        self.targets = np.array_split(self._out.data, size)
+        self._specs = [TensorSpec(spec.dtype, part.shape) for part in self.targets]
+
+    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> Any:
+        """The caller's array."""
+        for found, wanted in zip(specs, self._specs, strict=True):
+            _check(found, wanted, label)
+        for array, spec, target in zip(arrays, self._specs, self.targets or (), strict=True):
+            _land(array, spec, target, spec, label)
+        return self._out.commit()
+
+    def shares(self, source: View) -> bool:
+        """Whether it is, or holds, memory of `source`."""
+        return bool(np.may_share_memory(self._out.data, source.data))
+
+
+def _check(found: TensorSpec, wanted: TensorSpec, label: str) -> None:
+    if found != wanted:
+        raise TensorMismatchError(f"{label} gave {found}, but out is {wanted}", hint="pass one that fits, or leave out= away")
+
+
+def _land(array: Array, spec: TensorSpec, target: Array, wanted: TensorSpec, label: str) -> None:
+    _check(spec, wanted, label)
+    if array is not target:
+        np.copyto(target, array)
