@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -34,25 +35,25 @@ def coordinator_process(*, durable: bool) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="ferrorpc-bench-") as directory:
         kept = ["--data-dir", directory] if durable else []
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ferrorpc_coordinator", "--listen", "127.0.0.1:0", *kept],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        try:
-            assert process.stdout is not None
-            words = process.stdout.readline().split()
-            if words[:1] != ["listening"]:
-                raise CoordinatorUnavailableError(f"the coordinator did not start: exit code {process.wait(START_SECONDS)}")
-            yield words[1]
-        finally:
-            process.terminate()
+        command = [sys.executable, "-m", "ferrorpc_coordinator", "--listen", "127.0.0.1:0", *kept]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             try:
-                process.wait(START_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                yield _address(process)
+            finally:
+                process.terminate()
+                try:
+                    process.wait(START_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], START_SECONDS)
+    words = process.stdout.readline().split() if ready else []
+    if words[:1] != ["listening"]:
+        raise CoordinatorUnavailableError("the coordinator did not start", hint="look at what it wrote above")
+    return words[1]
 
 
 class LoadSession:

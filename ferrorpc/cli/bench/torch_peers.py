@@ -40,7 +40,7 @@ def describe(result: dict[str, Any]) -> str:
     """One result, to be read."""
     if "skipped" in result:
         return f"not measured: {result['skipped']}"
-    return f"{result['median_ms']:9.1f} ms"
+    return f"{result['median_ms']:9.1f} ms   connecting apart: {result['connect_ms']:.1f} ms"
 
 
 def rendezvous(members: int) -> dict[str, Any]:
@@ -50,12 +50,13 @@ def rendezvous(members: int) -> dict[str, Any]:
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    clients = [TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(members)]
+    clients, connecting = _connected(TCPStore, server.port, members)
     handlers = [
         DynamicRendezvousHandler.from_backend("bench", client, C10dRendezvousBackend(client, "bench"), members, members)
         for client in clients
     ]
-    return {"median_ms": round(_all_at_once([handler.next_rendezvous for handler in handlers]) * 1e3, 3), "rounds": 1}
+    seconds = _all_at_once([handler.next_rendezvous for handler in handlers])
+    return {"median_ms": round(seconds * 1e3, 3), "rounds": 1, "connect_ms": round(connecting * 1e3, 3)}
 
 
 def barrier(members: int) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def barrier(members: int) -> dict[str, Any]:
     from torch.distributed import TCPStore
 
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    clients = [TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(members)]
+    clients, connecting = _connected(TCPStore, server.port, members)
 
     def arrive(client: Any, ordinal: int) -> None:
         if client.add(f"{ordinal}/arrived", 1) == members:
@@ -71,7 +72,24 @@ def barrier(members: int) -> dict[str, Any]:
         client.wait([f"{ordinal}/released"])
 
     seconds = [_all_at_once([partial(arrive, client, ordinal) for client in clients]) for ordinal in range(BARRIERS)]
-    return {"median_ms": round(statistics.median(seconds) * 1e3, 3), "rounds": BARRIERS}
+    return {
+        "median_ms": round(statistics.median(seconds) * 1e3, 3),
+        "rounds": BARRIERS,
+        "connect_ms": round(connecting * 1e3, 3),
+    }
+
+
+def _connected(store: Callable[..., Any], port: int, members: int) -> tuple[list[Any], float]:
+    """A client for each member, and the seconds it took to connect them, a thread each."""
+    clients: list[Any] = []
+
+    def connect() -> None:
+        clients.append(store("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)))
+
+    seconds = _all_at_once([connect] * members)
+    if len(clients) < members:
+        raise ConnectionError(f"only {len(clients)} of {members} store clients connected")
+    return clients, seconds
 
 
 def _all_at_once(actions: list[Callable[[], object]]) -> float:

@@ -1,0 +1,45 @@
+"""The load generator at a small size: that it measures what it says, not how fast it is."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ferrorpc.cli.bench import barrier, rendezvous, torch_peers
+
+
+def test_rendezvous_reports_connecting_joining_and_the_journal_apart():
+    results = rendezvous.run(members=5, repetitions=2, peers=False)
+    assert (results["members"], results["repetitions"]) == (5, 2)
+    for label in ("in_memory", "journal"):
+        for part in ("connect", "rendezvous"):
+            measured = results[label][part]
+            assert 0 < measured["best_ms"] <= measured["median_ms"] <= measured["worst_ms"]
+    assert "c10d" not in results
+    text = rendezvous.describe(results)
+    assert "5 members" in text
+    assert "in memory" in text
+
+
+def test_barrier_reports_worlds_and_bare_sessions():
+    results = barrier.run(ranks=3, sessions=7, repetitions=2, peers=False)
+    for label in ("in_memory", "journal"):
+        for kind in ("world", "crowd"):
+            assert results[label][kind]["connect_ms"] > 0
+            assert results[label][kind]["barrier"]["median_ms"] > 0
+    assert "7 sessions" in barrier.describe(results)
+
+
+@pytest.mark.parametrize("module", ["rendezvous", "barrier"])
+def test_each_runs_by_itself_and_prints_json(module):
+    small = ["--members", "3"] if module == "rendezvous" else ["--ranks", "2", "--sessions", "3"]
+    command = [sys.executable, "-m", f"ferrorpc.cli.bench.{module}", "--json", "--no-peers", "--repetitions", "1", *small]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["benchmark"] == module
+
+
+def test_torch_is_measured_beside_it_or_the_reason_is_given():
+    result = torch_peers.measure("barrier", 3, limit_seconds=60)
+    assert ("skipped" in result) != ("median_ms" in result)
+    assert torch_peers.describe(result)
