@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 
 from ferrorpc.v1 import barrier_pb2, identity_pb2, journal_pb2, rendezvous_pb2
 
+GONE = (identity_pb2.MEMBER_STATE_DEAD, identity_pb2.MEMBER_STATE_LEFT)
+
 
 class Violation(AssertionError):
     """An invariant does not hold."""
@@ -128,14 +130,20 @@ class Checker:
         name = key.partition("/")[2]
         if table == "member" and value is not None:
             row = journal_pb2.MemberRow.FromString(value)
-            if row.state in (identity_pb2.MEMBER_STATE_DEAD, identity_pb2.MEMBER_STATE_LEFT):
-                self.gone.add(f"{name}#{row.incarnation}")
+            if row.state in GONE:
                 dead = row.state == identity_pb2.MEMBER_STATE_DEAD
                 innocent = dead and row.instance_id not in self.excused
                 self._check(not innocent, f"{name}#{row.incarnation} did nothing wrong, yet it is dead: {row.reason}")
         if table == "store" and value is not None and name.startswith(("own/", "seat/")):
             writer = name.split("/")[1]
             self._check(writer not in self.gone, f"{writer} is gone, yet {name} was written by it")
+
+    def row_durable(self, table: str, key: str, value: bytes | None) -> None:
+        """The row is on disk, so what depends on it is told from now on. (A death that a crash undid was told to nobody.)"""
+        if table == "member" and value is not None:
+            row = journal_pb2.MemberRow.FromString(value)
+            if row.state in GONE:
+                self.gone.add(f"{key.partition('/')[2]}#{row.incarnation}")
 
     def finished(self, rows: dict[tuple[str, str], bytes]) -> None:
         """The run is over; what is durable is this."""

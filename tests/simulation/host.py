@@ -130,6 +130,7 @@ class Host:
         if life != self._life:
             return
         for row in self._writing:
+            self._simulation.checker.row_durable(row.table, row.key, row.value)
             if row.value is None:
                 self.rows.pop((row.table, row.key), None)
             else:

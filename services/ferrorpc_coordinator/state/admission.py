@@ -60,12 +60,10 @@ class Admission:
         Raises:
             StaleGenerationError: the session to resume is over.
             ConfigError: the name is borne by a living process (retryable), or impossible.
-            LimitExceededError: too many members, or labels.
+            LimitExceededError: too many members, or too much said of itself.
         """
         check_name("member name", hello.name, self._desk.limits.name_bytes)
-        require(
-            "a member's labels", sum(label.ByteSize() for label in hello.labels), "label_bytes", self._desk.limits.label_bytes
-        )
+        require("bytes of a Hello", hello.ByteSize(), "hello_bytes", self._desk.limits.hello_bytes)
         if hello.resume_token:
             return self._resume(hello)
         holder = self._roster.get(hello.name)

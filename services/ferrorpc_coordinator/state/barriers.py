@@ -130,10 +130,12 @@ class Barriers:
             else:
                 self._withdraw(key, barrier, member.client)
 
-    def cancelled(self, client: str) -> None:
-        """A unary caller went away."""
+    def cancelled(self, asker: Asker) -> None:
+        """A unary caller went away; its arrival counts no more, unless it has arrived again by another call."""
         for key, barrier in list(self._open.items()):
-            self._withdraw(key, barrier, client)
+            arrival = barrier.arrivals.get(asker.client)
+            if arrival is not None and arrival.asker == asker:
+                self._withdraw(key, barrier, asker.client)
 
     def generation_over(self, generation: Generation, cause: error_pb2.ErrorDetail) -> None:
         """Everyone who waits in this generation gets the cause; its outcomes are forgotten."""
@@ -174,6 +176,8 @@ class Barriers:
         before = barrier.arrivals.get(who)
         if before is not None:
             barrier.payload_bytes -= len(before.payload)
+            again = UsageError(f"{asker} arrived at barrier {key.name!r} #{key.ordinal} again; the later arrival counts")
+            self._desk.answer(before.asker, detail_of(again))
         total = barrier.payload_bytes + len(request.payload)
         require(f"payloads of barrier {key.name!r}", total, "barrier_bytes", self._desk.limits.barrier_bytes)
         barrier.payload_bytes = total

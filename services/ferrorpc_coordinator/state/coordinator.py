@@ -241,4 +241,5 @@ class Coordinator:
                 name, _, key = path.partition("/")
                 by_job.setdefault(name, {}).setdefault(table, {})[key] = data
         for name in sorted(by_job):
-            self._job(name).recover(by_job[name])
+            job = self._jobs[name] = Job(self._world, name)
+            job.recover(by_job[name])

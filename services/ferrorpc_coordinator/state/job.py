@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from ferrorpc.errors import (
     FerroError,
-    LimitExceededError,
     PeerLostError,
     StaleGenerationError,
     UsageError,
@@ -139,7 +138,7 @@ class Job:
     def cancel(self, asker: Asker) -> None:
         """A unary caller went away."""
         self.store.call_cancelled(asker.number)
-        self.barriers.cancelled(asker.client)
+        self.barriers.cancelled(asker)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -151,8 +150,8 @@ class Job:
             raise VersionMismatchError(f"{member} sent a request that this coordinator does not know")
         if body not in self._handlers or frame.sequence == 0:
             raise UsageError(f"{member} sent {body} with number {frame.sequence} in an open session")
-        if body != "store" and frame.ByteSize() > limits.frame_bytes:
-            raise LimitExceededError(f"a {body} frame of {frame.ByteSize()} bytes; frame_bytes is {limits.frame_bytes}")
+        if not _sets_a_value(frame):
+            require(f"bytes of a {body} frame", frame.ByteSize(), "frame_bytes", limits.frame_bytes)
         require(f"open requests of {member}", len(member.open_requests), "requests", limits.requests)
         return self._handlers[body]
 
@@ -257,9 +256,9 @@ class Job:
         self.store.generation_over(generation.number)
 
     def _standing_changed(self, member: Member) -> None:
-        """Tells the others of its generation; a suspect one that came back may complete a round."""
+        """Tells the others of its generation, while it goes on; a suspect one that came back may complete a round."""
         newest = self.generations.newest
-        if newest is not None and newest.holds(member):
+        if newest is not None and newest.holds(member) and not newest.over:
             others = [other for other in newest.seats if other is not member]
             self.desk.push(others, session_pb2.Event(member=self.roster.describe(member)))
         if member.standing is Standing.PRESENT and self.rendezvous.joining(member):
@@ -328,6 +327,10 @@ class Job:
             version=version,
             waiting_reason=self.rendezvous.waiting_reason(),
         )
+
+
+def _sets_a_value(frame: session_pb2.ClientFrame) -> bool:
+    return frame.HasField("store") and frame.store.WhichOneof("operation") in ("set", "compare_set")
 
 
 def _how(exited: session_pb2.ProcessExit) -> str:

@@ -33,8 +33,10 @@ class Leases:
     def connected(self, member: Member, stream: int) -> None:
         """A stream of this member is open, new or resumed."""
         member.stream = stream
-        member.recovered = False
         member.heard = self._desk.now
+        if member.recovered:
+            # Nobody was told that the restarted coordinator did not know of it yet, so nobody is told that it does.
+            member.recovered, member.standing, member.reason = False, Standing.PRESENT, ""
         self._become(member, Standing.PRESENT, "")
         self._arm(member, member.heard + member.lease_ns)
 

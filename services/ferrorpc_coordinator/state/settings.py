@@ -17,14 +17,14 @@ class Limits:
     key_bytes: int = 512
     value_bytes: int = 1 << 20
     frame_bytes: int = 256 << 10
-    """Any control frame but a store write."""
+    """Any control frame but one that sets a value."""
     payload_bytes: int = 4 << 10
     """What one member brings to a barrier."""
     barrier_bytes: int = 1 << 20
     """What all members together bring to one barrier, so that its answer fits into a frame."""
     name_bytes: int = 128
-    label_bytes: int = 4 << 10
-    """All labels of a member together."""
+    hello_bytes: int = 16 << 10
+    """All that a member says of itself: it is told to every other."""
     jobs: int = 256
     members: int = 10_000
     """Members of a job that live; as many names of gone ones are remembered as `gone_members` says."""

@@ -103,6 +103,7 @@ class Store:
     def recover(self, entries: dict[str, bytes], writes: dict[str, bytes], clients: Iterable[str]) -> None:
         """Takes back what was durable. What belongs to clients that are gone by now vanishes."""
         self.keyspace.recover(entries)
+        self.watches.begin_after(self._desk.ledger.revision)
         self.writes.recover(writes)
         living = set(clients)
         newest = self._generations.newest

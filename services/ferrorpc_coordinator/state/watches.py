@@ -35,7 +35,7 @@ class Watches:
         self._numbers = 0
         self._history: deque[store_pb2.StoreEvent] = deque()
         self._history_bytes = 0
-        self._complete_since = desk.ledger.revision + 1
+        self._complete_since = 0
 
     def add(self, member: Member, stream: int, prefix: str) -> int:
         """A new watch; `replay` tells it the past.
@@ -56,6 +56,10 @@ class Watches:
         for event in self._history:
             if event.revision >= from_revision and event.key.startswith(watch.prefix):
                 self._tell(watch, event)
+
+    def begin_after(self, revision: int) -> None:
+        """The coordinator restarted: nothing is known of changes up to this revision."""
+        self._complete_since = revision + 1
 
     def remove(self, member: Member, number: int) -> bool:
         """Ends a watch of this member; False if it has none of this number."""
