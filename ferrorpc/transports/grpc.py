@@ -218,8 +218,8 @@ class GrpcTransport(Transport):
                 return None
             lane = self._lanes.get(peer)
             if lane is None:
-                address = self.assignment.peers[peer].address
-                lane = self._lanes[peer] = Lane(peer, address, self._opening(peer), self, self._clock, self._dial_seconds)
+                channel = self._server.dial(self.assignment.peers[peer].address)
+                lane = self._lanes[peer] = Lane(peer, channel, self._opening(peer), self, self._clock, self._dial_seconds)
             return lane
 
     def _opening(self, peer: int) -> bytes:

@@ -17,7 +17,6 @@ from google.protobuf.message import DecodeError
 from ferrorpc.guard import Clock
 from ferrorpc.transports.grpc_outbox import Outbox
 from ferrorpc.v1 import transport_pb2
-from ferrorpc.wire import options
 
 METHOD: Final = "/ferrorpc.v1.WorkerService/Stream"
 REDIAL_SECONDS: Final = 0.25
@@ -38,18 +37,20 @@ class Lane:
     """One stream to `peer`. Dials at once, and again for `dial_seconds` where nobody answers.
 
     Args:
+        channel: to the peer's server; the lane closes it.
         opening: the Open message that begins the stream.
     """
 
-    def __init__(self, peer: int, address: str, opening: bytes, owner: LaneOwner, clock: Clock, dial_seconds: float) -> None:
+    def __init__(
+        self, peer: int, channel: grpc.Channel, opening: bytes, owner: LaneOwner, clock: Clock, dial_seconds: float
+    ) -> None:
         self.peer = peer
         self.outbox = Outbox()
-        self._address = address
         self._opening = opening
         self._owner = owner
         self._clock = clock
         self._dial_seconds = dial_seconds
-        self._channel = grpc.insecure_channel(address, options=options.data_channel())
+        self._channel = channel
         self._call: Any = None
         self._committed = False
         self._finishing = False
@@ -84,7 +85,7 @@ class Lane:
         self._channel.close()
         self._ended.set()
         if not self._committed:
-            reason = f"no connection to {self._address} within {self._dial_seconds:g} s: {reason}"
+            reason = f"it could not be reached within {self._dial_seconds:g} s: {reason}"
         self._owner.lane_ended(self.peer, "" if self._finishing else reason)
 
     def _converse(self) -> str:

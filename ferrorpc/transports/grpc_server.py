@@ -31,6 +31,7 @@ from ferrorpc.errors import (
 from ferrorpc.guard import Clock
 from ferrorpc.transports.grpc_inlet import refusal
 from ferrorpc.transports.grpc_threads import ThreadPerCall
+from ferrorpc.transports.grpc_tls import Tls
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
@@ -64,6 +65,7 @@ class WorkerServer:
         bind_host: address to listen on, such as "127.0.0.1" or "0.0.0.0".
         advertise_host: the host that peers are told to dial.
         token: the job's secret; streams must bring the same. Empty for none.
+        tls: certificate and authority of this rank; None for plain connections.
         patience_seconds: how long a stream may take to say what it is, or to wait for a newer generation.
 
     Raises:
@@ -77,10 +79,12 @@ class WorkerServer:
         clock: Clock,
         token: str = "",
         *,
+        tls: Tls | None = None,
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
         self.clock = clock
         self.token = token
+        self._tls = tls
         self._patience_seconds = patience_seconds
         self._changed = threading.Condition()
         self._seats: dict[str, Seat] = {}
@@ -97,12 +101,21 @@ class WorkerServer:
         _exits.add(self)
 
     def _listen(self, bind_host: str) -> int:
+        listen = f"{_bracketed(bind_host)}:0"
         try:
-            return self._server.add_insecure_port(f"{_bracketed(bind_host)}:0")
+            if self._tls is None:
+                return self._server.add_insecure_port(listen)
+            return self._server.add_secure_port(listen, self._tls.server_credentials())
         except RuntimeError:
             raise ConfigError(
                 f"cannot listen on {bind_host}: it is no address of this machine", hint="set FERRORPC_BIND to one that is"
             ) from None
+
+    def dial(self, address: str) -> grpc.Channel:
+        """A channel of its own to a peer's server, as private as this one."""
+        if self._tls is None:
+            return grpc.insecure_channel(address, options=options.data_channel())
+        return grpc.secure_channel(address, self._tls.channel_credentials(), options=options.data_channel())
 
     def register(self, seat: Seat) -> None:
         """From now on streams of this seat's job and generation go to it."""
