@@ -13,7 +13,7 @@ from ferrorpc.bootstrap_coordinator import start_coordinator
 from ferrorpc.bootstrap_environment import Place, detect, member_name, own_coordinator
 from ferrorpc.config import Config
 from ferrorpc.coordination import farewell
-from ferrorpc.coordination.channel import read_token
+from ferrorpc.coordination.channel import peer_tls, read_token
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.coordination.session import RemoteSession
 from ferrorpc.errors import UsageError
@@ -91,7 +91,8 @@ def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerSer
             start_coordinator(address, config, os.environ)
     host = socket.gethostname()
     advertised = advertised_host(address, config)
-    server = WorkerServer(config["bind"], advertised, SYSTEM_CLOCK, read_token(config["token_file"]))
+    token, tls = read_token(config["token_file"]), peer_tls(config)
+    server = WorkerServer(config["bind"], advertised, SYSTEM_CLOCK, token, tls=tls)
     try:
         session = RemoteSession.join(
             address,

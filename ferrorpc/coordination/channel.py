@@ -1,4 +1,4 @@
-"""Channels to a coordinator, as the settings ask for them."""
+"""Channels to a coordinator, and what peers trust each other by, as the settings ask for them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from ferrorpc.errors import ConfigError
+from ferrorpc.transports.grpc_tls import Tls
 from ferrorpc.wire.options import session_channel
 
 
@@ -26,6 +27,18 @@ def connector(address: str, config: Mapping[str, Any]) -> Callable[[], grpc.Chan
         certificate_chain=_content(config, "tls_cert"),
     )
     return lambda: grpc.secure_channel(address, credentials, options=session_channel())
+
+
+def peer_tls(config: Mapping[str, Any]) -> Tls | None:
+    """What workers prove to each other who they are with; None unless all three tls_* settings are set.
+
+    Raises:
+        ConfigError: a file of the tls_* settings cannot be read.
+    """
+    authority, certificate, key = (_content(config, name) for name in ("tls_ca", "tls_cert", "tls_key"))
+    if authority is None or certificate is None or key is None:
+        return None
+    return Tls(authority, certificate, key)
 
 
 def read_token(path: str | None) -> str:
