@@ -1,5 +1,6 @@
 """A real coordinator process, asked over real gRPC: what each RPC answers, and what it refuses."""
 
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -310,3 +311,21 @@ def test_concurrent_clients_of_one_key_add_up(address, job):
         thread.join(60)
     with Client(address, "last", job=job) as member:
         assert member.store(get=store_pb2.GetOperation(key="n")).value == b"400"
+
+
+def test_a_session_that_does_not_read_is_cut_off_and_disturbs_nobody(address, job):
+    hello = session_pb2.Hello(protocol_version=1, job=job, name="slow", instance_id="i")
+    watch = store_pb2.StoreRequest(request_id=1, watch=store_pb2.WatchOperation(prefix="k"))
+    outgoing = queue.SimpleQueue()
+    outgoing.put(session_pb2.ClientFrame(hello=hello))
+    outgoing.put(session_pb2.ClientFrame(sequence=1, store=watch))
+    with channel_to(address) as channel, Client(address, "m", job=job) as member:
+        slow = session_pb2_grpc.CoordinatorServiceStub(channel).Session(iter(outgoing.get, None), timeout=30)
+        assert next(slow).HasField("welcome")
+        assert next(slow).HasField("result")
+        for number in range(20):  # more than what may lie unread
+            member.store(set=store_pb2.SetOperation(key=f"k{number % 2}", value=bytes(1 << 20)))
+        with pytest.raises(grpc.RpcError) as caught:
+            list(slow)
+        assert isinstance(status.error_of(caught.value), LimitExceededError)
+        assert "unread" in status.error_of(caught.value).message
