@@ -1,7 +1,9 @@
 """With certificates, peers prove to each other that they belong to the job, and strangers get nowhere."""
 
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,3 +92,27 @@ def test_a_connection_without_a_certificate_is_refused(servers: list[WorkerServe
 
 def test_the_key_is_in_no_repr(authorities: tuple[Authority, Authority]) -> None:
     assert "PRIVATE" not in repr(authorities[0].issue())
+
+
+def test_a_job_runs_under_certificates_from_coordinator_to_tensors(tmp_path: Path) -> None:
+    tls = Authority(tmp_path / "job").issue()
+    files = {"CA": tls.authority, "CERT": tls.certificate, "KEY": tls.key}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    flags = [word for name in files for word in (f"--tls-{name.lower()}", str(tmp_path / name))]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
+    command = [sys.executable, "-m", "ferrorpc_coordinator", "--listen", "127.0.0.1:0", *flags]
+    coordinator = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        environment |= {f"FERRORPC_TLS_{name}": str(tmp_path / name) for name in files}
+        environment |= {"FERRORPC_COORDINATOR": coordinator.stdout.readline().split()[1], "FERRORPC_WORLD_SIZE": "2"}
+        script = [
+            sys.executable,
+            "-c",
+            "import ferrorpc\nwith ferrorpc.init_process_group() as g: print(g.all_reduce(g.rank + 1))",
+        ]
+        ranks = [subprocess.Popen(script, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+        assert [rank.communicate(timeout=60)[0].strip() for rank in ranks] == ["3", "3"]
+    finally:
+        coordinator.terminate()
+        coordinator.communicate(timeout=20)
