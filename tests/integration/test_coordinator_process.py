@@ -242,3 +242,32 @@ def _wrote(file, count):
         return file.write(bytes(count)) == count
     except OSError:
         return False
+
+
+def test_a_bug_in_the_state_ends_the_process_and_a_restart_goes_on(tmp_path):
+    """After an exception memory and journal may differ, so it stops; what was acknowledged is on disk."""
+    flags = ["--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data")]
+    code = (
+        "import sys; from ferrorpc_coordinator.state.job import Job; from ferrorpc_coordinator.__main__ import main\n"
+        "def receive(self, member, frame, real=Job.receive):\n"
+        "    assert not frame.HasField('describe'), 'a planted bug'\n"
+        "    real(self, member, frame)\n"
+        "Job.receive = receive\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as broken:
+        address = broken.stdout.readline().split()[1]
+        member = Client(address, "m").greeted()
+        member.store(set=store_pb2.SetOperation(key="k", value=b"kept"))
+        member.begin(describe=session_pb2.DescribeRequest())
+        _, errors = broken.communicate(timeout=20)
+        assert broken.returncode == 70, errors
+        assert "a planted bug" in errors
+    token = member.welcome.resume_token
+    member.drop()
+    with coordinator(*flags[2:], listen=address) as process, Client(process.address, "m", resume=token) as again:
+        assert again.welcome.resumed
+        again.sequence = 10
+        assert again.store(get=store_pb2.GetOperation(key="k")).value == b"kept"
