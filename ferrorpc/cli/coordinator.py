@@ -17,7 +17,7 @@ def command(listen: str | None, data_dir: str | None, more: tuple[str, ...]) -> 
 
     `python -m ferrorpc_coordinator --help` shows every option; all of them can be given here.
     """
-    arguments = [sys.executable, "-m", "ferrorpc_coordinator"]
+    arguments = [sys.executable, "-P", "-m", "ferrorpc_coordinator"]
     for flag, value in (("--listen", listen), ("--data-dir", data_dir)):
         arguments += [] if value is None else [flag, value]
     arguments += more

@@ -129,3 +129,16 @@ def test_a_given_coordinator_is_used_and_none_is_started(tmp_path):
     finally:
         service.kill()
         service.communicate()
+
+
+def test_files_of_the_user_do_not_shadow_what_the_helpers_import(tmp_path):
+    for name in ("random", "logging", "grpc", "queue"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the working directory')\n")
+    script = tmp_path / "sub" / "train.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import ferrorpc\nwith ferrorpc.init_process_group() as group:\n    print(float(group.all_reduce(1.0)))\n"
+    )
+    command = [sys.executable, "-P", "-m", "ferrorpc.cli.main", "run", "-n", "2", str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), cwd=tmp_path)
+    assert (result.returncode, sorted(result.stdout.splitlines())) == (0, ["0: 2.0", "1: 2.0"]), result.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -128,6 +129,7 @@ class Nursery:
             child.send(signal.SIGKILL)
         assert self._guardian.stdin is not None
         self._guardian.stdin.close()
-        self._guardian.wait(timeout=_GUARDIAN_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it goes on by itself, if a file system is slow
+            self._guardian.wait(timeout=_GUARDIAN_SECONDS)
         for child in self._children:
             child.reap()

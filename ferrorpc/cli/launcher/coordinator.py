@@ -27,7 +27,8 @@ class OwnCoordinator:
 
     def __init__(self, nursery: Nursery, address: str, data_dir: Path, environment: Mapping[str, str]) -> None:
         self._nursery = nursery
-        self._command = [sys.executable, "-m", "ferrorpc_coordinator", "--listen", address, "--data-dir", str(data_dir)]
+        # -P: the user's directory must not shadow what the coordinator imports.
+        self._command = [sys.executable, "-P", "-m", "ferrorpc_coordinator", "--listen", address, "--data-dir", str(data_dir)]
         self._environment = dict(environment)
         self._announcements = LineBuffer()
         self._stillborn = 0

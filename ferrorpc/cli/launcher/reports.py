@@ -15,7 +15,7 @@ class ExitReports:
 
     def __init__(self, nursery: Nursery, address: str, job: str, environment: Mapping[str, str]) -> None:
         self._nursery = nursery
-        self._command = [sys.executable, "-m", "ferrorpc.cli.launcher.reporter", address, job]
+        self._command = [sys.executable, "-P", "-m", "ferrorpc.cli.launcher.reporter", address, job]
         self._environment = dict(environment)
         self.child: Child | None = None
         self.outstanding = 0
