@@ -1,0 +1,91 @@
+"""Who is let in: protocol, token, and what a stale or foreign resume token gets."""
+
+from __future__ import annotations
+
+from ferrorpc_coordinator.state.settings import Settings
+
+from ferrorpc.errors import ErrorCode
+from ferrorpc.v1 import error_pb2, session_pb2
+from tests.transcripts.world import World
+from tests.unit.coordinator_state.helpers import join
+
+
+def refusal(world: World, name: str) -> error_pb2.ErrorDetail:
+    assert world.clients[name].stream is None, "a refused stream is closed"
+    return world.clients[name].events[-1].fenced
+
+
+def test_another_protocol_version_is_refused_with_both_named() -> None:
+    world = World(Settings(version="1.2"))
+    world.hello("a", protocol_version=9)
+    assert refusal(world, "a").code == ErrorCode.VERSION_MISMATCH
+    assert "protocol 9" in refusal(world, "a").message
+    assert "1.2" in refusal(world, "a").message
+
+
+def test_without_the_secret_nobody_is_let_in() -> None:
+    world = World(Settings(token="secret"))
+    world.hello("a")
+    assert refusal(world, "a").code == ErrorCode.AUTHENTICATION
+    world.hello("b", token="secret")
+    assert world.clients["b"].token
+    status = world.replies[world.call(session_pb2.StatusRequest(job="job", token="guess"))]
+    assert isinstance(status, error_pb2.ErrorDetail)
+    assert status.code == ErrorCode.AUTHENTICATION
+
+
+def test_a_token_of_another_cluster_is_fenced() -> None:
+    world = World()
+    join(world, "a")
+    world.rows.clear()
+    world.restart()
+    world.hello("a", resume=True)
+    assert refusal(world, "a").code == ErrorCode.STALE_GENERATION
+
+
+def test_the_token_of_a_member_whose_name_was_taken_over_is_fenced() -> None:
+    world = World()
+    join(world, "a")
+    old = world.clients["a"]
+    world.cut("a")
+    world.hello("a", instance="2")
+    new = world.clients["a"]
+    world.clients["a"] = old
+    world.hello("a", resume=True)
+    assert refusal(world, "a").code == ErrorCode.STALE_GENERATION
+    assert new.stream is not None
+
+
+def test_tokens_are_not_in_the_journal() -> None:
+    world = World()
+    join(world, "a")
+    token = world.clients["a"].token.encode()
+    assert all(token not in value for value in world.rows.values())
+
+
+def test_a_lease_is_kept_within_bounds() -> None:
+    world = World()
+    for name, asked, given in (("a", 0, 3_000), ("b", 1, 200), ("c", 10_000_000, 300_000), ("d", 5_000, 5_000)):
+        world.take()
+        world.hello(name, lease_ms=asked)
+        assert world.take()[0][1].welcome.lease_ms == given
+
+
+def test_a_job_is_a_namespace() -> None:
+    world = World()
+    join(world, "a")
+    world.job = "other"
+    world.hello("b")
+    assert set(world.coordinator.jobs) == {"job", "other"}
+    status = world.replies[world.call(session_pb2.StatusRequest(job="other"))]
+    assert isinstance(status, session_pb2.StatusResponse)
+    assert [member.name for member in status.members] == ["b"]
+    assert status.position.generation == 0
+
+
+def test_status_of_a_job_that_does_not_exist_names_those_that_do() -> None:
+    world = World()
+    join(world, "a")
+    reply = world.replies[world.call(session_pb2.StatusRequest(job="typo"))]
+    assert isinstance(reply, error_pb2.ErrorDetail)
+    assert "job" in reply.hint

@@ -1,0 +1,30 @@
+"""Lived time: the coordinator's own pauses are taken out of it."""
+
+from __future__ import annotations
+
+from ferrorpc_coordinator.state.lifetime import Lifetime
+
+
+def test_time_passes_while_the_coordinator_is_called_often_enough() -> None:
+    lifetime = Lifetime(1_000, pulse_ns=250, pause_ns=500)
+    assert [lifetime.advance(now) for now in (1_250, 1_500, 2_000)] == [1_250, 1_500, 2_000]
+
+
+def test_a_pause_is_taken_out() -> None:
+    lifetime = Lifetime(0, pulse_ns=250, pause_ns=500)
+    assert lifetime.advance(250) == 250
+    assert lifetime.advance(30_250) == 250
+    assert lifetime.paused == 30_000
+    assert lifetime.advance(30_350) == 350
+
+
+def test_a_clock_that_goes_backwards_stands_still() -> None:
+    lifetime = Lifetime(1_000, pulse_ns=250, pause_ns=500)
+    assert lifetime.advance(400) == 1_000
+
+
+def test_the_alarm_is_on_the_clock_and_never_later_than_a_pulse() -> None:
+    lifetime = Lifetime(0, pulse_ns=250, pause_ns=500)
+    lifetime.advance(10_000)
+    assert lifetime.alarm(100) == 10_100
+    assert lifetime.alarm(5_000) == 10_250

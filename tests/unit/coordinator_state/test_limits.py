@@ -1,0 +1,203 @@
+"""Past each limit there is a LimitExceededError that names it, and nothing has changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from ferrorpc_coordinator.state.settings import Limits, Settings
+
+from ferrorpc.errors import ErrorCode
+from ferrorpc.v1 import barrier_pb2, error_pb2, session_pb2, store_pb2
+from tests.transcripts.world import World
+from tests.unit.coordinator_state.helpers import add, arrive, error, join, set_, store
+
+
+def limited(**limits: int) -> World:
+    """A world with these limits, and member "a" in it."""
+    world = World(Settings(durable=True, limits=replace(Limits(), **limits)))
+    join(world, "a")
+    return world
+
+
+def limit_of(detail: error_pb2.ErrorDetail) -> str:
+    assert detail.code == ErrorCode.LIMIT_EXCEEDED, detail
+    return next(field.text for field in detail.fields if field.name == "limit")
+
+
+def test_a_value_too_large() -> None:
+    world = limited()
+    set_(world, "a", "k", b"x" * ((1 << 20) + 1))
+    assert limit_of(error(world, "a")) == "value_bytes"
+
+
+def test_a_value_of_just_the_limit() -> None:
+    world = limited()
+    result = set_(world, "a", "k", b"x" * (1 << 20))
+    assert result is not None
+    assert result.store.found
+
+
+def test_a_key_too_long() -> None:
+    world = limited()
+    set_(world, "a", "k" * 513, b"")
+    assert limit_of(error(world, "a")) == "key_bytes"
+
+
+def test_too_many_keys() -> None:
+    world = limited(keys=2)
+    set_(world, "a", "k1", b"1")
+    set_(world, "a", "k2", b"2")
+    set_(world, "a", "k3", b"3")
+    assert limit_of(error(world, "a")) == "keys"
+    result = set_(world, "a", "k2", b"again")
+    assert result is not None
+    assert result.store.found
+
+
+def test_too_many_bytes_in_the_store() -> None:
+    world = limited(store_bytes=100)
+    set_(world, "a", "k", b"x" * 90)
+    set_(world, "a", "l", b"x" * 10)
+    assert limit_of(error(world, "a")) == "store_bytes"
+    store(world, "a", delete=store_pb2.DeleteOperation(key="k"))
+    result = set_(world, "a", "l", b"x" * 90)
+    assert result is not None
+    assert result.store.found
+
+
+def test_a_payload_too_large() -> None:
+    world = limited()
+    arrive(world, "a", "b", payload=b"x" * 4097)
+    assert limit_of(error(world, "a")) == "payload_bytes"
+
+
+def test_payloads_that_are_too_large_together_fail_for_all() -> None:
+    world = limited(barrier_bytes=6_000)
+    join(world, "b", "c")
+    arrive(world, "b", "t", generation=0, count=2, payload=b"x" * 4_000)
+    arrive(world, "c", "t", generation=0, count=2, payload=b"x" * 4_000)
+    assert limit_of(error(world, "b")) == "barrier_bytes"
+    assert limit_of(error(world, "c")) == "barrier_bytes"
+
+
+def test_a_control_frame_too_large() -> None:
+    world = limited()
+    keys = [f"key-{number}" * 10 for number in range(5_000)]
+    store(world, "a", wait=store_pb2.WaitOperation(keys=keys, wait_ms=1_000))
+    assert limit_of(error(world, "a")) == "frame_bytes"
+
+
+def test_too_many_open_requests() -> None:
+    world = limited(requests=3)
+    for number in range(4):
+        world.ask("a", store=store_pb2.StoreRequest(get=store_pb2.GetOperation(key=f"k{number}", wait_ms=9_000)))
+    assert limit_of(error(world, "a")) == "requests"
+
+
+def test_too_many_watches() -> None:
+    world = limited(watches=1)
+    store(world, "a", watch=store_pb2.WatchOperation(prefix="a"))
+    store(world, "a", watch=store_pb2.WatchOperation(prefix="b"))
+    assert limit_of(error(world, "a")) == "watches"
+    store(world, "a", unwatch=store_pb2.UnwatchOperation(watch_id=1))
+    result = store(world, "a", watch=store_pb2.WatchOperation(prefix="b"))
+    assert result is not None
+    assert result.store.watch_id == 2
+
+
+def test_too_many_open_barriers() -> None:
+    world = limited(open_barriers=1)
+    arrive(world, "a", "x", generation=0, count=2)
+    arrive(world, "a", "y", generation=0, count=2)
+    assert limit_of(error(world, "a")) == "open_barriers"
+
+
+def test_too_many_members() -> None:
+    world = limited(members=1)
+    world.hello("b")
+    assert limit_of(world.clients["b"].events[-1].fenced) == "members"
+
+
+def test_a_hello_that_says_too_much() -> None:
+    world = World()
+    world.hello("a", address="x" * (17 << 10))
+    assert limit_of(world.clients["a"].events[-1].fenced) == "hello_bytes"
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "ä", "a\n"])
+def test_a_name_that_no_row_could_bear(name: str) -> None:
+    world = World()
+    world.hello(name)
+    assert world.clients[name].events[-1].fenced.code == ErrorCode.CONFIG
+
+
+def test_too_many_jobs_unless_one_has_ended() -> None:
+    world = limited(jobs=1)
+    other = session_pb2.UnaryStoreRequest(job="other", request=store_pb2.StoreRequest(keys=store_pb2.KeysOperation()))
+    refused = world.replies[world.call(other)]
+    assert isinstance(refused, error_pb2.ErrorDetail)
+    assert limit_of(refused) == "jobs"
+    set_(world, "a", "k", b"v", request_id=1)
+    world.ask("a", leave={})
+    assert isinstance(world.replies[world.call(other)], session_pb2.UnaryStoreResponse)
+    assert {table for table, _ in world.rows} == {"meta"}
+
+
+def test_keys_come_in_pages() -> None:
+    world = limited(page_bytes=40)
+    for number in range(10):
+        set_(world, "a", f"k{number}", b"")
+    set_(world, "a", "other", b"")
+    seen: list[str] = []
+    pages = 0
+    after, more = "", True
+    while more:
+        result = store(world, "a", keys=store_pb2.KeysOperation(prefix="k", after=after))
+        assert result is not None
+        seen.extend(result.store.keys)
+        after, more = seen[-1], result.store.more
+        pages += 1
+    assert seen == [f"k{number}" for number in range(10)]
+    assert pages == 2
+
+
+def test_nothing_grows_without_bound() -> None:
+    """Ten thousand of everything, one after the other: what is remembered stays within its limits."""
+    limits = replace(
+        Limits(),
+        remembered_barriers=16,
+        remembered_writes=8,
+        remembered_clients=4,
+        members=4,
+        gone_members=8,
+        history_events=32,
+        generations=4,
+    )
+    world = World(Settings(durable=True, limits=limits))
+    join(world, "a")
+    for number in range(1, 10_001):
+        add(world, "a", "counter", request_id=number)
+        arrive(world, "a", "epoch", ordinal=number)
+        arrive(world, "a", "tool", ordinal=number, generation=0, count=1)
+        world.clients["a"].results.clear()
+        world.clients["a"].positions.clear()
+        world.take()
+    unary = barrier_pb2.BarrierRequest(name="t", count=1, ordinal=1, timeout_ms=1_000)
+    for number in range(200):
+        request = store_pb2.StoreRequest(request_id=1, add=store_pb2.AddOperation(key="n", amount=1))
+        world.call(session_pb2.UnaryStoreRequest(job="job", client_id=f"c{number}", request=request))
+        world.call(session_pb2.UnaryBarrierRequest(job="job", client_id=f"c{number}", request=unary))
+        join(world, "a", f"b{number}")
+        world.ask(f"b{number}", leave={})
+    assert len(world.rows) < 120
+    assert len(world.coordinator._calls) == 0
+    assert len(world.coordinator._world.deadlines) < 10
+    job = world.coordinator.jobs["job"]
+    assert len(list(job.roster)) <= 8 + 4
+    assert len(job.generations.history) == 4
+    assert len(job.store.writes.clients()) <= 4 + 4
+    assert len(job.store.watches._history) == 32
+    member = job.roster.get("a")
+    assert member is not None
+    assert len(member.results) <= limits.remembered_results
