@@ -7,6 +7,7 @@ given; it reads the numbers when it is scraped, on a thread of its own, and chan
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from bisect import bisect_left
 from collections import Counter
@@ -59,7 +60,7 @@ class Counters:
     generations_broken: Counter[str] = field(default_factory=Counter)
     """Error code of the first cause -> how many generations it ended."""
     member_changes: Counter[str] = field(default_factory=Counter)
-    """State a member went into -> how often."""
+    """State a member of a living generation went into -> how often."""
     barrier_spread: Histogram = field(default_factory=Histogram)
     """Seconds between first and last arrival of a released barrier."""
     loop_lag: Histogram = field(default_factory=Histogram)
@@ -136,6 +137,7 @@ class Exporter:
         Raises:
             ConfigError: the port cannot be bound.
         """
+        from socketserver import ThreadingMixIn
         from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
         from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -145,6 +147,10 @@ class Exporter:
 
             def log_message(self, format: str, *args: Any) -> None:
                 _log.debug(format, *args)
+
+        class Server(ThreadingMixIn, WSGIServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            daemon_threads = True
 
         registry = CollectorRegistry()
         registry.register(self)
@@ -161,7 +167,7 @@ class Exporter:
             return [text]
 
         try:
-            self._server = make_server(host, port, application, WSGIServer, QuietHandler)
+            self._server = make_server(host, port, application, Server, QuietHandler)
         except OSError as error:
             raise ConfigError(
                 f"the HTTP port {host}:{port} cannot be used: {error.strerror}", hint="give another --http-port"
@@ -194,7 +200,7 @@ class Exporter:
         for name, text, labels, counted in (
             ("ferrorpc_grpc_handled", "Calls ended, by method and code", ("method", "code"), counters.handled),
             ("ferrorpc_generations_broken", "Generations ended, by first cause", ("cause",), counters.generations_broken),
-            ("ferrorpc_member_changes", "Members' changes of state", ("state",), counters.member_changes),
+            ("ferrorpc_member_changes", "Changes of state within living generations", ("state",), counters.member_changes),
         ):
             family = CounterMetricFamily(name, text, labels=labels)
             for key, value in list(counted.items()):

@@ -135,12 +135,25 @@ def test_metrics_tell_of_members_generations_and_the_store(tmp_path, http_port):
         assert metric(text, 'ferrorpc_generation{job="job"}') == 1
         assert metric(text, 'ferrorpc_store_keys{job="job"}') == 1
         assert metric(text, 'ferrorpc_generations_broken_total{cause="peer_lost"}') == 1
-        assert metric(text, 'ferrorpc_member_changes_total{state="dead"}') == 1
+        assert metric(text, 'ferrorpc_member_changes_total{state="suspect"}') == 1
         assert metric(text, "ferrorpc_journal_commits_total") >= 2
         assert 'ferrorpc_members{job="job",state="dead"} 1.0' in text
         assert metric(text, 'ferrorpc_loop_lag_seconds_bucket{le="+Inf"}') > 0
         for member in (members[0], members[2]):
             member.drop()
+
+
+def test_a_silent_connection_to_the_http_port_stops_nobody(http_port):
+    with coordinator("--http-port", str(http_port)), socket.create_connection(("127.0.0.1", http_port)):
+        assert fetch(f"http://127.0.0.1:{http_port}/healthz") == (200, "ok\n")
+
+
+def test_everything_listens_on_ipv6_too(http_port):
+    with coordinator("--http-port", str(http_port), listen="[::1]:0") as process:
+        assert process.address.startswith("[::1]:")
+        assert fetch(f"http://[::1]:{http_port}/healthz") == (200, "ok\n")
+        with Client(process.address, "m") as member:
+            assert member.welcome.incarnation == 1
 
 
 def test_a_used_http_port_is_refused(http_port):
