@@ -30,6 +30,9 @@ DIAL_SECONDS: Final = 20.0
 BROKEN_SECONDS: Final = 0.2
 """How long the goodbyes of a broken generation may take: nothing is left to be flushed, and some peer may be gone."""
 
+OVERTAKEN_SECONDS: Final = 2.0
+"""How long after a peer's goodbye its own stream may still come up: longer than its close may take."""
+
 _GONE: Final = "rank {} has left"
 
 
@@ -65,7 +68,9 @@ class GrpcTransport(Transport):
         self._lanes: dict[int, Lane] = {}
         self._inlets: dict[int, Inlet] = {}
         self._opened: set[int] = set()
-        self._left: set[int] = set()
+        self._left: dict[int, float] = {}
+        self._finished: set[int] = set()
+        self._carried: set[int] = set()
         self._lost: set[int] = set()
         self._closing = False
         server.register(self)
@@ -87,6 +92,7 @@ class GrpcTransport(Transport):
         size_bytes = 0 if payload is None else payload.size
         if not lane.outbox.reserve(size_bytes, room):
             return False
+        self._carried.add(peer)
         lane.outbox.put_frame(encode(key, header, offset, b"" if payload is None else payload.data), size_bytes)
         return True
 
@@ -96,6 +102,8 @@ class GrpcTransport(Transport):
         self._answer(peer, transport_pb2.ControlMessage(grant=grant))
 
     def probe(self, peer: int, key: Key, signature: str) -> None:
+        if self._may_still_arrive(peer):
+            return
         lane = self._lane_to(peer)
         if lane is not None:
             group, stream, number = key
@@ -163,8 +171,8 @@ class GrpcTransport(Transport):
         elif kind == "opened":
             self._opened.add(peer)
         elif kind == "goodbye":
-            self._left.add(peer)
-            if peer not in self._opened:
+            self._left.setdefault(peer, self._clock.now())
+            if peer not in self._opened and peer in self._carried:
                 # It had left before this lane reached it, so what was sent on it has arrived nowhere.
                 self._lose(peer, _GONE.format(peer))
 
@@ -190,8 +198,9 @@ class GrpcTransport(Transport):
         self._answer(source, transport_pb2.ControlMessage(probe_answer=answer))
 
     def inlet_ended(self, source: int, goodbye: bool, reason: str) -> None:
+        self._finished.add(source)
         if goodbye:
-            self._left.add(source)
+            self._left.setdefault(source, self._clock.now())
         elif source not in self._left:
             self._lose(source, reason)
 
@@ -218,9 +227,17 @@ class GrpcTransport(Transport):
                 return None
             lane = self._lanes.get(peer)
             if lane is None:
-                channel = self._server.dial(self.assignment.peers[peer].address)
-                lane = self._lanes[peer] = Lane(peer, channel, self._opening(peer), self, self._clock, self._dial_seconds)
+                address, opening = self.assignment.peers[peer].address, self._opening(peer)
+                channel = self._server.dial(address)
+                lane = self._lanes[peer] = Lane(peer, address, channel, opening, self, self._clock, self._dial_seconds)
             return lane
+
+    def _may_still_arrive(self, peer: int) -> bool:
+        """Whether frames of a peer that said goodbye can be on their way: a goodbye on this rank's lane may overtake them."""
+        left_at = self._left.get(peer)
+        if left_at is None or peer in self._finished:
+            return False
+        return peer in self._inlets or self._clock.now() - left_at < OVERTAKEN_SECONDS
 
     def _opening(self, peer: int) -> bytes:
         opening = transport_pb2.Open(

@@ -2,11 +2,13 @@
 
 Three threads serve a lane: gRPC's own takes messages from the outbox, the lane's reads what comes back, and gRPC's poller
 moves bytes. The lane's thread also dials. A dial that fails before anything but the Open was written may be repeated; after
-that a broken stream is a lost link, because nobody knows which frames arrived.
+that a broken stream is a lost link, because nobody knows which frames arrived. A peer listens before it is given a rank, so
+where a machine answers that nobody listens, the peer has ended: that is believed sooner than silence.
 """
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any, Final, Protocol
@@ -20,6 +22,9 @@ from ferrorpc.v1 import transport_pb2
 
 METHOD: Final = "/ferrorpc.v1.WorkerService/Stream"
 REDIAL_SECONDS: Final = 0.25
+REFUSED_SECONDS: Final = 2.0
+"""How long nobody may listen at a peer's address before the peer counts as lost."""
+
 GOODBYE: Final = transport_pb2.DataMessage(goodbye=transport_pb2.Goodbye()).SerializeToString()
 
 
@@ -37,15 +42,23 @@ class Lane:
     """One stream to `peer`. Dials at once, and again for `dial_seconds` where nobody answers.
 
     Args:
-        channel: to the peer's server; the lane closes it.
+        address: host:port of the peer's server, where `channel` leads. The lane closes the channel.
         opening: the Open message that begins the stream.
     """
 
     def __init__(
-        self, peer: int, channel: grpc.Channel, opening: bytes, owner: LaneOwner, clock: Clock, dial_seconds: float
+        self,
+        peer: int,
+        address: str,
+        channel: grpc.Channel,
+        opening: bytes,
+        owner: LaneOwner,
+        clock: Clock,
+        dial_seconds: float,
     ) -> None:
         self.peer = peer
         self.outbox = Outbox()
+        self._address = address
         self._opening = opening
         self._owner = owner
         self._clock = clock
@@ -76,17 +89,23 @@ class Lane:
             self._call.cancel()
 
     def _run(self) -> None:
-        until = self._clock.now() + self._dial_seconds
+        began = self._clock.now()
         reason = self._converse()
-        while not self._committed and not self._cancelled.is_set() and self._clock.now() < until:
+        while not (self._committed or self._cancelled.is_set() or self._hopeless(self._clock.now() - began)):
             self._cancelled.wait(REDIAL_SECONDS)
             reason = self._converse()
         self.outbox.finish(discard=True)
         self._channel.close()
         self._ended.set()
         if not self._committed:
-            reason = f"it could not be reached within {self._dial_seconds:g} s: {reason}"
+            reason = f"it could not be reached in {self._clock.now() - began:.1f} s: {reason}"
         self._owner.lane_ended(self.peer, "" if self._finishing else reason)
+
+    def _hopeless(self, waited_seconds: float) -> bool:
+        """Whether dialling any longer is of no use."""
+        if waited_seconds >= self._dial_seconds:
+            return True
+        return waited_seconds >= REFUSED_SECONDS and _nobody_listens(self._address)
 
     def _converse(self) -> str:
         """One attempt: dials and reads answers until the stream ends; returns how it did."""
@@ -111,3 +130,15 @@ class Lane:
         # gRPC asks for the next message once the one before it is on its way: from here on the dial cannot be repeated.
         self._committed = True
         yield from self.outbox.messages()
+
+
+def _nobody_listens(address: str) -> bool:
+    """Whether the machine at this address is there and says that the port is closed."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REDIAL_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
