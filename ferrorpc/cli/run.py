@@ -22,6 +22,7 @@ from ferrorpc.cli.launcher.plan import (
     node_range,
     place,
     process_count,
+    world_range,
 )
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError
@@ -36,6 +37,7 @@ def _spellings(name: str, *more: str) -> tuple[str, ...]:
 @click.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
 @click.option("-n", *_spellings("--nproc", "--nproc-per-node"), "processes", default="1", help="Workers: N, cpu, gpu or auto.")
 @click.option(*_spellings("--nnodes"), "nodes", default="1", help="Nodes: N, or MIN:MAX for an elastic world.")
+@click.option(*_spellings("--world-size"), "world", help="MIN:MAX members, for a world that may go on after losing some.")
 @click.option(*_spellings("--node-rank"), "node_rank", type=int, help="This node's number, from 0.")
 @click.option(
     *_spellings("--coordinator", "--rdzv-endpoint"), "coordinator", help="HOST:PORT; without one the launcher starts its own."
@@ -101,6 +103,7 @@ def make_plan(
     target: tuple[str, ...],
     processes: str = "1",
     nodes: str = "1",
+    world: str | None = None,
     node_rank: int | None = None,
     coordinator: str | None = None,
     standalone: bool = False,
@@ -128,17 +131,19 @@ def make_plan(
     single = node_span == (1, 1)
     master = master_addr or (LOOPBACK if single else address.rpartition(":")[0])
     port = master_port or (free_port(besides=address) if single else DEFAULT_MASTER_PORT)
+    world_span = world_range(world, node_span, count)
     return Plan(
         command=command_line,
         processes=count,
         nodes=node_span,
+        world=world_span,
         node_rank=rank,
         node=node,
         coordinator=address,
         owns_coordinator=owns,
         job=config["job"],
         master=(master, port),
-        policy=Policy(max_restarts, scope, grace_seconds, shutdown_seconds, elastic=node_span[0] != node_span[1]),
+        policy=Policy(max_restarts, scope, grace_seconds, shutdown_seconds, elastic=world_span[0] != world_span[1]),
         log_dir=log_dir,
         shown=None if shown is None else _local_ranks(shown, count),
     )

@@ -21,7 +21,7 @@ import ctypes, json, os, signal, sys, time
 import numpy as np
 import ferrorpc
 
-directory, rank = sys.argv[1], int(os.environ["RANK"])
+directory, rank = sys.argv[1], int(os.environ["LOCAL_RANK"])
 
 def note(name, value):
     with open(f"{directory}/{name}{rank}.part", "w") as file:
@@ -68,6 +68,7 @@ def test_an_exception_on_one_rank_reaches_the_others_with_its_words(tmp_path):
     group = ferrorpc.init_process_group()
     group.barrier()
     if rank == 1:
+        time.sleep(0.5)  # the others may still be in the barrier
         raise ValueError("bad batch")
     try:
         group.all_reduce(np.ones(4))
@@ -255,6 +256,7 @@ def test_a_replacement_joins_the_survivors_that_reform(tmp_path):
     if first_life:
         group.barrier()
         if rank == 1:
+            time.sleep(0.5)  # the others may still be in the barrier
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             group.all_reduce(np.ones(4))
@@ -268,6 +270,26 @@ def test_a_replacement_joins_the_survivors_that_reform(tmp_path):
     assert result.returncode == 0, result.stderr
     assert {one["rank"] for one in notes(tmp_path, "lost", [0, 2], timeout=0).values()} == {1}
     assert list(notes(tmp_path, "total", range(3), timeout=0).values()) == [[3.0, 2]] * 3
+
+
+def test_an_elastic_world_goes_on_with_its_survivors_and_ends_well(tmp_path):
+    body = """
+    group = ferrorpc.init_process_group()
+    group.barrier()
+    if group.rank == 1:
+        time.sleep(0.5)  # the others may still be in the barrier
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        group.all_reduce(np.ones(4))
+    except ferrorpc.PeerLostError:
+        group = group.reform(timeout=30)
+    print("members", group.size, "sum", group.all_reduce(1.0))
+    group.close()
+    """
+    result = run("-n", "3", "--world-size", "2:3", script_of(tmp_path, body), str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert [line.partition(": ")[2] for line in result.stdout.splitlines()] == ["members 2 sum 2.0"] * 2
+    assert "ended with SIGKILL; the others finished without it" in result.stderr
 
 
 def test_the_ten_line_example_runs(tmp_path):

@@ -21,7 +21,7 @@ from ferrorpc.cli.launcher.gang import FOREVER, Action, Done, Exit, Gang, Signal
 from ferrorpc.cli.launcher.output import Console, WorkerStream
 from ferrorpc.cli.launcher.pipes import Pipes
 from ferrorpc.cli.launcher.plan import Plan
-from ferrorpc.cli.launcher.report import crash_report, final_code, is_victim, reason
+from ferrorpc.cli.launcher.report import crash_report, final_code, is_victim, losses_line, reason
 from ferrorpc.cli.launcher.reports import ExitReports
 from ferrorpc.cli.launcher.signals import STOPS, SignalInbox, describe
 
@@ -276,6 +276,8 @@ class _Launch:
             self._console.say(f"stopped by {describe(-self._gang.interrupted)}")
         elif first is not None:
             self._console.say(self._report(first))
+        elif not clean:
+            self._console.say(losses_line(self._gang.exits, self._labels))
 
     def _report(self, first: Exit) -> str:
         worker = self._workers[first.worker]

@@ -28,7 +28,8 @@ class Plan:
     Attributes:
         command: what every worker executes.
         processes: workers on this node.
-        nodes: (min, max) nodes; equal for a fixed world.
+        nodes: (min, max) nodes.
+        world: (min, max) members; equal for a fixed world.
         node_rank: this node's number, which pins the ranks of a fixed world; None in an elastic one.
         node: this node's name, the first half of its members' names.
         coordinator: host:port.
@@ -41,6 +42,7 @@ class Plan:
     command: tuple[str, ...]
     processes: int
     nodes: tuple[int, int]
+    world: tuple[int, int]
     node_rank: int | None
     node: str
     coordinator: str
@@ -54,12 +56,7 @@ class Plan:
     @property
     def elastic(self) -> bool:
         """Whether the world may grow and shrink; then ranks come from the coordinator."""
-        return self.nodes[0] != self.nodes[1]
-
-    @property
-    def world(self) -> tuple[int, int]:
-        """(min, max) members."""
-        return self.nodes[0] * self.processes, self.nodes[1] * self.processes
+        return self.world[0] != self.world[1]
 
     def rank(self, worker: int) -> int | None:
         """World rank of a worker of this node, where that is known before the rendezvous."""
@@ -124,6 +121,24 @@ def node_range(text: str) -> tuple[int, int]:
         return world_size(text)
     except ValueError as error:
         raise ConfigError(f"--nnodes {text}: {error}", hint="--nnodes 2, or --nnodes 1:4 for an elastic world") from None
+
+
+def world_range(text: str | None, nodes: tuple[int, int], processes: int) -> tuple[int, int]:
+    """--world-size: "MIN:MAX", where a world may shrink within its nodes; without it all workers of all nodes.
+
+    Raises:
+        ConfigError: MAX is not what the nodes have together.
+    """
+    if text is None:
+        return nodes[0] * processes, nodes[1] * processes
+    try:
+        low, high = world_size(text)
+    except ValueError as error:
+        raise ConfigError(f"--world-size {text}: {error}", hint="--world-size 2:4 lets 4 workers shrink to 2") from None
+    if high != nodes[1] * processes:
+        together = f"{nodes[1]} x {processes} workers"
+        raise ConfigError(f"--world-size {text} with {together}", hint=f"end it with {nodes[1] * processes}, or leave it out")
+    return low, high
 
 
 def place(

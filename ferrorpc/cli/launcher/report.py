@@ -73,6 +73,12 @@ def crash_report(first: Exit, others: Iterable[Exit], labels: Sequence[str], tai
     return "\n".join([*lines, victims] if victims else lines)
 
 
+def losses_line(exits: Iterable[Exit], labels: Sequence[str]) -> str:
+    """For an elastic world that finished: "rank 1 ended with SIGKILL; the others finished without it"."""
+    lost = [f"rank {labels[end.worker]} ended with {describe(end.returncode)}" for end in exits if end.returncode != 0]
+    return f"{'; '.join(lost)}; the others finished without {'it' if len(lost) == 1 else 'them'}"
+
+
 def victims_line(others: Iterable[Exit], labels: Sequence[str]) -> str:
     """What became of the others, in one line: "then: ranks 0, 3 stopped by ferrorpc; rank 1 exit code 75"."""
     fates: dict[str, list[str]] = {}

@@ -12,6 +12,7 @@ def plan(**changes):
         "command": ("python", "train.py"),
         "processes": 4,
         "nodes": (1, 1),
+        "world": (4, 4),
         "node_rank": 0,
         "node": "box",
         "coordinator": "127.0.0.1:4000",
@@ -65,12 +66,12 @@ def test_forks_are_safe_and_output_is_not_held_back():
 
 
 def test_the_second_node_of_a_fixed_world_continues_the_ranks():
-    found = environment(worker=1, nodes=(2, 2), node_rank=1)
+    found = environment(worker=1, nodes=(2, 2), world=(8, 8), node_rank=1)
     assert (found["RANK"], found["WORLD_SIZE"], found["GROUP_RANK"], found["GROUP_WORLD_SIZE"]) == ("5", "8", "1", "2")
 
 
 def test_an_elastic_world_leaves_ranks_to_the_coordinator():
-    found = environment(nodes=(1, 3), node_rank=2, base={"RANK": "7", "WORLD_SIZE": "9"})
+    found = environment(nodes=(1, 3), world=(4, 12), node_rank=2, base={"RANK": "7", "WORLD_SIZE": "9"})
     assert "RANK" not in found
     assert "WORLD_SIZE" not in found
     assert found["FERRORPC_WORLD_SIZE"] == "4:12"

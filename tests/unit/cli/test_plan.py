@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ferrorpc.cli.launcher.plan import command_of, free_port, place, process_count
+from ferrorpc.cli.launcher.plan import command_of, free_port, place, process_count, world_range
 from ferrorpc.cli.run import make_plan
 from ferrorpc.errors import ConfigError
 
@@ -119,3 +119,22 @@ def test_a_console_filter_must_name_local_ranks(script):
     assert make_plan(target=(script,), processes="4", shown="0, 3").shown == {0, 3}
     with pytest.raises(ConfigError, match="local ranks from 0 to 3"):
         make_plan(target=(script,), processes="4", shown="4")
+
+
+def test_a_world_is_all_workers_of_all_nodes_unless_it_may_shrink():
+    assert world_range(None, (2, 2), 4) == (8, 8)
+    assert world_range(None, (1, 3), 4) == (4, 12)
+    assert world_range("2:4", (1, 1), 4) == (2, 4)
+
+
+@pytest.mark.parametrize("text", ["2:3", "4:2", "two", "5"])
+def test_a_world_that_its_nodes_cannot_make_is_refused(text):
+    with pytest.raises(ConfigError, match=f"--world-size {text}"):
+        world_range(text, (1, 1), 4)
+
+
+def test_one_node_with_a_world_that_may_shrink_leaves_ranks_to_the_coordinator(script):
+    plan = make_plan(target=(script,), processes="4", world="2:4")
+    assert plan.elastic
+    assert plan.policy.elastic
+    assert plan.rank(1) is None

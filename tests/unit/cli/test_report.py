@@ -3,7 +3,7 @@
 import signal
 
 from ferrorpc.cli.launcher.gang import Exit
-from ferrorpc.cli.launcher.report import crash_report, final_code, is_victim, last_exception, reason, victims_line
+from ferrorpc.cli.launcher.report import crash_report, final_code, is_victim, last_exception, losses_line, reason, victims_line
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "ValueError: bad batch"]
 LOST = [
@@ -69,3 +69,7 @@ def test_a_silent_lonely_failure_is_reported_too():
 def test_victims_who_ended_well_are_named_as_such():
     assert victims_line([end(0, 0)], ["0", "1"]) == "then: rank 0 ended well"
     assert victims_line([], []) == ""
+
+
+def test_losses_that_an_elastic_world_survived_are_told():
+    assert losses_line([end(0, 0), end(1, -9)], ["0", "1"]) == "rank 1 ended with SIGKILL; the others finished without it"
