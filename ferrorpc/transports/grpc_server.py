@@ -135,7 +135,7 @@ class WorkerServer:
             self._changed.notify_all()
         for seat in seats:
             seat.close(STOP_SECONDS)
-        self._server.stop(None).wait(STOP_SECONDS)
+        self._server.stop(None).wait(STOPPED_SECONDS)
         _exits.discard(self)
 
     def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
