@@ -41,6 +41,7 @@ SERVICE: Final = "ferrorpc.v1.WorkerService"
 STREAMS_MAX: Final = 4096
 PATIENCE_SECONDS: Final = 20.0
 STOP_SECONDS: Final = 0.5
+"""How long goodbyes, and then the server's own end, may take: a process that ends has about two seconds for all it does."""
 
 _LOOK_SECONDS: Final = 0.5
 """How often a stream that waits for its generation looks whether its caller is still there."""
@@ -135,7 +136,7 @@ class WorkerServer:
             self._changed.notify_all()
         for seat in seats:
             seat.close(STOP_SECONDS)
-        self._server.stop(None).wait(STOPPED_SECONDS)
+        self._server.stop(None).wait(STOP_SECONDS)
         _exits.discard(self)
 
     def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import IO
 
 SECONDS = 30.0
 
@@ -23,6 +24,7 @@ class PeerHandle:
             [*prefix, sys.executable, "-m", "tests.integration.lane_peer", str(rank), *hosts],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             env=environment,
         )

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -69,14 +70,17 @@ def test_a_peer_that_closes_and_ends_fails_nobody_until_it_is_needed() -> None:
 
 
 @pytest.mark.parametrize(("word", "code"), [("return", 0), ("raise", 1)])
-def test_a_script_that_never_closes_ends_in_two_seconds_and_says_goodbye(word: str, code: int) -> None:
-    with peers(PeerHandle(0), PeerHandle(1)) as (first, second):
+def test_a_script_that_never_closes_ends_in_two_seconds_and_says_goodbye(word: str, code: int, tmp_path: Path) -> None:
+    with (tmp_path / "stderr").open("w+") as stderr, peers(PeerHandle(0), PeerHandle(1, stderr=stderr)) as (first, second):
         both_ways(first, second)
         began = time.monotonic()
         second.tell(word)
         assert second.wait(5.0) == code
         assert time.monotonic() - began < 2.0
         assert first.silent(0.5)
+        stderr.seek(0)
+        said = stderr.read()
+    assert said == "" if word == "return" else said.count("Traceback") == 1
 
 
 def test_a_script_ends_in_two_seconds_although_its_peer_is_stopped() -> None:
