@@ -198,6 +198,8 @@ class Job:
 
     def _exited(self, exited: session_pb2.ProcessExit) -> None:
         member = self.roster.get(exited.name)
+        if member is None:
+            self.rendezvous.never_came(exited.name, _how(exited))
         if member is None or not member.alive or exited.instance_id not in ("", member.instance_id):
             return
         self.lose(member, _how(exited))

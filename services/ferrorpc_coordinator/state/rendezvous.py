@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from ferrorpc.errors import ConfigError, InvalidRankError, InvalidWorldSizeError, RendezvousTimeoutError, UsageError
 from ferrorpc.v1 import identity_pb2, rendezvous_pb2, session_pb2
@@ -24,6 +25,9 @@ from ferrorpc_coordinator.state.member import Member, Standing
 from ferrorpc_coordinator.state.ranks import Claim, assign, claimed
 from ferrorpc_coordinator.state.roster import Roster
 from ferrorpc_coordinator.state.settings import MILLISECOND
+
+STILLBORN_MAX: Final = 16
+"""Processes that ended before they said Hello, of which a timeout tells."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +62,7 @@ class Rendezvous:
         self._announced: list[str] | None = []
         """What the newest generation was told last; None when some of it must be told anew."""
         self._last_call: int | None = None
+        self._stillborn: dict[str, str] = {}
 
     def joining(self, member: Member) -> bool:
         """Whether this member waits for a place."""
@@ -93,6 +98,12 @@ class Rendezvous:
         if bid is not None and bid.member is member:
             del self._bids[member.name]
             self._desk.disarm(("join", member.name))
+
+    def never_came(self, name: str, how: str) -> None:
+        """A process ended before it said Hello: whoever waits for it in vain will be told."""
+        self._stillborn[name[:128]] = how[:512]
+        while len(self._stillborn) > STILLBORN_MAX:
+            del self._stillborn[next(iter(self._stillborn))]
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
@@ -189,6 +200,7 @@ class Rendezvous:
         if newest is not None:
             self._closing(newest)
         self._generations.begin(generation)
+        self._stillborn.clear()
         for bid in chosen:
             self.withdraw(bid.member)
         response = self._response(generation, 0)
@@ -299,6 +311,7 @@ class Rendezvous:
         missing = max(0, low - len(ready))
         ranks_claimed = claimed([self._claim(other) for other in ready], high)
         gone = [self._roster.sentence(other) for other in self._roster if other.standing in (Standing.DEAD, Standing.SUSPECT)]
+        gone += [f"{name}: {how}, before it said Hello" for name, how in self._stillborn.items()]
         known = f". Known of others: {'; '.join(gone[:16])}" if gone else ""
         world = str(low) if low == high else f"{low} to {high}"
         head += f"{len(ready)} of {world} came, "
