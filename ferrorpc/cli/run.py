@@ -38,7 +38,7 @@ def _spellings(name: str, *more: str) -> tuple[str, ...]:
 @click.option("-n", *_spellings("--nproc", "--nproc-per-node"), "processes", default="1", help="Workers: N, cpu, gpu or auto.")
 @click.option(*_spellings("--nnodes"), "nodes", default="1", help="Nodes: N, or MIN:MAX for an elastic world.")
 @click.option(*_spellings("--world-size"), "world", help="MIN:MAX members, for a world that may go on after losing some.")
-@click.option(*_spellings("--node-rank"), "node_rank", type=int, help="This node's number, from 0.")
+@click.option(*_spellings("--node-rank"), "node_rank", type=int, help="This node's number, from 0; torch.distributed needs it.")
 @click.option(
     *_spellings("--coordinator", "--rdzv-endpoint"), "coordinator", help="HOST:PORT; without one the launcher starts its own."
 )

@@ -1,7 +1,9 @@
 """Two launchers with one coordinator, as on two nodes."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -76,3 +78,25 @@ def test_a_node_whose_members_lost_one_elsewhere_ends_with_75(tmp_path, coordina
     assert "it was the first of those that lost a member" in err
     assert re.search(r"ferrorpc:   \| ferrorpc.errors.PeerLostError: rank 3 \(node1-1 on .*\) was lost: .*SIGKILL", err), err
     assert "rank node1:3 ended with SIGKILL; it was the first to fail." in other_err
+
+
+@pytest.mark.root
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="giving a process another host name needs root"
+)
+def test_nodes_without_a_number_are_told_apart_by_their_host_names(tmp_path, coordinator):
+    script = write_script(tmp_path, SUM)
+    flags = ["run", "-n", "2", "--nnodes", "2", "--coordinator", coordinator, script]
+    rename = 'hostname "$0"; exec "$@"'
+    launchers = [
+        subprocess.Popen(
+            ["unshare", "--uts", "sh", "-c", rename, host, sys.executable, "-m", "ferrorpc.cli.main", *flags],
+            stdout=subprocess.PIPE, text=True, env=environment(),
+        )
+        for host in ("left", "right")
+    ]  # fmt: skip
+    outs = [launcher.communicate(timeout=60)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0]
+    lines = dict(line.split(": ", 1) for out in outs for line in out.splitlines())
+    assert set(lines) == {"left-0", "left-1", "right-0", "right-1"}
+    assert sorted(json.loads(text)[0] for text in lines.values()) == [0, 1, 2, 3]

@@ -25,8 +25,8 @@ _REPLACED: Final = frozenset((*_TORCH, *(PREFIX + name for name in _FERRORPC)))
 def worker_environment(plan: Plan, worker: int, attempt: int, base: Mapping[str, str], errors_dir: Path) -> dict[str, str]:
     """Everything worker number `worker` of this node is started with, on top of `base`.
 
-    In an elastic world ranks are not known before the rendezvous: RANK, WORLD_SIZE and their kin are left out, and
-    whatever `base` held of them is removed.
+    In an elastic world, and without a node rank, ranks are not known before the rendezvous: RANK, WORLD_SIZE and their kin
+    are left out, and whatever `base` held of them is removed.
 
     TORCHELASTIC_USE_AGENT_STORE is never set: torch's rank 0 hosts its own store on MASTER_PORT.
     """

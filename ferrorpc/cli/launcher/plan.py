@@ -30,7 +30,7 @@ class Plan:
         processes: workers on this node.
         nodes: (min, max) nodes.
         world: (min, max) members; equal for a fixed world.
-        node_rank: this node's number, which pins the ranks of a fixed world; None in an elastic one.
+        node_rank: this node's number, which pins the ranks of a fixed world; None leaves all ranks to the coordinator.
         node: this node's name, the first half of its members' names.
         coordinator: host:port.
         owns_coordinator: whether this launcher starts it.
@@ -147,7 +147,7 @@ def place(
     """Where this node stands: its rank, its name, the coordinator's address and whether this launcher starts it.
 
     Raises:
-        ConfigError: several nodes and no common coordinator, or a fixed world and no node rank.
+        ConfigError: several nodes and no common coordinator, or a node rank that cannot be.
     """
     single = nodes == (1, 1)
     if not single and (coordinator is None or standalone):
@@ -155,8 +155,6 @@ def place(
             "several nodes need one coordinator that all of them reach",
             hint="start `ferrorpc coordinator --listen HOST:29700` on one of them and pass --coordinator HOST:29700 on each",
         )
-    if not single and nodes[0] == nodes[1] and node_rank is None:
-        raise ConfigError("a fixed world of several nodes needs --node-rank", hint="--node-rank 0 on the first node, 1 on ...")
     if node_rank is not None and not 0 <= node_rank < nodes[1]:
         raise ConfigError(f"--node-rank {node_rank} with --nnodes {nodes[1]}", hint=f"use 0 to {nodes[1] - 1}")
     rank = 0 if single else node_rank

@@ -1,6 +1,7 @@
 """Flags become a plan, or an error that says what is wrong with them."""
 
 import os
+import socket
 import sys
 
 import pytest
@@ -79,7 +80,6 @@ def test_a_given_coordinator_is_used_unless_standalone_is_asked_for():
     ("nodes", "node_rank", "coordinator", "complaint"),
     [
         ((2, 2), 0, None, "need one coordinator"),
-        ((2, 2), None, "h:1", "needs --node-rank"),
         ((2, 2), 2, "h:1", "--node-rank 2"),
         ((1, 1), None, "nonsense", "expected HOST:PORT"),
     ],
@@ -106,6 +106,13 @@ def test_labels_name_the_node_where_there_are_several(script):
     assert plan.master == ("h", 29500)
     elastic = make_plan(target=(script,), processes="2", nodes="1:2", node_rank=1, coordinator="h:1")
     assert elastic.label(1) == "node1-1"
+
+
+def test_without_a_node_rank_a_fixed_world_leaves_ranks_to_the_coordinator(script):
+    plan = make_plan(target=(script,), processes="2", nodes="2", coordinator="h:1")
+    assert not plan.elastic
+    assert plan.rank(1) is None
+    assert plan.label(1) == f"{socket.gethostname()}-1"
 
 
 def test_the_environment_names_the_coordinator_and_the_job(script, monkeypatch):
