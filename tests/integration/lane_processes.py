@@ -16,7 +16,12 @@ class PeerHandle:
     """One rank in a process of its own."""
 
     def __init__(
-        self, rank: int, prefix: Sequence[str] = (), hosts: Sequence[str] = (), environment: dict | None = None
+        self,
+        rank: int,
+        prefix: Sequence[str] = (),
+        hosts: Sequence[str] = (),
+        environment: dict | None = None,
+        stderr: IO[str] | None = None,
     ) -> None:
         self.rank = rank
         self.address = ""
