@@ -108,7 +108,10 @@ class LoadSession:
             await self._call.write(frame)
 
     async def _read(self) -> session_pb2.ServerFrame:
-        frame = await self._call.read()
+        try:
+            frame = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise status.error_of(error, "the coordinator") from None
         if isinstance(frame, session_pb2.ServerFrame):
             return frame
         raise CoordinatorUnavailableError(f"the coordinator ended a session: {await self._call.details()}")
