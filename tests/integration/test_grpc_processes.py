@@ -65,8 +65,15 @@ def test_a_peer_that_closes_and_ends_fails_nobody_until_it_is_needed() -> None:
         first.hear(f"got {3 * MIB}")
         assert second.wait(5.0) == 0
         assert first.silent(0.5)
-        first.tell("probe 1")
-        assert first.hear("lost 1") == "lost 1 rank 1 has left"
+        # A first question may meet what the peer sent last, still on its way; whoever needs the peer goes on asking.
+        said = ""
+        for _ in range(20):
+            first.tell("probe 1")
+            said = first.hear("")
+            if said != "done probe":
+                break
+            time.sleep(0.1)
+        assert said == "lost 1 rank 1 has left"
 
 
 @pytest.mark.parametrize(("word", "code"), [("return", 0), ("raise", 1)])
