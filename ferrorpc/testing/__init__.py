@@ -11,15 +11,17 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ferrorpc.testing.contract import BackendContract as BackendContract
+    from ferrorpc.testing.contract import BackendContract as BackendContract, BasicBackendContract as BasicBackendContract
     from ferrorpc.testing.faults import FaultPlan as FaultPlan, Kill as Kill, Pause as Pause, RankKilled as RankKilled
     from ferrorpc.testing.manual import ManualClock as ManualClock
+    from ferrorpc.testing.ranks import run_groups as run_groups
     from ferrorpc.testing.virtual import VirtualClock as VirtualClock
     from ferrorpc.testing.world import World as World, run_world as run_world
 
 _HOMES = {
     "run_world": "world",
     "World": "world",
+    "run_groups": "ranks",
     "FaultPlan": "faults",
     "Kill": "faults",
     "Pause": "faults",
@@ -27,6 +29,7 @@ _HOMES = {
     "VirtualClock": "virtual",
     "ManualClock": "manual",
     "BackendContract": "contract",
+    "BasicBackendContract": "contract",
 }
 
 __all__ = [*_HOMES]

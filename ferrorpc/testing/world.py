@@ -6,25 +6,22 @@ By default the world is virtual: nothing sleeps, timeouts of minutes take millis
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from ferrorpc.backends.simulated import Lanes, SimulatedBackend
 from ferrorpc.coordination.local import LocalSession, LocalWorld
-from ferrorpc.errors import FerroError, UsageError
+from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import Clock
-from ferrorpc.testing.faults import FaultPlan, Kill, RankKilled
+from ferrorpc.testing.faults import FaultPlan, RankKilled
+from ferrorpc.testing.ranks import Ranks
 from ferrorpc.testing.virtual import VirtualClock
-
-WALL_SECONDS: Final = 100.0
-"""Real seconds after which a world that has not ended is a failure."""
 
 
 class World:
-    """The ranks of one simulated job, and what each of them did.
+    """The ranks of one simulated job.
 
     Args:
         size: how many ranks.
@@ -45,35 +42,19 @@ class World:
         min_size: int | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.size = size
         self.clock: Clock = VirtualClock(seed) if clock is None else clock
         self.job = LocalWorld(size, clock=self.clock, min_size=min_size, timeout=timeout)
-        self._faults = FaultPlan() if faults is None else faults
+        self._plan = FaultPlan() if faults is None else faults
+        self._kills = self._plan.kills()
+        self._operations = dict.fromkeys(self._kills, 0)
         self._lanes = Lanes(self.clock, faults, seed)
         self._timeout = timeout
-        self._lock = threading.Lock()
-        self._ended = 0
-        self._all_ended = threading.Event()
-        self._outcomes: list[Any] = [None] * size
-        self._failed: list[int] = []
-        self._killed: dict[int, RankKilled] = {}
-        self._operations = [0] * size
+        self._ranks = Ranks([self._group(self.job.session(rank)) for rank in range(size)], self.clock)
+        self._arm_faults()
 
     def run(self, fn: Callable[[ProcessGroup], Any], *, return_exceptions: bool = False) -> list[Any]:
         """What `fn(group)` returned on every rank, in rank order. Once per world. Raises as `run_world`."""
-        groups = [self._group(self.job.session(rank)) for rank in range(self.size)]
-        self._arm_faults()
-        bodies = [(f"rank {rank}", self._body(rank, group, fn)) for rank, group in enumerate(groups)]
-        if isinstance(self.clock, VirtualClock):
-            self.clock.run(bodies, WALL_SECONDS)
-        else:
-            for name, body in bodies:
-                self.clock.start(body, name)
-            if not self._all_ended.wait(WALL_SECONDS):
-                raise FerroError(f"{self.size - self._ended} of {self.size} ranks still run after {WALL_SECONDS:g} s")
-        if self._failed and not return_exceptions:
-            raise self._first_cause()
-        return self._outcomes
+        return self._ranks.run(fn, return_exceptions)
 
     def join(self, timeout: float) -> ProcessGroup:
         """A new member, from a thread of this world: its group, as soon as the others' `reform` has room for it."""
@@ -82,84 +63,36 @@ class World:
     def _group(self, session: LocalSession) -> ProcessGroup:
         return ProcessGroup(SimulatedBackend(session, self._lanes, self._timeout), timeout=self._timeout)
 
-    def _body(self, rank: int, group: ProcessGroup, fn: Callable[[ProcessGroup], Any]) -> Callable[[], None]:
-        def body() -> None:
-            try:
-                with group:
-                    try:
-                        self._outcomes[rank] = fn(group)
-                    except BaseException as error:
-                        self._note_failure(rank, error)
-                        raise
-            except RankKilled:
-                pass
-            except Exception as error:  # noqa: BLE001  it is kept, and raised by run()
-                if rank not in self._failed:
-                    self._note_failure(rank, error)
-            finally:
-                self._end(rank)
-
-        return body
-
-    def _note_failure(self, rank: int, error: BaseException) -> None:
-        """The order of failures tells the cause from its consequences, so it is kept before anybody is told."""
-        with self._lock:
-            self._outcomes[rank] = error
-            if rank not in self._killed:
-                self._failed.append(rank)
-
-    def _end(self, rank: int) -> None:
-        with self._lock:
-            if rank in self._killed:
-                self._outcomes[rank] = self._killed[rank]
-            self._ended += 1
-            if self._ended == self.size:
-                self._all_ended.set()
-
-    def _first_cause(self) -> BaseException:
-        """The failure that came first; of those that say the same, the lowest rank's. The others are its notes."""
-        first: BaseException = self._outcomes[self._failed[0]]
-        alike = [rank for rank in self._failed if repr(self._outcomes[rank]) == repr(first)]
-        chosen = min(alike)
-        error: BaseException = self._outcomes[chosen]
-        error.add_note(f"raised on rank {chosen} of {self.size}")
-        for rank in sorted(self._failed):
-            if rank != chosen:
-                other = self._outcomes[rank]
-                error.add_note(f"rank {rank}: {type(other).__name__}: {other}")
-        return error
-
     def _arm_faults(self) -> None:
-        for rank, end in self._faults.kills().items():
-            self._arm_kill(rank, end)
-        if self._faults.kill:
+        for rank, end in self._kills.items():
+            self.job.session(rank)  # refuses a rank that does not exist
             self.job.on_note = self._count_operation
-        for rank, pause in self._faults.pause.items():
+            if end.at_seconds is not None:
+                self.clock.call_at(self.clock.now() + end.at_seconds, partial(self._kill, rank, end.reason))
+        for rank, pause in self._plan.pause.items():
             if not isinstance(self.clock, VirtualClock):
                 raise UsageError("only ranks of a virtual world can be paused", hint="leave clock= away")
             self.clock.call_at(pause.at_seconds, partial(self.clock.pause, rank))
             self.clock.call_at(pause.at_seconds + pause.seconds, partial(self.clock.unpause, rank))
 
-    def _arm_kill(self, rank: int, end: Kill) -> None:
-        self.job.session(rank)  # refuses a rank that does not exist
-        if end.at_seconds is not None:
-            self.clock.call_at(self.clock.now() + end.at_seconds, lambda: self._kill(rank, end.reason))
-
     def _kill(self, rank: int, reason: str) -> None:
-        if rank in self._killed:
+        if rank in self._ranks.killed:
             return
-        self._killed[rank] = RankKilled(f"rank {rank}: {reason}")
+        self._ranks.killed[rank] = RankKilled(f"rank {rank}: {reason}")
         if isinstance(self.clock, VirtualClock):
-            self.clock.interrupt(rank, self._killed[rank])
+            self.clock.interrupt(rank, self._ranks.killed[rank])
         self.job.kill(rank, reason)
 
     def _count_operation(self, rank: int) -> None:
+        """A rank enters an operation; the one that its end was planned for does not begin."""
+        end = self._kills.get(rank)
+        if end is None:
+            return
         self._operations[rank] += 1
-        end = self._faults.kills().get(rank)
-        if end is not None and self._operations[rank] == end.at_operation:
+        if self._operations[rank] == end.at_operation:
             self._kill(rank, end.reason)
-        if rank in self._killed:
-            raise self._killed[rank]
+        if rank in self._ranks.killed:
+            raise self._ranks.killed[rank]
 
 
 def run_world(

@@ -1,0 +1,255 @@
+"""The contract of everything else: pairs of ranks, operations in flight together, subgroups, streams, the end."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from ferrorpc.errors import CollectiveTimeoutError, GroupClosedError, InvalidRankError, SelfSendError, UsageError
+from ferrorpc.group import ProcessGroup
+from ferrorpc.testing.contract_base import Contract, on_every_size, on_some_sizes
+from ferrorpc.testing.reference import check_list, check_same, every_dtype, reduced, values
+from ferrorpc.types import DType, ReduceOp
+
+FLOAT = DType.FLOAT32
+SHORT_SECONDS = 0.05
+
+
+class PairContract(Contract):
+    """send and recv."""
+
+    @on_some_sizes
+    def test_every_dtype_travels_round_the_ring(self, size: int) -> None:
+        def body(group: ProcessGroup) -> None:
+            after, before = (group.rank + 1) % size, (group.rank - 1) % size
+            for dtype in every_dtype():
+                group.send(values(dtype, (2, 3), group.rank), after)
+                found = group.recv(before)
+                check_same(found, values(dtype, (2, 3), before), dtype.label)
+                found[...] = 0
+
+        self.world(size, body)
+
+    @on_some_sizes
+    def test_messages_of_one_tag_keep_their_order_and_tags_are_apart(self, size: int) -> None:
+        def body(group: ProcessGroup) -> None:
+            if group.rank == 0:
+                for item in range(6):
+                    group.send(np.array([item]), 1, tag=item % 2)
+            elif group.rank == 1:
+                found = [int(group.recv(0, tag=tag)[0]) for tag in (1, 0, 0, 1, 1, 0)]
+                if found != [1, 0, 2, 3, 5, 4]:
+                    raise AssertionError(f"messages came in the order {found}")
+
+        self.world(size, body)
+
+    @on_some_sizes
+    def test_sizes_from_nothing_to_megabytes_into_out_of_any_layout(self, size: int) -> None:
+        def body(group: ProcessGroup) -> None:
+            peer = group.rank ^ 1
+            for count in (0, 1, 1001, 1_250_001):
+                work = group.send(values(FLOAT, count, group.rank), peer, async_op=True)
+                out = np.zeros((count, 2), np.float32)[:, 0]
+                if group.recv(peer, out=out) is not out:
+                    raise AssertionError("recv did not return out")
+                check_same(out.copy(), values(FLOAT, count, peer), f"{count} elements")
+                work.wait()
+
+        self.world(size, body)
+
+    @on_some_sizes
+    def test_a_recv_that_times_out_loses_and_breaks_nothing(self, size: int) -> None:
+        def body(group: ProcessGroup) -> None:
+            if group.rank == 0:
+                with pytest.raises(CollectiveTimeoutError) as raised:
+                    group.recv(1, timeout=SHORT_SECONDS)
+                if raised.value.waiting_on != [1]:
+                    raise AssertionError(f"it says it waited on {raised.value.waiting_on}")
+            group.barrier()
+            if group.rank == 1:
+                group.send(np.arange(3), 0)
+            elif group.rank == 0:
+                check_same(group.recv(1), np.arange(3), "after a timeout")
+            group.barrier()
+
+        self.world(size, body)
+
+    @on_every_size
+    def test_a_rank_cannot_send_to_itself_or_to_nobody(self, size: int) -> None:
+        def body(group: ProcessGroup) -> None:
+            for call in (lambda peer: group.send(1.0, peer), group.recv):
+                with pytest.raises(SelfSendError):
+                    call(group.rank)
+                with pytest.raises(InvalidRankError):
+                    call(size)
+            if size > 1:
+                with pytest.raises(UsageError, match="tag"):
+                    group.send(1.0, (group.rank + 1) % size, tag=-1)
+            group.barrier()
+
+        self.world(size, body)
+
+
+class FlightContract(Contract):
+    """Operations in flight together."""
+
+    @on_every_size
+    def test_operations_may_be_in_flight_together_and_waited_for_in_any_order(self, size: int) -> None:
+        def body(group: ProcessGroup) -> None:
+            count = 12
+            works = [group.all_reduce(values(FLOAT, 50 + item, group.rank, salt=item), async_op=True) for item in range(count)]
+            order = list(range(count))
+            random.Random(group.rank).shuffle(order)
+            for item in order:
+                everyones = [values(FLOAT, 50 + item, rank, salt=item) for rank in range(size)]
+                check_same(works[item].wait(), reduced(everyones, ReduceOp.SUM, FLOAT), f"operation {item}")
+                if not works[item].done() or works[item].exception() is not None:
+                    raise AssertionError(f"{works[item]!r} was waited for")
+
+        self.world(size, body)
+
+    @on_some_sizes
+    def test_every_operation_can_be_asynchronous(self, size: int) -> None:
+        def body(group: ProcessGroup) -> None:
+            mine, everyones = np.full(3, group.rank), [np.full(3, rank) for rank in range(size)]
+            total = reduced(everyones, ReduceOp.SUM, DType.INT64)
+            at_root = group.rank == 1
+            works = {
+                "reduce": (group.reduce(mine, root=1, async_op=True), total if at_root else None),
+                "broadcast": (group.broadcast(mine if at_root else None, root=1, async_op=True), everyones[1]),
+                "scatter": (group.scatter(everyones if at_root else None, root=1, async_op=True), mine),
+                "reduce_scatter": (group.reduce_scatter([mine] * size, async_op=True), total),
+            }
+            lists = [group.all_gather(mine, async_op=True), group.all_to_all([mine] * size, async_op=True)]
+            lists.append(group.gather(mine, root=1, async_op=True))
+            meeting = group.barrier(async_op=True)
+            for name, (work, expected) in works.items():
+                found = work.wait()
+                if expected is not None:
+                    check_same(found, expected, name)
+            for work in lists[:2]:
+                check_list(work.wait(), everyones, repr(work))
+            if at_root:
+                check_list(lists[2].wait(), everyones, "gather")
+            meeting.wait()
+            group.synchronize()
+
+        self.world(size, body)
+
+    @on_some_sizes
+    def test_a_wait_that_times_out_consumes_nothing(self, size: int) -> None:
+        def body(group: ProcessGroup) -> None:
+            work = group.recv(1, async_op=True) if group.rank == 0 else None
+            for _ in range(2):
+                if work is not None:
+                    with pytest.raises(CollectiveTimeoutError):
+                        work.wait(timeout=SHORT_SECONDS)
+            group.barrier()
+            if group.rank == 1:
+                group.send(np.arange(4.0), 0)
+            if work is not None:
+                check_same(work.wait(), np.arange(4.0), "after two timeouts")
+                check_same(work.wait(), np.arange(4.0), "once more")
+
+        self.world(size, body)
+
+    @on_every_size
+    def test_a_stream_is_numbered_by_meaning_not_by_order(self, size: int) -> None:
+        def body(group: ProcessGroup) -> None:
+            streams = [group.stream(), group.stream()]
+            calls = [(stream, number) for stream in (0, 1) for number in range(6)]
+            random.Random(group.rank).shuffle(calls)
+            works = {
+                (stream, number): streams[stream].all_reduce(np.full(2, 10 * stream + number), number=number)
+                for stream, number in calls
+            }
+            total = group.all_reduce(np.ones(1))
+            for (stream, number), work in works.items():
+                check_same(work.wait(), np.full(2, size * (10 * stream + number)), f"stream {stream}, number {number}")
+            check_same(total, np.full(1, float(size)), "program order beside it")
+
+        self.world(size, body)
+
+
+class SubgroupContract(Contract):
+    """Groups within groups."""
+
+    @on_every_size
+    def test_subgroups_compute_apart_and_together(self, size: int) -> None:
+        def body(group: ProcessGroup) -> None:
+            even, odd = list(range(0, size, 2)), list(range(1, size, 2))
+            halves = [group.subgroup(ranks) for ranks in (even, odd) if ranks]
+            mine = [half for half in halves if half is not None]
+            ranks = even if group.rank % 2 == 0 else odd
+            if len(mine) != 1 or mine[0].size != len(ranks) or mine[0].rank != ranks.index(group.rank):
+                raise AssertionError(f"rank {group.rank} is in {mine}")
+            works = [mine[0].all_reduce(np.full(2, group.rank), async_op=True) for _ in range(3)]
+            check_same(group.all_reduce(np.ones(1)), np.full(1, float(size)), "the world")
+            for work in works:
+                check_same(work.wait(), np.full(2, sum(ranks)), "the half")
+            if mine[0].size > 1:
+                peer = 1 - min(mine[0].rank, 1) if mine[0].rank < 2 else None
+                if peer is not None:
+                    mine[0].send(np.array(group.rank), peer)
+                    check_same(mine[0].recv(peer), np.array(ranks[peer]), "a pair of the half")
+            mine[0].close()
+            with pytest.raises(GroupClosedError):
+                mine[0].barrier()
+            group.barrier()
+
+        self.world(size, body)
+
+    @on_every_size
+    def test_the_order_given_is_the_order_of_ranks_also_in_a_subgroup_of_a_subgroup(self, size: int) -> None:
+        def body(group: ProcessGroup) -> None:
+            backwards = group.subgroup(list(reversed(range(size))))
+            if backwards is None:
+                raise AssertionError("every rank is in it")
+            check_list(backwards.all_gather(group.rank), [np.array(rank) for rank in reversed(range(size))], "backwards")
+            inner = backwards.subgroup([size - 1])
+            if (inner is not None) != (group.rank == 0):
+                raise AssertionError("the innermost group is rank 0's")
+            if inner is not None and inner.world_ranks != (0,):
+                raise AssertionError(f"the innermost group has world ranks {inner.world_ranks}")
+            if inner is not None:
+                check_same(inner.all_reduce(np.ones(2)), np.ones(2), "alone")
+            group.barrier()
+
+        self.world(size, body)
+
+
+class EndContract(Contract):
+    """What a group is and how it ends."""
+
+    @on_every_size
+    def test_a_group_says_what_it_is_and_refuses_everything_after_close(self, size: int) -> None:
+        def body(group: ProcessGroup) -> tuple[int, str, int]:
+            if group.size != size or group.world_ranks != tuple(range(size)):
+                raise AssertionError(repr(group))
+            memory = group.empty((3, 2), "int16")
+            memory[...] = group.rank
+            check_list(group.all_gather(memory), [np.full((3, 2), rank, np.int16) for rank in range(size)], "empty")
+            if "float32" not in group.explain("all_reduce", 4000) or "barrier" not in group.explain("barrier", 0):
+                raise AssertionError("explain does not say what it explains")
+            group.close()
+            group.close()
+            for call in (group.barrier, lambda: group.all_reduce(1.0), lambda: group.stream(), lambda: group.subgroup([0])):
+                with pytest.raises(GroupClosedError):
+                    call()
+            return group.rank, group.backend, group.generation
+
+        ranks, backends, generations = zip(*self.world(size, body), strict=True)
+        if ranks != tuple(range(size)) or len(set(backends)) != 1 or set(generations) != {1}:
+            raise AssertionError(f"ranks {ranks} of backends {backends} in generations {generations}")
+
+    @on_some_sizes
+    def test_a_rank_that_ends_early_fails_nobody_who_does_not_need_it(self, size: int) -> None:
+        def body(group: ProcessGroup) -> None:
+            group.barrier()
+            last = group.reduce(np.ones(3), root=size - 1)
+            if group.rank == size - 1:
+                check_same(last, np.full(3, float(size)), "the last rank's")
+
+        self.world(size, body)

@@ -1,0 +1,90 @@
+"""What operations must give, computed in one process by NumPy and by nothing of ferrorpc's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from importlib.util import find_spec
+from typing import Any, Final
+
+import numpy as np
+
+from ferrorpc.types import DType, ReduceOp, refusal
+
+Array = np.ndarray[Any, Any]
+
+_FOLDS: Final[dict[ReduceOp, Callable[[Array, Array], Array]]] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
+}
+
+
+def every_dtype() -> list[DType]:
+    """All dtypes that can be tested here: bfloat16 needs ml_dtypes."""
+    return [dtype for dtype in DType if dtype is not DType.BFLOAT16 or find_spec("ml_dtypes") is not None]
+
+
+def numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    """The dtype of arrays that users hold."""
+    if dtype is DType.BFLOAT16:
+        import ml_dtypes
+
+        found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return found
+    return dtype.storage
+
+
+def values(dtype: DType, shape: int | tuple[int, ...], rank: int, salt: int = 0) -> Array:
+    """An array that is different for every rank and salt, and the same whenever it is asked for."""
+    chance = np.random.default_rng([rank, salt, int(dtype)])
+    target = numpy_dtype(dtype)
+    if dtype is DType.BOOL:
+        return chance.random(shape) < 0.5
+    if dtype.is_integer:
+        span = np.iinfo(target)
+        return chance.integers(span.min, span.max, shape, target, endpoint=True)
+    real = chance.standard_normal(shape)
+    if dtype.is_complex:
+        return (real + 1j * chance.standard_normal(shape)).astype(target)
+    return real.astype(target)
+
+
+def reduced(arrays: Sequence[Array], op: ReduceOp, dtype: DType) -> Array:
+    """The canonical result: the left fold in rank order; halves in float32, rounded once; MEAN divides before that."""
+    work = [array.astype(np.float32) for array in arrays] if dtype.is_half else list(arrays)
+    with np.errstate(all="ignore"):
+        total = reduce(_FOLDS[op], work)
+        if op is ReduceOp.MEAN:
+            total = total / total.dtype.type(len(arrays))
+        return np.asarray(total).astype(numpy_dtype(dtype))
+
+
+def operators(dtype: DType) -> list[ReduceOp]:
+    """The operators that mean something for this dtype."""
+    return [op for op in ReduceOp if refusal(op, dtype) is None]
+
+
+def check_same(found: Any, expected: Array, what: str = "") -> None:
+    """Raises AssertionError unless `found` is a NumPy array of the same dtype, shape and bits."""
+    if not isinstance(found, np.ndarray):
+        raise AssertionError(f"{what}: {type(found).__name__} is no NumPy array")
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        raise AssertionError(f"{what}: {found.dtype}{found.shape} is not {expected.dtype}{expected.shape}")
+    if found.tobytes() != expected.tobytes():
+        differ = np.flatnonzero((found != expected).reshape(-1))
+        places = f"first at {differ[0]}" if differ.size else "in bits that compare equal"
+        raise AssertionError(f"{what}: {differ.size} of {found.size} elements differ, {places}:\n{found!r}\n{expected!r}")
+
+
+def check_list(found: Any, expected: Sequence[Array], what: str = "") -> None:
+    """As `check_same`, for a list of arrays."""
+    if not isinstance(found, list) or len(found) != len(expected):
+        raise AssertionError(f"{what}: {found!r} is no list of {len(expected)} arrays")
+    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
+        check_same(one, other, f"{what}, item {rank}")

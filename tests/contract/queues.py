@@ -1,0 +1,64 @@
+"""A backend as a third party might write one: send, recv and barrier over queues between threads."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from ferrorpc import Backend, BarrierTimeoutError, CollectiveTimeoutError
+
+Array = np.ndarray[Any, Any]
+
+
+class Wires:
+    """What the ranks of one world share."""
+
+    def __init__(self, size: int) -> None:
+        self.queues: dict[tuple[int, int, int], queue.Queue[Array]] = defaultdict(queue.Queue)
+        self.lock = threading.Lock()
+        self.meeting = threading.Barrier(size)
+
+    def queue(self, source: int, target: int, tag: int) -> queue.Queue[Array]:
+        with self.lock:
+            return self.queues[source, target, tag]
+
+
+class QueueBackend(Backend):
+    name = "queues"
+
+    def __init__(self, rank: int, size: int, wires: Wires) -> None:
+        self.rank = rank
+        self.size = size
+        self.wires = wires
+
+    def send(self, data: Array, dst: int, tag: int = 0) -> None:
+        self.wires.queue(self.rank, dst, tag).put(data.copy())
+
+    def recv(self, src: int, tag: int = 0, out: Array | None = None, timeout: float | None = None) -> Array:
+        try:
+            data = self.wires.queue(src, self.rank, tag).get(timeout=timeout)
+        except queue.Empty:
+            raise CollectiveTimeoutError([src], f"rank {src} sent nothing within {timeout} s") from None
+        if out is None:
+            return data
+        out[...] = data
+        return out
+
+    def barrier(self, timeout: float | None = None) -> None:
+        try:
+            self.wires.meeting.wait(timeout)
+        except threading.BrokenBarrierError:
+            raise BarrierTimeoutError([], f"not every rank came within {timeout} s") from None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def queue_backends(size: int) -> list[QueueBackend]:
+    """One for each rank of a world."""
+    wires = Wires(size)
+    return [QueueBackend(rank, size, wires) for rank in range(size)]

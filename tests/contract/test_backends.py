@@ -1,0 +1,41 @@
+"""Every backend passes one suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.testing import BackendContract, BasicBackendContract, FaultPlan, run_groups, run_world
+from tests.contract.queues import queue_backends
+from tests.integration.test_grpc_backend import GrpcWorld
+
+
+class TestSimulated(BackendContract):
+    """One process, virtual time, messages that take random times."""
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        return run_world(size, fn, faults=FaultPlan(delay_seconds=(0.0, 0.002)), seed=size)
+
+
+class TestSimulatedInRealTime(BackendContract):
+    """One process, real threads."""
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        return run_world(size, fn, clock=SYSTEM_CLOCK)
+
+
+class TestGrpc(BackendContract):
+    """Real streams between servers, one for each rank."""
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        with GrpcWorld(size) as world:
+            return run_groups([ProcessGroup(backend) for backend in world.backends], fn)
+
+
+class TestThirdParty(BasicBackendContract):
+    """A backend of somebody else's that has send, recv and barrier, and nothing more."""
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        return run_groups([ProcessGroup(backend) for backend in queue_backends(size)], fn)
