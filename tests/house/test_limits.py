@@ -1,0 +1,77 @@
+"""Limits: the library refuses what the coordinator would, defaults are the same on both sides, and the document tells them."""
+
+from __future__ import annotations
+
+import pytest
+from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
+
+from ferrorpc.config import SETTINGS
+from ferrorpc.coordination import limits as client
+from ferrorpc.transports.base import CHUNK_BYTES
+from ferrorpc.wire import frames, options
+from tests.house.tree import ROOT
+
+LIMITS = Limits()
+DEFAULTS = {setting.name: setting.default for setting in SETTINGS}
+
+
+def size(count: int) -> str:
+    """Bytes as docs/operations.md writes them."""
+    for unit, bits in (("MiB", 20), ("KiB", 10)):
+        if count >= 1 << bits and count % (1 << bits) == 0:
+            return f"{count >> bits} {unit}"
+    return f"{count} bytes"
+
+
+ROWS = (
+    ("a key of the store", f"{size(LIMITS.key_bytes)} of printable ASCII without blanks"),
+    ("a value of the store", size(LIMITS.value_bytes)),
+    ("keys of a job; their bytes together", f"{LIMITS.keys:,}; {size(LIMITS.store_bytes)}"),
+    ("any other control frame", size(LIMITS.frame_bytes)),
+    ("one member's payload at a named barrier; all together", f"{size(LIMITS.payload_bytes)}; {size(LIMITS.barrier_bytes)}"),
+    ("a member's name; all it says of itself", f"{size(LIMITS.name_bytes)}; {size(LIMITS.hello_bytes)}"),
+    ("members of a job; jobs of a coordinator", f"{LIMITS.members:,}; {LIMITS.jobs}"),
+    ("unanswered requests of a session", f"{LIMITS.requests:,}"),
+    ("watches of a job; changes a watch can look back on", f"{LIMITS.watches:,}; {LIMITS.history_events:,}"),
+    ("open named barriers of a job", f"{LIMITS.open_barriers:,}"),
+    (
+        "a message a coordinator, a worker receives",
+        f"{size(options.CONTROL_MESSAGE_BYTES_MAX)}; {size(options.DATA_MESSAGE_BYTES_MAX)}",
+    ),
+    ("a chunk of an array", f"{size(CHUNK_BYTES)}; arrays themselves may be as large as memory"),
+    (
+        "dimensions of an array; elements along one",
+        f"{frames.NDIM_MAX}; 2^{frames.DIMENSION_MAX.bit_length() - 1} - 1",
+    ),
+    ("a call's signature", size(frames.SIGNATURE_BYTES_MAX)),
+)
+
+
+@pytest.mark.parametrize(("what", "limit"), ROWS)
+def test_a_limit_is_documented_as_it_is(what: str, limit: str) -> None:
+    row = f"| {what} | {limit} |"
+    assert row in (ROOT / "docs" / "operations.md").read_text().splitlines(), f"write into docs/operations.md: {row}"
+
+
+def test_the_client_refuses_what_the_coordinator_would() -> None:
+    assert LIMITS.key_bytes == client.KEY_BYTES_MAX
+    assert LIMITS.value_bytes == client.VALUE_BYTES_MAX
+    assert LIMITS.payload_bytes == client.PAYLOAD_BYTES_MAX
+    assert LIMITS.frame_bytes == client.FRAME_BYTES_MAX
+
+
+def test_a_store_value_fits_into_what_a_coordinator_receives() -> None:
+    assert LIMITS.value_bytes + LIMITS.frame_bytes <= options.CONTROL_MESSAGE_BYTES_MAX
+    assert LIMITS.barrier_bytes + LIMITS.frame_bytes <= options.CONTROL_MESSAGE_BYTES_MAX
+
+
+def test_a_chunk_and_its_header_fit_into_what_a_worker_receives() -> None:
+    assert CHUNK_BYTES + frames.SIGNATURE_BYTES_MAX + 1024 <= options.DATA_MESSAGE_BYTES_MAX
+
+
+def test_the_coordinators_own_defaults_are_those_of_the_settings() -> None:
+    own = Settings()
+    assert own.lease_ns == DEFAULTS["lease"] * SECOND
+    assert own.grace_ns == DEFAULTS["grace"] * SECOND
+    assert own.stall_ns == DEFAULTS["stall"] * SECOND
+    assert own.heartbeat_ns == DEFAULTS["heartbeat_interval"] * SECOND
