@@ -1,0 +1,128 @@
+"""Barriers at their edges: unary arrivals, those who go away while they wait, and outcomes that survive a restart."""
+
+from __future__ import annotations
+
+from ferrorpc_coordinator.state.events import Cancelled
+from ferrorpc_coordinator.state.settings import SECOND
+
+from ferrorpc.errors import ErrorCode
+from ferrorpc.v1 import barrier_pb2, error_pb2, rendezvous_pb2, session_pb2
+from tests.transcripts.world import World
+from tests.unit.coordinator_state.helpers import arrive, error, join
+
+
+def tool(world: World, client: str, payload: bytes = b"", **more: object) -> int:
+    """A unary arrival at the counting barrier "tool" of two."""
+    fields = {"name": "tool", "ordinal": 1, "count": 2, "timeout_ms": 30_000, "payload": payload} | more
+    request = barrier_pb2.BarrierRequest(**fields)  # type: ignore[arg-type]
+    return world.call(session_pb2.UnaryBarrierRequest(job="job", client_id=client, request=request))
+
+
+def test_tools_and_sessions_meet_by_count_in_order_of_arrival() -> None:
+    world = World()
+    join(world, "a")
+    call = tool(world, "t", b"first")
+    arrive(world, "a", "tool", generation=0, count=2, payload=b"second")
+    reply = world.replies[call]
+    assert isinstance(reply, session_pb2.UnaryBarrierResponse)
+    assert list(reply.response.payloads) == [b"first", b"second"]
+    assert reply.position.revision > 0
+
+
+def test_an_arrival_that_was_cancelled_does_not_count() -> None:
+    world = World()
+    first = tool(world, "t")
+    world.step(Cancelled(first))
+    second = tool(world, "u")
+    assert second not in world.replies
+    third = tool(world, "v")
+    assert isinstance(world.replies[third], session_pb2.UnaryBarrierResponse)
+
+
+def test_a_cancellation_that_comes_after_the_retry_takes_nothing_back() -> None:
+    world = World()
+    first = tool(world, "t")
+    tool(world, "t")
+    world.step(Cancelled(first))
+    other = tool(world, "u")
+    assert isinstance(world.replies[other], session_pb2.UnaryBarrierResponse)
+
+
+def test_a_session_that_ends_while_it_waits_in_a_counting_barrier_does_not_count() -> None:
+    world = World()
+    join(world, "a")
+    arrive(world, "a", "tool", generation=0, count=2)
+    world.ask("a", leave=rendezvous_pb2.LeaveRequest())
+    call = tool(world, "t")
+    assert call not in world.replies
+    world.tick(31 * SECOND)
+    reply = world.replies[call]
+    assert isinstance(reply, error_pb2.ErrorDetail)
+    assert reply.code == ErrorCode.BARRIER_TIMEOUT
+    assert "1 of 2 arrived" in reply.message
+
+
+def test_a_second_arrival_under_another_number_supersedes_the_first() -> None:
+    world = World()
+    join(world, "a", "b")
+    first = arrive(world, "a", "x", payload=b"old")
+    second = arrive(world, "a", "x", payload=b"new")
+    arrive(world, "b", "x")
+    assert world.clients["a"].results[first].error.code == ErrorCode.USAGE
+    assert list(world.clients["a"].results[second].barrier.payloads) == [b"new", b""]
+
+
+def test_what_is_no_barrier_is_refused() -> None:
+    world = World()
+    join(world, "a", "b")
+    for more in ({"ordinal": 0}, {"generation": 0, "count": 0}, {"generation": 0, "count": 1, "ranks": [0]}, {"ranks": [1]}):
+        arrive(world, "a", "x", **more)
+        assert error(world, "a").code == ErrorCode.USAGE
+    arrive(world, "a", "")
+    assert error(world, "a").code == ErrorCode.USAGE
+    unary = world.replies[tool(world, "t", generation=1)]
+    assert isinstance(unary, error_pb2.ErrorDetail)
+    assert unary.code == ErrorCode.USAGE
+
+
+def test_a_released_barrier_is_remembered_across_a_restart() -> None:
+    world = World()
+    join(world, "a", "b")
+    for ordinal in (1, 2):
+        arrive(world, "a", "x/y", ordinal, payload=b"a%d" % ordinal)
+        arrive(world, "b", "x/y", ordinal, payload=b"b%d" % ordinal)
+    world.restart()
+    world.hello("a", resume=True)
+    number = arrive(world, "a", "x/y", 2)
+    assert list(world.clients["a"].results[number].barrier.payloads) == [b"a2", b"b2"]
+
+
+def test_outcomes_are_forgotten_with_their_generation() -> None:
+    world = World()
+    join(world, "a", "b")
+    arrive(world, "a", "x")
+    arrive(world, "b", "x")
+    assert any(table == "barrier" for table, _ in world.rows)
+    join(world, "a", "b")
+    assert world.clients["a"].generation == 2
+    assert not any(table == "barrier" for table, _ in world.rows)
+
+
+def test_whoever_waits_in_a_generation_that_is_replaced_is_told() -> None:
+    world = World()
+    join(world, "a", "b")
+    number = arrive(world, "a", "x")
+    join(world, "a", "b")
+    assert world.clients["a"].results[number].error.code == ErrorCode.STALE_GENERATION
+
+
+def test_status_tells_who_is_missing() -> None:
+    world = World()
+    join(world, "a", "b", "c")
+    arrive(world, "b", "x")
+    world.tick(SECOND)
+    reply = world.replies[world.call(session_pb2.StatusRequest(job="job"))]
+    assert isinstance(reply, session_pb2.StatusResponse)
+    [open_barrier] = reply.barriers
+    assert (list(open_barrier.arrived_ranks), list(open_barrier.missing_ranks)) == ([1], [0, 2])
+    assert open_barrier.age_ms == 1_000

@@ -1,0 +1,138 @@
+"""The store at its edges: unary calls, waits that end otherwise, keys that vanish, history that is compacted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ferrorpc_coordinator.state.events import Cancelled
+from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
+
+from ferrorpc.errors import ErrorCode
+from ferrorpc.v1 import error_pb2, session_pb2, store_pb2
+from tests.transcripts.world import World
+from tests.unit.coordinator_state.helpers import add, error, join, set_, store
+
+
+def unary(world: World, client: str = "tool", request_id: int = 0, **operation: object) -> int:
+    request = store_pb2.StoreRequest(request_id=request_id, **operation)  # type: ignore[arg-type]
+    return world.call(session_pb2.UnaryStoreRequest(job="job", client_id=client, request=request))
+
+
+def test_a_unary_write_is_retried_safely_across_a_restart() -> None:
+    world = World()
+    increment = store_pb2.AddOperation(key="n", amount=1)
+    unary(world, request_id=5, add=increment)
+    world.restart()
+    reply = world.replies[unary(world, request_id=5, add=increment)]
+    assert isinstance(reply, session_pb2.UnaryStoreResponse)
+    assert reply.response.number == 1
+    other = world.replies[unary(world, client="another", request_id=5, add=increment)]
+    assert isinstance(other, session_pb2.UnaryStoreResponse)
+    assert other.response.number == 2
+
+
+def test_a_unary_wait_ends_with_its_caller() -> None:
+    world = World()
+    call = unary(world, get=store_pb2.GetOperation(key="k", wait_ms=60_000))
+    world.step(Cancelled(call))
+    unary(world, set=store_pb2.SetOperation(key="k", value=b"v"))
+    assert call not in world.replies
+    assert world.coordinator.next_deadline() is None
+
+
+def test_a_unary_call_can_neither_watch_nor_bind() -> None:
+    world = World()
+    bound = store_pb2.SetOperation(key="k", value=b"", binding=store_pb2.KEY_BINDING_SESSION)
+    for reply in (
+        world.replies[unary(world, watch=store_pb2.WatchOperation(prefix=""))],
+        world.replies[unary(world, set=bound)],
+        world.replies[unary(world)],
+    ):
+        assert isinstance(reply, error_pb2.ErrorDetail)
+        assert reply.code == ErrorCode.USAGE
+
+
+def test_a_key_cannot_be_bound_to_a_generation_by_one_who_has_none() -> None:
+    world = World()
+    world.hello("a")
+    store(world, "a", set=store_pb2.SetOperation(key="k", value=b"", binding=store_pb2.KEY_BINDING_GENERATION))
+    assert error(world, "a").code == ErrorCode.USAGE
+
+
+def test_a_sum_that_does_not_fit_is_refused() -> None:
+    world = World()
+    join(world, "a")
+    set_(world, "a", "n", str(2**63 - 1).encode())
+    store(world, "a", add=store_pb2.AddOperation(key="n", amount=1))
+    assert error(world, "a").code == ErrorCode.USAGE
+    result = store(world, "a", get=store_pb2.GetOperation(key="n"))
+    assert result is not None
+    assert result.store.value == str(2**63 - 1).encode()
+
+
+def test_a_retried_compare_set_tells_again_that_it_won() -> None:
+    world = World()
+    join(world, "a", "b")
+    mine = store_pb2.CompareSetOperation(key="leader", expect_absent=True, value=b"a")
+    store(world, "a", request_id=1, compare_set=mine)
+    set_(world, "b", "leader", b"b")
+    again = store(world, "a", request_id=1, compare_set=mine)
+    assert again is not None
+    assert (again.store.found, again.store.value) == (True, b"a")
+
+
+def test_keys_of_a_session_that_died_while_the_coordinator_was_down_vanish_when_that_is_known() -> None:
+    world = World()
+    join(world, "a")
+    store(world, "a", set=store_pb2.SetOperation(key="seat", value=b"a", binding=store_pb2.KEY_BINDING_SESSION))
+    world.restart()
+    world.tick(9 * SECOND)
+    assert ("store", "job/seat") in world.rows
+    world.tick(2 * SECOND)
+    assert ("store", "job/seat") not in world.rows
+    assert not any(table == "write" for table, _ in world.rows)
+
+
+def test_a_key_that_is_set_anew_is_bound_anew() -> None:
+    world = World()
+    join(world, "a", "b")
+    store(world, "a", set=store_pb2.SetOperation(key="k", value=b"1", binding=store_pb2.KEY_BINDING_SESSION))
+    set_(world, "b", "k", b"2")
+    world.ask("a", leave={})
+    result = store(world, "b", get=store_pb2.GetOperation(key="k"))
+    assert result is not None
+    assert result.store.value == b"2"
+
+
+def test_a_watch_from_before_the_history_is_told_so() -> None:
+    world = World(Settings(durable=True, limits=replace(Limits(), history_events=3)))
+    join(world, "a")
+    for _ in range(5):
+        add(world, "a", "n", request_id=0)
+    store(world, "a", watch=store_pb2.WatchOperation(prefix="n", from_revision=1))
+    events = [event.store for event in world.clients["a"].events if event.HasField("store")]
+    assert [event.compacted for event in events] == [True, False, False, False]
+    assert [event.value for event in events[1:]] == [b"3", b"4", b"5"]
+    newest = events[-1].revision
+    store(world, "a", watch=store_pb2.WatchOperation(prefix="n", from_revision=newest))
+    assert [event.store.value for event in world.clients["a"].events[len(events) :]] == [b"5"]
+
+
+def test_after_a_restart_a_watch_is_told_that_history_is_gone() -> None:
+    world = World()
+    join(world, "a")
+    set_(world, "a", "k", b"v")
+    world.restart()
+    world.hello("a", resume=True)
+    store(world, "a", watch=store_pb2.WatchOperation(prefix="k", from_revision=1))
+    assert [event.store.compacted for event in world.clients["a"].events if event.HasField("store")] == [True]
+
+
+def test_a_watch_ends_with_its_stream() -> None:
+    world = World()
+    join(world, "a", "b")
+    store(world, "a", watch=store_pb2.WatchOperation(prefix=""))
+    world.cut("a")
+    world.hello("a", resume=True)
+    set_(world, "b", "k", b"v")
+    assert not any(event.HasField("store") for event in world.clients["a"].events)
