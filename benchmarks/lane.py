@@ -30,7 +30,7 @@ import grpc
 import numpy as np
 
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
-from ferrorpc.transports.base import CHUNK_BYTES
+from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.grpc import GrpcTransport
 from ferrorpc.transports.grpc_server import WorkerServer
 from ferrorpc.transports.mailbox import Mailbox

@@ -17,7 +17,8 @@ from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.workspace import Rules, Workspace
 from ferrorpc.errors import BarrierTimeoutError, CodecError, CollectiveTimeoutError, FerroError
 from ferrorpc.guard import Guard
-from ferrorpc.transports.base import CHUNK_BYTES, EAGER_CHUNKS, Transport
+from ferrorpc.transports.base import Transport
+from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_CHUNKS
 from ferrorpc.transports.mailbox import ABSENT, Box
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Frame, Header, Key

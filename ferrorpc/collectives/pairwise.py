@@ -11,11 +11,11 @@ from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.executor import Outgoing
 from ferrorpc.errors import CodecError, CollectiveTimeoutError, FerroError, TensorMismatchError
 from ferrorpc.guard import Guard
-from ferrorpc.transports.base import POINT_TO_POINT, Transport
+from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import Box
 from ferrorpc.transports.pairwise import Message, Post
 from ferrorpc.types import TensorSpec
-from ferrorpc.wire.frames import Header, Key
+from ferrorpc.wire.frames import POINT_TO_POINT, Header, Key
 
 Array = np.ndarray[Any, Any]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from ferrorpc.wire.frames import Header, Key
 
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ferrorpc.transports.mailbox import Mailbox
-
-EAGER_CHUNKS: Final = 4
-CHUNK_BYTES: Final = 1 << 20
-POINT_TO_POINT: Final = 0xFFFFFFFF
-"""The stream number of send and recv; DDP, synchronisers and pipelines count up from 1, program order is 0."""
 
 
 class Transport(ABC):

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from ferrorpc.errors import CollectiveMismatchError, FerroError
-from ferrorpc.transports.base import CHUNK_BYTES, EAGER_CHUNKS, POINT_TO_POINT
+from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_CHUNKS
 from ferrorpc.transports.pairwise import Inbound, Post
 from ferrorpc.v1 import transport_pb2
-from ferrorpc.wire.frames import Frame, Key
+from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Key
 
 HISTORY: Final = 4096
 """Finished operations whose signature is remembered."""

@@ -11,7 +11,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 
-from ferrorpc.transports.base import CHUNK_BYTES, EAGER_CHUNKS
+from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_CHUNKS
 from ferrorpc.wire.frames import Frame
 
 

@@ -61,6 +61,10 @@ _U32: Final = struct.Struct("<I")
 _Bytes: TypeAlias = bytes | memoryview
 
 
+POINT_TO_POINT: Final = 0xFFFFFFFF
+"""The stream number of send and recv; DDP, synchronisers and pipelines count up from 1, program order is 0."""
+
+
 class Key(NamedTuple):
     """One operation of one generation. Stale generations never get this far: the stream they come on is refused."""
 

@@ -7,7 +7,7 @@ from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
 from ferrorpc.config import SETTINGS
 from ferrorpc.coordination import limits as client
-from ferrorpc.transports.base import CHUNK_BYTES
+from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.wire import frames, options
 from tests.house.tree import ROOT
 

@@ -22,7 +22,7 @@ from ferrorpc.errors import (
     VersionMismatchError,
 )
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
-from ferrorpc.transports.base import CHUNK_BYTES
+from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.grpc import GrpcTransport
 from ferrorpc.transports.grpc_lane import METHOD
 from ferrorpc.transports.grpc_outbox import FRAMES_MAX

@@ -1,11 +1,11 @@
 """Frames, grants and probe answers find their operation, and nothing strange does harm."""
 
 from ferrorpc.errors import CollectiveMismatchError, FerroError
-from ferrorpc.transports.base import CHUNK_BYTES, EAGER_CHUNKS, POINT_TO_POINT
+from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_CHUNKS
 from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, HISTORY, SAME, Mailbox
 from ferrorpc.transports.pairwise import Post
 from ferrorpc.types import DType
-from ferrorpc.wire.frames import Frame, Header, Key
+from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
 
 
 def frame(
