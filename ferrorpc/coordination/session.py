@@ -86,7 +86,7 @@ class RemoteSession(Session):
         self._activity = ""
         self._ordinals: dict[tuple[int, str], int] = {}
         self._pending: tuple[str, ...] = ()
-        self._links_lost: set[tuple[int, int]] = set()
+        self._links_lost: dict[tuple[int, int], str] = {}
         self._reported = 0
         self._at_leave: list[Callable[[], None]] = []
         self.left = False
@@ -186,7 +186,7 @@ class RemoteSession(Session):
         generation = self._generation
         if self.membership.latch.cause is not None or (generation, peer) in self._links_lost:
             return
-        self._links_lost.add((generation, peer))
+        self._links_lost[generation, peer] = reason
         lost = wire.LinkLost(peer_rank=peer, reason=reason[:1024])
         request = wire.ReportRequest(generation=generation, link_lost=lost)
         try:
@@ -207,6 +207,8 @@ class RemoteSession(Session):
             return
         self.left = True
         farewell.forget(self)
+        if not reason:
+            self._close_what_it_carries()
         generation = self._generation
         request = rendezvous_pb2.LeaveRequest(generation=generation, reason=reason[:1024])
         self._link.leaving = True
@@ -215,12 +217,14 @@ class RemoteSession(Session):
         self._link.close(closed)
         own = PeerLostError(self.membership.assignment.rank, reason) if reason and generation else closed
         self._trip(self._latch, own)
-        for action in self._at_leave:
-            action()
+        self._close_what_it_carries()
 
-    def at_leave(self, action: Callable[[], None]) -> None:
-        """Runs `action` after the goodbye, once."""
-        self._at_leave.append(action)
+    def at_leave(self, close: Callable[[], None]) -> None:
+        """Calls `close` as part of leaving, for what lives as long as this seat.
+
+        In good order that comes first, so that what was sent still arrives; with a reason the others are told of it first.
+        """
+        self._at_leave.append(close)
 
     # -- what members do together --------------------------------------------------------------------------------------
 
@@ -388,8 +392,13 @@ class RemoteSession(Session):
     def _member_changed(self, member: identity_pb2.Member) -> None:
         report = report_of(member)
         _log.info("%s", report)
-        if report.state == "left" and (self._generation, report.rank) in self._links_lost:
-            self.report(PeerLostError(report.rank, report.reason or "it left the job"))
+        reason = self._links_lost.get((self._generation, report.rank))
+        if report.state == "left" and reason is not None:
+            self.report(PeerLostError(report.rank, f"it left the job, and {reason}"))
+
+    def _close_what_it_carries(self) -> None:
+        while self._at_leave:
+            self._at_leave.pop()()
 
     def _trip(self, latch: Latch, cause: FerroError) -> None:
         if latch.trip(cause):

@@ -71,6 +71,7 @@ class GrpcTransport(Transport):
         self._left: dict[int, float] = {}
         self._finished: set[int] = set()
         self._carried: set[int] = set()
+        self._asked: set[tuple[int, Key]] = set()
         self._lost: set[int] = set()
         self._closing = False
         server.register(self)
@@ -102,7 +103,7 @@ class GrpcTransport(Transport):
         self._answer(peer, transport_pb2.ControlMessage(grant=grant))
 
     def probe(self, peer: int, key: Key, signature: str) -> None:
-        if self._may_still_arrive(peer):
+        if self._may_still_arrive(peer, key):
             return
         lane = self._lane_to(peer)
         if lane is not None:
@@ -232,11 +233,19 @@ class GrpcTransport(Transport):
                 lane = self._lanes[peer] = Lane(peer, address, channel, opening, self, self._clock, self._dial_seconds)
             return lane
 
-    def _may_still_arrive(self, peer: int) -> bool:
-        """Whether frames of a peer that said goodbye can be on their way: a goodbye on this rank's lane may overtake them."""
+    def _may_still_arrive(self, peer: int, key: Key) -> bool:
+        """Whether the part of a peer that said goodbye can be on its way: a goodbye on this rank's lane may overtake it.
+
+        Once the peer's own stream has ended as well, all of it lies in the mailbox. The operation that asks may be about to
+        look there: only when it asks again has it found nothing.
+        """
         left_at = self._left.get(peer)
-        if left_at is None or peer in self._finished:
+        if left_at is None:
             return False
+        if peer in self._finished:
+            asked_first = (peer, key) not in self._asked
+            self._asked.add((peer, key))
+            return asked_first
         return peer in self._inlets or self._clock.now() - left_at < OVERTAKEN_SECONDS
 
     def _opening(self, peer: int) -> bytes:

@@ -95,6 +95,16 @@ def test_a_clean_leave_breaks_nothing(world):
         world[2].store.set("late", b"")
 
 
+def test_what_a_seat_carries_is_closed_before_a_clean_goodbye_and_after_one_with_a_reason(world):
+    causes = []
+    for session in world[:2]:
+        session.at_leave(lambda session=session: causes.append(session.membership.latch.cause))
+    world[0].leave()
+    world[1].leave("ValueError: bad batch")
+    assert causes[0] is None
+    assert isinstance(causes[1], PeerLostError)
+
+
 def test_only_the_rank_whose_deadline_passed_has_timed_out(world):
     world[2].report(CollectiveTimeoutError([0], "all_reduce #4 waited 1 s for rank 0"))
     own = cause_of(world[2])
