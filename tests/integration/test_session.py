@@ -6,6 +6,7 @@ import time
 import pytest
 
 from ferrorpc.errors import (
+    AuthenticationError,
     BarrierTimeoutError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -246,3 +247,19 @@ def test_an_earlier_generation_is_refused(service):
         sessions[0].barrier("b", timeout=5)
     sessions[0].membership = current
     together([s.leave for s in sessions])
+
+
+def test_a_jobs_secret_is_asked_for_and_a_wrong_one_is_refused_at_once(tmp_path):
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text("a" * 32)
+    wrong.write_text("b" * 32)
+    guarded = Service(None, "--token-file", str(right))
+    join(guarded.address, 0, 1, token_file=str(right)).leave()
+    for settings in ({"token_file": str(wrong)}, {}):
+        started = time.monotonic()
+        with pytest.raises(AuthenticationError):
+            join(guarded.address, 0, 1, **settings)
+        assert time.monotonic() - started < 10
+    guarded.stop()
+    with pytest.raises(ConfigError, match="token_file"):
+        join(guarded.address, 0, 1, token_file=str(tmp_path / "none"))
