@@ -39,8 +39,11 @@ class NumpyKind(Kind):
         return Out(x, spec, array.view(np.uint16) if dtype is DType.BFLOAT16 else array)
 
     def wrap(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> np.ndarray[Any, Any]:
-        result = owned(data, spec)
-        return result.view(_bfloat16()) if spec.dtype is DType.BFLOAT16 else result
+        return self.typed(owned(data, spec), spec)
+
+    def typed(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> np.ndarray[Any, Any]:
+        """The same memory in the dtype that users know: bfloat16 where storage has uint16."""
+        return data.view(_bfloat16()) if spec.dtype is DType.BFLOAT16 else data
 
     def empty(self, shape: Sequence[int], dtype: DType) -> np.ndarray[Any, Any]:
         return np.empty(tuple(shape), _bfloat16() if dtype is DType.BFLOAT16 else dtype.storage)

@@ -114,7 +114,7 @@ class Backend(ABC):
         """A send as an execution, for `send(async_op=True)`. `data` is C-contiguous in storage dtype."""
         from ferrorpc.collectives.relay import RelaySend
 
-        return RelaySend(self, data, dst, tag, guard)
+        return RelaySend(self, data, spec, dst, tag, guard)
 
     def start_recv(
         self, src: int, tag: int, out: np.ndarray[Any, Any] | None, spec: TensorSpec | None, guard: Guard
@@ -122,7 +122,7 @@ class Backend(ABC):
         """A recv as an execution; `spec` is what `out` holds. The result's own spec is in `execution.specs`."""
         from ferrorpc.collectives.relay import RelayRecv
 
-        return RelayRecv(self, src, tag, out, guard)
+        return RelayRecv(self, src, tag, out, spec, guard)
 
     def run(self, execution: Execution) -> list[np.ndarray[Any, Any]]:
         """Drives an execution on the caller's thread until it is complete, its deadline passes or the generation ends.

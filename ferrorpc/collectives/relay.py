@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ferrorpc.arrays.numpy_kind import NUMPY
 from ferrorpc.collectives.algorithms.plan import Fold, FoldUnder, Receive, Send
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
@@ -161,7 +162,7 @@ class RelayCollective(RelayExecution):
             if isinstance(action, Send):
                 spec, raw = self._workspace.outgoing(action.region)
                 data = raw.copy().view(spec.dtype.storage).reshape(spec.shape)
-                courier.send(data, action.peer, relay_tag(self._key, action.slot))
+                courier.send(NUMPY.typed(data, spec), action.peer, relay_tag(self._key, action.slot))
             elif isinstance(action, Receive | Fold | FoldUnder):
                 self._take(action)
             else:
@@ -173,10 +174,8 @@ class RelayCollective(RelayExecution):
     def _take(self, action: Receive | Fold | FoldUnder) -> None:
         data = self._backend.recv(action.peer, relay_tag(self._key, action.slot), timeout=self.remaining())
         spec = TensorSpec(dtype_of(data.dtype), data.shape)
-        if data.dtype == self._rules.dtype.storage:
-            spec = TensorSpec(self._rules.dtype, data.shape)
         self._workspace.expect(action, spec)
-        flat = np.ascontiguousarray(data).reshape(-1)
+        flat = np.ascontiguousarray(data).reshape(-1).view(spec.dtype.storage)
         if self._rules.codec is not None and flat.size:
             self._workspace.accept_encoded(action, flat)
         else:
@@ -186,9 +185,9 @@ class RelayCollective(RelayExecution):
 class RelaySend(RelayExecution):
     """One blocking send."""
 
-    def __init__(self, backend: PointToPoint, data: Array, dst: int, tag: int, guard: Guard) -> None:
-        super().__init__(backend, guard, f"send(to rank {backend.world_ranks[dst]}, tag={tag})", [dst])
-        self._data = data
+    def __init__(self, backend: PointToPoint, data: Array, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> None:
+        super().__init__(backend, guard, f"send({spec} to rank {backend.world_ranks[dst]}, tag={tag})", [dst])
+        self._data = NUMPY.typed(data, spec)
         self._dst = dst
         self._tag = tag
 
@@ -202,13 +201,16 @@ class RelayRecv(RelayExecution):
 
     timeout_breaks = False
 
-    def __init__(self, backend: PointToPoint, src: int, tag: int, out: Array | None, guard: Guard) -> None:
+    def __init__(
+        self, backend: PointToPoint, src: int, tag: int, out: Array | None, spec: TensorSpec | None, guard: Guard
+    ) -> None:
         super().__init__(backend, guard, f"recv(from rank {backend.world_ranks[src]}, tag={tag})", [src])
         self._src = src
         self._tag = tag
-        self._out = out
+        self._out = out if out is None or spec is None else NUMPY.typed(out, spec)
 
     def advance(self) -> bool:
         data = self._backend.recv(self._src, self._tag, self._out, self.remaining())
-        self.results, self.specs = [data], [TensorSpec(dtype_of(data.dtype), data.shape)]
+        spec = TensorSpec(dtype_of(data.dtype), data.shape)
+        self.results, self.specs = [data.view(spec.dtype.storage)], [spec]
         return True

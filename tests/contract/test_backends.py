@@ -38,4 +38,4 @@ class TestThirdParty(BasicBackendContract):
     """A backend of somebody else's that has send, recv and barrier, and nothing more."""
 
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
-        return run_groups([ProcessGroup(backend) for backend in queue_backends(size)], fn)
+        return run_groups([ProcessGroup(backend, timeout=20.0) for backend in queue_backends(size)], fn)
