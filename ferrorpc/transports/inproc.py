@@ -47,15 +47,11 @@ class Network:
         for action in early:
             action(transport)
 
-    def leave(self, rank: int) -> None:
-        """A rank can be reached no more."""
+    def leave(self, rank: int) -> bool:
+        """A rank can be reached no more. False when that was so before."""
         with self._lock:
-            self._members.pop(rank, None)
             self._left.add(rank)
-
-    def has_left(self, rank: int) -> bool:
-        """Whether the rank was here and is gone."""
-        return rank in self._left
+            return self._members.pop(rank, None) is not None
 
     def arrive(self, target: int, action: Callable[[InprocTransport], None]) -> None:
         """A message is at its target: now, or when the target comes; never, if it has left."""
@@ -100,6 +96,7 @@ class InprocTransport(Transport):
         self._network = network
         self._latch = latch
         self._on_link_lost = on_link_lost
+        self._said_goodbye: set[int] = set()
         network.join(self)
 
     def send(
@@ -129,10 +126,16 @@ class InprocTransport(Transport):
         self._carry(peer, lambda end: end.mailbox.probe_answered(self.rank, key, *standing), needed=False)
 
     def _carry(self, peer: int, action: Callable[[InprocTransport], None], needed: bool) -> None:
-        if needed and self._network.has_left(peer):
+        if needed and peer in self._said_goodbye:
             self._on_link_lost(peer, f"rank {peer} has left")
             return
         self._network.carry(self.rank, peer, lambda: self._network.arrive(peer, action))
 
+    def farewell(self, peer: int) -> None:
+        """`peer` has left, and everything it sent before is here."""
+        self._said_goodbye.add(peer)
+
     def close(self, timeout: float) -> None:
-        self._network.leave(self.rank)
+        if self._network.leave(self.rank):
+            for peer in range(self.size):
+                self._carry(peer, lambda end: end.farewell(self.rank), needed=False)
