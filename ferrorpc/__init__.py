@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ferrorpc.backends.base import Backend as Backend, Capabilities as Capabilities
     from ferrorpc.backends.grpc import GrpcBackend as GrpcBackend
     from ferrorpc.backends.simulated import SimulatedBackend as SimulatedBackend
-    from ferrorpc.bootstrap import init_process_group as init_process_group
+    from ferrorpc.bootstrap.process_group import init_process_group as init_process_group
     from ferrorpc.ddp.module import DistributedDataParallel as DistributedDataParallel
     from ferrorpc.ddp.parameter import Parameter as Parameter
     from ferrorpc.ddp.synchroniser import GradientSynchronizer as GradientSynchronizer
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 _ROOMS = ("errors", "testing")
 _HOMES = {
-    "init_process_group": "ferrorpc.bootstrap",
+    "init_process_group": "ferrorpc.bootstrap.process_group",
     "ProcessGroup": "ferrorpc.group",
     "Work": "ferrorpc.work",
     "DType": "ferrorpc.types",

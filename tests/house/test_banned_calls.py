@@ -33,7 +33,7 @@ BANNED_CALLS = {
     "numpy.random.seed": "use numpy.random.default_rng(seed)",
 }
 ALLOWED: dict[tuple[str, str], str] = {
-    ("ferrorpc/bootstrap_address.py", "time.sleep"): "before there is a session to wait on; bounded by the caller's timeout",
+    ("ferrorpc/bootstrap/address.py", "time.sleep"): "before there is a session to wait on; bounded by the caller's timeout",
     ("ferrorpc/cli/status.py", "time.sleep"): "a screen that is drawn again until Ctrl-C, in a process that does nothing else",
 }
 """(file, call) -> why it is right there."""

@@ -50,7 +50,7 @@ class GrpcLane(Lane):
     """ferrorpc over gRPC."""
 
     def __init__(self) -> None:
-        from ferrorpc.bootstrap import init_process_group
+        from ferrorpc.bootstrap.process_group import init_process_group
 
         self._group = init_process_group(backend="grpc", transport="grpc")
         self.rank = self._group.rank

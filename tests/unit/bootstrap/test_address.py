@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from ferrorpc.bootstrap_address import advertised_host, is_loopback, is_wildcard, local_address_towards, split_address
+from ferrorpc.bootstrap.address import advertised_host, is_loopback, is_wildcard, local_address_towards, split_address
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
 
@@ -14,7 +14,7 @@ REMOTE = "192.0.2.1:29700"  # an address of the documentation's network: nothing
 @pytest.fixture
 def remote_route(monkeypatch):
     """A machine whose way to REMOTE starts at 10.1.2.3."""
-    monkeypatch.setattr("ferrorpc.bootstrap_address._route", lambda host, port: "10.1.2.3")
+    monkeypatch.setattr("ferrorpc.bootstrap.address._route", lambda host, port: "10.1.2.3")
 
 
 def settings(**arguments):

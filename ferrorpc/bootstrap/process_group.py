@@ -8,9 +8,9 @@ import socket
 from typing import Any
 
 from ferrorpc.backends import registry
-from ferrorpc.bootstrap_address import advertised_host
-from ferrorpc.bootstrap_coordinator import start_coordinator
-from ferrorpc.bootstrap_environment import Place, detect, member_name, own_coordinator
+from ferrorpc.bootstrap.address import advertised_host
+from ferrorpc.bootstrap.coordinator import start_coordinator
+from ferrorpc.bootstrap.environment import Place, detect, member_name, own_coordinator
 from ferrorpc.config import Config
 from ferrorpc.coordination import farewell
 from ferrorpc.coordination.channel import peer_tls, read_token

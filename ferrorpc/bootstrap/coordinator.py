@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
-from ferrorpc.bootstrap_address import is_loopback, split_address
+from ferrorpc.bootstrap.address import is_loopback, split_address
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError
 

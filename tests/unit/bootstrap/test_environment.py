@@ -2,7 +2,7 @@
 
 import pytest
 
-from ferrorpc.bootstrap_environment import Place, detect, first_host, member_name, own_coordinator
+from ferrorpc.bootstrap.environment import Place, detect, first_host, member_name, own_coordinator
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError
 
