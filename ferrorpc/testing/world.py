@@ -84,14 +84,13 @@ class World:
         self.job.kill(rank, reason)
 
     def _count_operation(self, rank: int) -> None:
-        """A rank enters an operation; the one that its end was planned for does not begin."""
+        """A rank enters an operation; the one that its end was planned for does not begin. Its replacement lives on."""
         end = self._kills.get(rank)
-        if end is None:
+        if end is None or rank in self._ranks.killed:
             return
         self._operations[rank] += 1
         if self._operations[rank] == end.at_operation:
             self._kill(rank, end.reason)
-        if rank in self._ranks.killed:
             raise self._ranks.killed[rank]
 
 

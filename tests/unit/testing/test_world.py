@@ -1,0 +1,174 @@
+"""run_world: results in rank order, the first cause of a failure, and what the fault plan asks for."""
+
+import numpy as np
+import pytest
+
+import ferrorpc
+from ferrorpc import CollectiveTimeoutError, ConfigError, FerroError, InvalidRankError, PeerLostError, UsageError
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.testing import FaultPlan, Kill, Pause, RankKilled, World, run_world
+
+both_clocks = pytest.mark.parametrize("clock", [None, SYSTEM_CLOCK], ids=["virtual", "real"])
+
+
+@both_clocks
+def test_results_come_in_rank_order(clock) -> None:
+    assert run_world(4, lambda group: (group.rank, int(group.all_reduce(group.rank))), clock=clock) == [
+        (0, 6),
+        (1, 6),
+        (2, 6),
+        (3, 6),
+    ]
+
+
+def test_it_is_part_of_the_face() -> None:
+    assert ferrorpc.testing.run_world(2, lambda group: group.size) == [2, 2]
+
+
+@both_clocks
+def test_the_first_failure_is_raised_with_the_others_as_notes(clock) -> None:
+    def body(group) -> None:
+        group.barrier()
+        if group.rank == 2:
+            raise ValueError("the data is odd")
+        group.barrier()
+
+    with pytest.raises(ValueError, match="the data is odd") as raised:
+        run_world(3, body, clock=clock)
+    notes = raised.value.__notes__
+    assert notes[0] == "raised on rank 2 of 3"
+    assert [note.split("\n")[0] for note in notes[1:]] == [
+        f"rank {rank}: PeerLostError: rank 2 was lost: ValueError: the data is odd" for rank in (0, 1)
+    ]
+
+
+def test_of_equal_failures_the_lowest_ranks_is_raised() -> None:
+    def body(group) -> None:
+        group.barrier()
+        raise KeyError("same")
+
+    with pytest.raises(KeyError) as raised:
+        run_world(3, body, seed=5)
+    assert raised.value.__notes__[0] == "raised on rank 0 of 3"
+
+
+@both_clocks
+def test_exceptions_can_be_returned(clock) -> None:
+    def body(group) -> str:
+        if group.rank == 0:
+            raise ValueError("no")
+        return "fine"
+
+    outcomes = run_world(2, body, return_exceptions=True, clock=clock)
+    assert isinstance(outcomes[0], ValueError)
+    assert outcomes[1] == "fine"
+
+
+def test_a_rank_killed_at_a_time_unwinds_and_the_others_learn_who() -> None:
+    unwound = []
+
+    def body(group):
+        clock = group.session.clock
+        try:
+            clock.parker().park(1.0)
+            group.all_reduce(np.ones(3))
+            clock.parker().park(9.0)
+            return group.all_reduce(np.ones(3))
+        finally:
+            unwound.append((group.rank, clock.now()))
+
+    outcomes = run_world(3, body, faults=FaultPlan(kill={1: 5.0}), return_exceptions=True)
+    assert isinstance(outcomes[1], RankKilled)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank], PeerLostError)
+        assert (outcomes[rank].rank, outcomes[rank].reason) == (1, "killed by the fault plan")
+    assert (1, 5.0) in unwound
+
+
+def test_a_rank_killed_at_an_operation_does_not_begin_it() -> None:
+    def body(group):
+        done = []
+        for item in range(4):
+            try:
+                group.barrier()
+            except PeerLostError as error:
+                return done, error.rank, error.reason
+            done.append(item)
+        return done, None, None
+
+    faults = FaultPlan(delay_seconds=(0.0, 0.01), kill={2: Kill(at_operation=3, reason="signal 9")})
+    outcomes = run_world(3, body, faults=faults)
+    assert outcomes[:2] == [([0, 1], 2, "signal 9")] * 2
+    assert isinstance(outcomes[2], RankKilled)
+
+
+@both_clocks
+def test_a_kill_that_was_asked_for_is_no_failure(clock) -> None:
+    def body(group) -> str:
+        try:
+            for _ in range(1000):
+                group.barrier()
+                group.session.clock.parker().park(group.session.clock.now() + 0.01)
+        except PeerLostError as error:
+            return error.reason
+        return "nobody died"
+
+    outcomes = run_world(2, body, faults=FaultPlan(kill={1: 0.1}), clock=clock)
+    assert outcomes[0] == "killed by the fault plan"
+    assert isinstance(outcomes[1], RankKilled)
+
+
+def test_a_paused_rank_is_late_and_a_timeout_names_it() -> None:
+    def body(group) -> float:
+        group.session.clock.parker().park(1.0)
+        group.barrier()
+        return group.session.clock.now()
+
+    assert run_world(2, body, faults=FaultPlan(pause={0: Pause(0.5, 20.0)})) == [20.5, 20.5]
+    outcomes = run_world(2, body, faults=FaultPlan(pause={0: Pause(0.5, 100.0)}), timeout=5.0, return_exceptions=True)
+    assert isinstance(outcomes[1], CollectiveTimeoutError)
+    assert outcomes[1].waiting_on == [0]
+
+
+def test_what_waits_for_ever_is_an_error_that_says_where() -> None:
+    def body(group) -> None:
+        group.session.clock.parker().park(float("inf"))
+
+    with pytest.raises(FerroError, match=r"nobody can run.*'rank 0' in body"):
+        run_world(2, body)
+
+
+def test_a_new_member_takes_the_place_of_a_dead_one() -> None:
+    world = World(3, faults=FaultPlan(kill={1: 1.0}))
+    joined = []
+
+    def replacement() -> None:
+        group = world.join(30.0)
+        joined.append((group.rank, group.generation, int(group.all_reduce(10))))
+
+    def body(group):
+        world.clock.parker().park(2.0)
+        if group.rank == 0:
+            world.clock.start(replacement, "replacement")
+        with pytest.raises(PeerLostError):
+            group.barrier()
+        with group.reform(30.0) as renewed:
+            total = int(renewed.all_reduce(1))
+            world.clock.parker().park(world.clock.now() + 1.0)
+            return renewed.rank, renewed.size, renewed.generation, total
+
+    outcomes = world.run(body)
+    assert outcomes[0] == (0, 3, 2, 12)
+    assert outcomes[2] == (2, 3, 2, 12)
+    assert joined == [(1, 2, 12)]
+
+
+def test_plans_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError):
+        FaultPlan(delay_seconds=(2.0, 1.0))
+    with pytest.raises(ConfigError):
+        Kill()
+    with pytest.raises(InvalidRankError):
+        run_world(2, lambda group: None, faults=FaultPlan(kill={2: 1.0}))
+    with pytest.raises(UsageError, match="virtual"):
+        run_world(2, lambda group: None, faults=FaultPlan(pause={0: Pause(0.0, 1.0)}), clock=SYSTEM_CLOCK)
