@@ -26,6 +26,8 @@ from ferrorpc_coordinator.state.ranks import Claim, assign, claimed
 from ferrorpc_coordinator.state.roster import Roster
 from ferrorpc_coordinator.state.settings import MILLISECOND
 
+NAMED_MAX: Final = 16
+"""Members of one kind that a timeout tells of."""
 STILLBORN_MAX: Final = 16
 """Processes that ended before they said Hello, of which a timeout tells."""
 
@@ -63,6 +65,10 @@ class Rendezvous:
         """What the newest generation was told last; None when some of it must be told anew."""
         self._last_call: int | None = None
         self._stillborn: dict[str, str] = {}
+        self._claimants: dict[int, Member] = {}
+        """Rank -> the last process of this round that its launcher gave this rank."""
+        self._gave_up: dict[str, tuple[Bid, int]] = {}
+        """Those whose time in this round ran out, and when."""
 
     def joining(self, member: Member) -> bool:
         """Whether this member waits for a place."""
@@ -87,6 +93,9 @@ class Rendezvous:
         if before is not None:
             self._desk.answer(before.asker, detail_of(UsageError(f"{member} asked again to join; the later request counts")))
         member.pinned = request.pinned_rank >= 0
+        if member.pinned:
+            self._claimants[request.pinned_rank] = member
+        self._gave_up.pop(member.name, None)
         self._bids[member.name] = Bid(member, asker, request, self._desk.now)
         until = self._desk.now + request.timeout_ms * MILLISECOND
         self._desk.arm(("join", member.name), until, partial(self._time_out, member.name))
@@ -200,7 +209,8 @@ class Rendezvous:
         if newest is not None:
             self._closing(newest)
         self._generations.begin(generation)
-        self._stillborn.clear()
+        for known in (self._stillborn, self._claimants, self._gave_up):
+            known.clear()
         for bid in chosen:
             self.withdraw(bid.member)
         response = self._response(generation, 0)
@@ -286,38 +296,68 @@ class Rendezvous:
         if newest is None or rank >= len(newest.seats):
             return None
         seated = newest.seats[rank]
-        return seated if seated is not claimant and seated.alive and seated.pinned else None
+        safe = seated.alive and seated.standing is not Standing.SUSPECT  # a suspect one may be what the claimant replaces
+        return seated if seated is not claimant and seated.pinned and safe else None
 
     def _time_out(self, name: str) -> None:
         """Answers a bid whose time is over: who is missing, and what is known of everybody."""
         bid = self._bids[name]
         error = self._explanation(bid)
         self.withdraw(bid.member)
+        self._gave_up[name] = bid, self._desk.now
+        if not self._bids:
+            self._gave_up.clear()
         self._desk.answer(bid.asker, detail_of(error))
         self.review()
 
     def _explanation(self, bid: Bid) -> RendezvousTimeoutError:
-        low, high = bid.size
-        waited = seconds(self._desk.now - bid.since)
-        ready = self._ready()
-        head = f"{bid.member} waited {waited} to join job {self._desk.job}: "
-        present = "; ".join(self._roster.sentence(other.member) for other in list(self._bids.values())[:16])
+        head = f"{bid.member} waited {seconds(self._desk.now - bid.since)} to join job {self._desk.job}: "
+        present = "; ".join(self._roster.sentence(other.member) for other in list(self._bids.values())[:NAMED_MAX])
         owing = self._owing()
         if owing:
             ranks = [member.rank for member in owing]
-            about = "; ".join(self._roster.sentence(member) for member in owing[:16])
+            about = "; ".join(self._roster.sentence(member) for member in owing[:NAMED_MAX])
             head += f"generation {self._desk.newest_generation} goes on, its members did not all ask for another: {about}"
             return RendezvousTimeoutError(ranks, f"{head}. Waiting: {present}")
-        missing = max(0, low - len(ready))
-        ranks_claimed = claimed([self._claim(other) for other in ready], high)
-        gone = [self._roster.sentence(other) for other in self._roster if other.standing in (Standing.DEAD, Standing.SUSPECT)]
-        gone += [f"{name}: {how}, before it said Hello" for name, how in self._stillborn.items()]
-        known = f". Known of others: {'; '.join(gone[:16])}" if gone else ""
-        world = str(low) if low == high else f"{low} to {high}"
-        head += f"{len(ready)} of {world} came, "
-        if len(ranks_claimed) == len(ready) and low == high:
-            ranks = sorted(set(range(high)) - set(ranks_claimed.values()))
-            head += f"missing: rank {', '.join(map(str, ranks))}"
-            return RendezvousTimeoutError(ranks, f"{head}. Present: {present}{known}")
+        return self._absence(bid, head, f"Present: {present}")
+
+    def _absence(self, bid: Bid, head: str, present: str) -> RendezvousTimeoutError:
+        """Nobody is blamed for having given up while this bid waited for the same ones in vain."""
+        low, high = bid.size
+        ready = self._ready()
+        earlier = [other for other, when in self._gave_up.values() if when >= bid.since]
+        tired = earlier if len(ready) + len(earlier) < low else []
+        came = ready + tired
+        head += f"{len(came)} of {low if low == high else f'{low} to {high}'} came, "
+        given_up = f". Gave up before: {', '.join(str(other.member) for other in tired[:NAMED_MAX])}" if tired else ""
+        taken = claimed([self._claim(other) for other in came], high)
+        if len(taken) == len(came) and low == high:
+            ranks = sorted(set(range(high)) - set(taken.values()))
+            head += f"missing: rank {', '.join(map(str, ranks))}; {self._about(ranks)}"
+            return RendezvousTimeoutError(ranks, f"{head}. {present}{given_up}{self._known_of_others(ranks)}")
+        missing = max(0, low - len(came))
         unknown = [f"one more member ({number} of {missing})" for number in range(1, missing + 1)]
-        return RendezvousTimeoutError(unknown, f"{head}{missing} missing whose ranks nobody claimed. Present: {present}{known}")
+        head += f"{missing} missing whose ranks nobody claimed"
+        return RendezvousTimeoutError(unknown, f"{head}. {present}{given_up}{self._known_of_others([])}")
+
+    def _about(self, ranks: list[int]) -> str:
+        """What is known of each of these ranks that did not come."""
+        holders = self._last_holders(ranks)
+        told = [
+            ("" if holder.rank == rank else f"rank {rank} was claimed by ") + self._roster.sentence(holder)
+            for rank, holder in list(holders.items())[:NAMED_MAX]
+        ]
+        never = [str(rank) for rank in ranks if rank not in holders]
+        return "; ".join([*told, f"nothing was heard of rank {', '.join(never)}"] if never else told)
+
+    def _last_holders(self, ranks: list[int]) -> dict[int, Member]:
+        """Who had, or claimed, each of these ranks last, as far as anybody did."""
+        holders = {member.last_rank: member for member in self._roster if not member.alive} | self._claimants
+        return {rank: holders[rank] for rank in ranks if rank in holders}
+
+    def _known_of_others(self, ranks: list[int]) -> str:
+        told = self._last_holders(ranks).values()
+        gone = [member for member in self._roster if member.standing in (Standing.DEAD, Standing.SUSPECT)]
+        known = [self._roster.sentence(member) for member in gone if member not in told]
+        known += [f"{name}: {how}, before it said Hello" for name, how in self._stillborn.items()]
+        return f". Known of others: {'; '.join(known[-NAMED_MAX:])}" if known else ""
