@@ -1,0 +1,28 @@
+"""`import ferrorpc` comes before gRPC's own import, or says that it did not."""
+
+import subprocess
+import sys
+
+
+def output_of(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], env=variables, capture_output=True, text=True, timeout=60, check=True
+    )
+
+
+def test_grpcs_fork_support_is_off_before_grpc_is_imported() -> None:
+    found = output_of("import os, ferrorpc; print(os.environ['GRPC_ENABLE_FORK_SUPPORT'])")
+    assert (found.stdout, found.stderr) == ("0\n", "")
+
+
+def test_whoever_imports_grpc_first_is_warned_once_and_told_what_to_do() -> None:
+    code = "import sys; sys.modules['grpc'] = sys\nimport ferrorpc\nimport ferrorpc.errors"
+    found = output_of(code)
+    assert found.stderr.count("RuntimeWarning") == 1
+    assert "import ferrorpc first, or set GRPC_ENABLE_FORK_SUPPORT=0" in found.stderr
+    assert output_of(code, GRPC_ENABLE_FORK_SUPPORT="0").stderr == ""
+
+
+def test_the_version_is_the_distributions() -> None:
+    found = output_of("import ferrorpc, importlib.metadata as m; print(ferrorpc.__version__ == m.version('ferrorpc'))")
+    assert found.stdout == "True\n"

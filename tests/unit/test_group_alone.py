@@ -1,0 +1,133 @@
+"""What a group does without others: a world of one, a backend without a coordinator, local calls."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+from ferrorpc import (
+    Backend,
+    BackendUnavailableError,
+    DType,
+    GroupAbortedError,
+    GroupClosedError,
+    ProcessGroup,
+    ReduceOp,
+    SimulatedBackend,
+    TensorMismatchError,
+)
+from tests.contract.queues import queue_backends
+
+
+@pytest.fixture
+def alone() -> ProcessGroup:
+    return ProcessGroup(SimulatedBackend.create_group(1)[0], timeout=5.0)
+
+
+def test_a_world_of_one_gives_back_what_it_was_given_in_memory_of_its_own(alone: ProcessGroup) -> None:
+    x = np.arange(6.0).reshape(2, 3)
+    for found in (
+        alone.all_reduce(x, op=ReduceOp.MEAN),
+        alone.reduce(x),
+        alone.reduce_scatter([x]),
+        alone.broadcast(x),
+        alone.scatter([x]),
+        alone.gather(x)[0],
+        alone.all_gather(x)[0],
+        alone.all_to_all([x])[0],
+        alone.all_reduce(x, async_op=True).wait(),
+    ):
+        assert np.array_equal(found, x)
+        assert found.dtype == x.dtype
+        assert found.flags.writeable
+        assert not np.shares_memory(found, x)
+    assert alone.all_reduce(x, out=x) is x
+    assert alone.barrier() is None
+
+
+def test_a_world_of_one_still_refuses_what_means_nothing(alone: ProcessGroup) -> None:
+    with pytest.raises(TensorMismatchError, match="mean"):
+        alone.all_reduce(np.arange(3), op="mean")
+
+
+def test_a_bfloat16_array_comes_back_as_one(alone: ProcessGroup) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    x = np.arange(4).astype(ml_dtypes.bfloat16)
+    assert alone.all_reduce(x).dtype == ml_dtypes.bfloat16
+    out = np.zeros(4, ml_dtypes.bfloat16)
+    assert alone.all_reduce(x, out=out) is out
+    assert np.array_equal(out, x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", np.float16, DType.INT8, np.dtype("complex64"), int])
+def test_empty_gives_memory_of_the_shape_and_dtype_asked_for(alone: ProcessGroup, dtype: object) -> None:
+    found = alone.empty((2, 3), dtype)
+    assert found.shape == (2, 3)
+    assert found.flags.owndata
+    assert found.dtype == (dtype.storage if isinstance(dtype, DType) else np.dtype(dtype))
+    assert alone.empty(4).shape == (4,)
+
+
+def test_explain_names_the_algorithm_for_every_operation(alone: ProcessGroup) -> None:
+    for operation in ("all_reduce", "broadcast", "reduce", "gather", "scatter", "all_gather", "reduce_scatter", "all_to_all"):
+        assert alone.explain(operation, 1 << 20).startswith(f"{operation}(")
+
+
+def test_a_backend_without_a_coordinator_has_no_store_and_no_next_generation() -> None:
+    with ProcessGroup(queue_backends(1)[0]) as group:
+        assert (group.backend, group.generation, group.world_ranks) == ("queues", 1, (0,))
+        for ask in (lambda: group.store, lambda: group.session, lambda: group.pending_members, lambda: group.reform(1.0)):
+            with pytest.raises(BackendUnavailableError):
+                ask()
+        assert int(group.all_reduce(3)) == 3
+
+
+def test_abort_without_a_coordinator_ends_this_ranks_group() -> None:
+    group = ProcessGroup(queue_backends(1)[0])
+    group.abort("enough")
+    with pytest.raises(GroupAbortedError, match="enough"):
+        group.all_reduce(1)
+    group.close()
+    with pytest.raises(GroupClosedError):
+        group.all_reduce(1)
+
+
+def test_the_cause_of_an_exception_is_not_reported_twice(alone: ProcessGroup) -> None:
+    alone.abort("first")
+    with pytest.raises(KeyError), alone:
+        raise KeyError("second")
+    with pytest.raises(GroupClosedError):
+        alone.barrier()
+
+
+def test_an_error_nobody_looked_at_is_logged_once(alone: ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:
+    alone.abort("over")
+    with caplog.at_level(logging.ERROR, "ferrorpc.work"), pytest.raises(GroupAbortedError):
+        alone.all_reduce(1.0, async_op=True)
+    assert caplog.records == []
+
+
+def test_a_backend_needs_nothing_but_rank_and_size_to_be_described() -> None:
+    class Bare(Backend):
+        def __init__(self) -> None:
+            self.rank, self.size = 1, 3
+
+        def send(self, data: np.ndarray, dst: int, tag: int = 0) -> None:
+            raise AssertionError
+
+        def recv(self, src: int, tag: int = 0, out: object = None, timeout: float | None = None) -> np.ndarray:
+            raise AssertionError
+
+        def barrier(self, timeout: float | None = None) -> None:
+            raise AssertionError
+
+        def close(self) -> None:
+            """Nothing is held."""
+
+    backend = Bare()
+    assert (backend.world_size, backend.world_ranks, backend.group_id, backend.session) == (3, (0, 1, 2), 0, None)
+    assert backend.capabilities.asynchronous is False
+    assert backend.latch is backend.latch
+    assert repr(ProcessGroup(backend)) == "<ProcessGroup custom rank 1 of 3, generation 1: open>"

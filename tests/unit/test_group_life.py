@@ -1,0 +1,311 @@
+"""The life of a group: open, broken once with one cause that every rank raises, closed; and the next generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc import (
+    BarrierTimeoutError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    FerroError,
+    GroupAbortedError,
+    GroupClosedError,
+    PeerLostError,
+    ProcessGroup,
+    RendezvousTimeoutError,
+    StoreTimeoutError,
+    TensorMismatchError,
+    UsageError,
+)
+from ferrorpc.testing import FaultPlan, World, run_world
+
+SLOW = FaultPlan(delay_seconds=(0.0, 0.01))
+X = np.ones(3, np.float32)
+
+DISAGREEMENTS: dict[str, tuple[Callable[[ProcessGroup], Any], Callable[[ProcessGroup], Any], str, str]] = {
+    "shapes": (lambda g: g.all_reduce(X), lambda g: g.all_reduce(np.ones(4, np.float32)), "float32[3]", "float32[4]"),
+    "dtypes": (lambda g: g.all_reduce(X), lambda g: g.all_reduce(np.ones(3)), "float32[3]", "float64[3]"),
+    "operators": (lambda g: g.all_reduce(X), lambda g: g.all_reduce(X, op="max"), "op=sum", "op=max"),
+    "codecs": (lambda g: g.all_reduce(X), lambda g: g.all_reduce(X, wire="bf16"), "all_reduce", "wire=bf16"),
+    "algorithms": (lambda g: g.all_reduce(X), lambda g: g.all_reduce(X, algorithm="ring"), "all_reduce", "algorithm=ring"),
+    "roots": (lambda g: g.broadcast(X, root=0), lambda g: g.broadcast(X, root=1), "root=0", "root=1"),
+    "operations": (lambda g: g.all_reduce(X), lambda g: g.all_gather(X), "all_reduce", "all_gather"),
+    "operations between which no message flows": (
+        lambda g: g.broadcast(X, root=0) if g.rank else g.reduce(X, root=0),
+        lambda g: g.broadcast(X, root=0) if g.rank else g.reduce(X, root=0),
+        "reduce(op=sum, float32[3], root=0)",
+        "broadcast(root=0)",
+    ),
+    "subgroups": (lambda g: g.subgroup([0, 1]), lambda g: g.subgroup([1, 0]), "[0, 1]", "[1, 0]"),
+    "a collective and a barrier": (lambda g: g.all_reduce(X), lambda g: g.barrier(), "all_reduce", "barrier"),
+}
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_disagree_all_learn_both_signatures_within_a_second(what: str, size: int) -> None:
+    one, other, first, second = DISAGREEMENTS[what]
+
+    def body(group: ProcessGroup) -> tuple[FerroError, float]:
+        call = other if group.rank == 1 else one
+
+        def disagree() -> None:
+            call(group)
+            group.barrier()
+
+        with pytest.raises(CollectiveMismatchError) as raised:
+            disagree()
+        return raised.value, group.session.clock.now()
+
+    outcomes = run_world(size, body, faults=SLOW)
+    assert len({str(error) for error, _ in outcomes}) == 1, "one first cause for all"
+    signatures = outcomes[0][0].signatures
+    assert len(signatures) == 2
+    assert any(first in text for text in signatures.values())
+    assert any(second in text for text in signatures.values())
+    assert max(seconds for _, seconds in outcomes) < 1.0
+
+
+def test_the_first_deadline_names_who_is_missing_and_the_others_are_aborted_by_it() -> None:
+    def body(group: ProcessGroup) -> Any:
+        clock = group.session.clock
+        if group.rank == 2:
+            clock.parker().park(100.0)
+            with pytest.raises(GroupAbortedError) as late:
+                group.all_reduce(X)
+            return late.value
+        error = CollectiveTimeoutError if group.rank == 0 else GroupAbortedError
+        with pytest.raises(error) as raised:
+            group.all_reduce(X, timeout=5.0 if group.rank == 0 else 50.0)
+        assert clock.now() < 6.0
+        with pytest.raises(error):
+            group.barrier()
+        return raised.value
+
+    first, second, third = run_world(3, body)
+    assert first.waiting_on == [2]
+    assert "rank 2" in str(first)
+    assert second.rank == third.rank == 0
+    assert isinstance(first, TimeoutError)
+
+
+def test_a_barriers_deadline_names_every_missing_rank() -> None:
+    def body(group: ProcessGroup) -> Any:
+        if group.rank in (1, 3):
+            group.session.clock.parker().park(20.0)
+            return None
+        with pytest.raises((BarrierTimeoutError, GroupAbortedError)) as raised:
+            group.barrier(timeout=2.0 + group.rank)
+        return raised.value
+
+    outcomes = run_world(4, body)
+    assert isinstance(outcomes[0], BarrierTimeoutError)
+    assert outcomes[0].missing == [1, 3]
+    assert isinstance(outcomes[2], GroupAbortedError)
+
+
+def test_abort_ends_everything_in_flight_and_later_on_every_rank_and_in_subgroups() -> None:
+    def body(group: ProcessGroup) -> tuple[int, str]:
+        sub = group.subgroup([0, 1])
+        pending = group.recv((group.rank + 1) % 3, async_op=True)
+        if group.rank == 1:
+            group.session.clock.parker().park(1.0)
+            group.abort("the loss is NaN")
+        for call in (pending.wait, group.barrier, lambda: group.all_reduce(X), *([sub.barrier] if sub else [])):
+            with pytest.raises(GroupAbortedError) as raised:
+                call()
+        assert group.session.clock.now() < 2.0
+        assert "broken" in repr(group)
+        return raised.value.rank, raised.value.cause
+
+    assert run_world(3, body) == [(1, "the loss is NaN")] * 3
+
+
+def test_an_exception_can_be_the_cause_of_an_abort() -> None:
+    def body(group: ProcessGroup) -> str:
+        if group.rank == 0:
+            group.abort(ZeroDivisionError("by zero"))
+        with pytest.raises(GroupAbortedError) as raised:
+            group.barrier()
+        return raised.value.cause
+
+    assert run_world(2, body) == ["ZeroDivisionError: by zero"] * 2
+
+
+def test_leaving_the_group_by_an_exception_tells_the_others_at_once() -> None:
+    def body(group: ProcessGroup) -> Any:
+        if group.rank == 1:
+            with pytest.raises(ValueError, match="bad sample"), group:
+                raise ValueError("bad sample 17")
+            return None
+        with pytest.raises(PeerLostError) as raised:
+            group.all_reduce(X)
+        return raised.value.rank, raised.value.reason, group.session.clock.now() < 0.5
+
+    assert run_world(3, body) == [(1, "ValueError: bad sample 17", True), None, (1, "ValueError: bad sample 17", True)]
+
+
+def test_a_usage_error_sends_nothing_uses_no_number_up_and_leaves_the_group_open() -> None:
+    def body(group: ProcessGroup) -> int:
+        if group.rank == 0:
+            for wrong in (
+                lambda: group.all_reduce("text"),
+                lambda: group.all_reduce(X, out=np.ones(4, np.float32)),
+                lambda: group.all_reduce(X, op="median"),
+                lambda: group.all_reduce(X, wire="zip"),
+                lambda: group.all_reduce(X, algorithm="magic"),
+                lambda: group.all_reduce(X, timeout=-1),
+                lambda: group.all_reduce(X, timeout="soon"),
+                lambda: group.broadcast(None, root=0),
+                lambda: group.scatter(None, root=0),
+                lambda: group.broadcast(X, root=9),
+                lambda: group.subgroup([]),
+                lambda: group.subgroup([0, 0]),
+                lambda: group.empty((2, -1)),
+                lambda: group.empty(2, "float8"),
+                lambda: group.explain("sort", 10),
+            ):
+                with pytest.raises(UsageError):
+                    wrong()
+        return int(group.all_reduce(1))
+
+    assert run_world(2, body) == [2, 2]
+
+
+def test_an_out_that_does_not_fit_what_arrives_concerns_that_rank_alone() -> None:
+    def body(group: ProcessGroup) -> int:
+        if group.rank == 1:
+            with pytest.raises(TensorMismatchError, match="float32"):
+                group.broadcast(out=np.ones(2))
+        else:
+            group.broadcast(X if group.rank == 0 else None)
+        return int(group.all_reduce(1))
+
+    assert run_world(3, body) == [3, 3, 3]
+
+
+def test_timeouts_of_the_store_and_of_named_barriers_break_nothing() -> None:
+    def body(group: ProcessGroup) -> int:
+        if group.rank == 0:
+            with pytest.raises(StoreTimeoutError):
+                group.store.get("nobody/sets/this", timeout=1.0)
+            with pytest.raises(BarrierTimeoutError) as raised:
+                group.session.barrier("alone", timeout=1.0)
+            assert raised.value.missing == [1]
+        group.store.add("counter", 5)
+        return int(group.all_reduce(1))
+
+    assert run_world(2, body) == [2, 2]
+
+
+def test_close_finishes_own_work_refuses_more_and_is_quick() -> None:
+    def body(group: ProcessGroup) -> Any:
+        clock = group.session.clock
+        if group.rank == 0:
+            work = group.broadcast(np.arange(3), root=0, async_op=True)
+            never = group.recv(1, async_op=True)
+            began = clock.now()
+            group.close()
+            assert clock.now() - began < 1.0
+            assert work.wait().tolist() == [0, 1, 2]
+            with pytest.raises(FerroError):
+                never.wait()
+            with pytest.raises(GroupClosedError):
+                group.send(X, 1)
+            assert "closed" in repr(group)
+            return None
+        clock.parker().park(0.3)
+        return group.broadcast(root=0).tolist()
+
+    assert run_world(2, body, faults=SLOW) == [None, [0, 1, 2]]
+
+
+def test_survivors_of_an_elastic_world_go_on_in_the_next_generation() -> None:
+    world = World(4, faults=FaultPlan(kill={2: 3.0}), min_size=2)
+
+    def body(group: ProcessGroup) -> Any:
+        group.store.set(f"rank/{group.rank}", b"was here")
+        sub = group.subgroup([0, 1, 2, 3])
+
+        def train() -> None:
+            while True:
+                group.all_reduce(X)
+                world.clock.parker().park(world.clock.now() + 0.5)
+
+        with pytest.raises(PeerLostError) as raised:
+            train()
+        assert raised.value.rank == 2
+        with group.reform(10.0) as renewed:
+            assert renewed.generation == group.generation + 1
+            assert renewed.store.get("rank/2") == b"was here"
+            for over in (group, sub):
+                with pytest.raises((GroupClosedError, PeerLostError)):
+                    over.barrier()
+            with pytest.raises(GroupClosedError):
+                group.reform(1.0)
+            total = int(renewed.all_reduce(1))
+            renewed.barrier()
+            return renewed.size, total
+
+    outcomes = world.run(body)
+    assert [outcomes[rank] for rank in (0, 1, 3)] == [(3, 3)] * 3
+
+
+def test_reform_admits_pending_members_of_a_healthy_group() -> None:
+    world = World(3, min_size=1)
+    joined: list[int] = []
+
+    def newcomer() -> None:
+        group = world.join(30.0)
+        joined.append(int(group.all_reduce(1)))
+
+    def body(group: ProcessGroup) -> Any:
+        if group.rank == 2:
+            return "left"
+        if group.rank == 0:
+            world.clock.start(newcomer, "newcomer")
+        world.clock.parker().park(1.0)
+        assert len(group.pending_members) == 1
+        renewed = group.reform(10.0)
+        assert renewed.pending_members == []
+        total = int(renewed.all_reduce(1))
+        world.clock.parker().park(world.clock.now() + 1.0)
+        return group.generation, renewed.generation, renewed.size, total
+
+    assert world.run(body) == [(1, 2, 3, 3), (1, 2, 3, 3), "left"]
+    assert joined == [3]
+
+
+def test_a_fixed_world_without_a_replacement_says_who_is_missing() -> None:
+    world = World(3, faults=FaultPlan(kill={1: 1.0}))
+
+    def body(group: ProcessGroup) -> bool:
+        world.clock.parker().park(2.0)
+        with pytest.raises(RendezvousTimeoutError, match="new members"):
+            group.reform(3.0 + group.rank)
+        return world.clock.now() < 10.0
+
+    outcomes = world.run(body)
+    assert (outcomes[0], outcomes[2]) == (True, True)
+
+
+def test_a_work_whose_group_broke_raises_the_first_cause_and_wait_repeats_it() -> None:
+    def body(group: ProcessGroup) -> None:
+        for work in [group.all_reduce(X, async_op=True) for _ in range(3)]:
+            work.wait()
+        if group.rank == 1:
+            group.session.clock.parker().park(1.0)
+            raise OSError("disk full")
+        later = group.all_reduce(X, async_op=True)
+        for _ in range(2):
+            with pytest.raises(PeerLostError, match="disk full"):
+                later.wait()
+        assert isinstance(later.exception(), PeerLostError)
+
+    outcomes = run_world(3, body, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [type(None), OSError, type(None)]

@@ -1,0 +1,82 @@
+"""Subgroups: their numbers, their ranks in errors, and that they end with the generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc import CollectiveMismatchError, CollectiveTimeoutError, GroupAbortedError, PeerLostError, ProcessGroup, UsageError
+from ferrorpc.testing import FaultPlan, run_world
+
+
+def test_ranks_in_errors_are_world_ranks_with_the_group_rank_beside_them() -> None:
+    def body(group: ProcessGroup) -> Any:
+        sub = group.subgroup([3, 1])
+        if sub is None:
+            return None
+        if group.rank == 1:
+            group.session.clock.parker().park(2.0)
+        errors = []
+        for call in (lambda: sub.recv(1, timeout=30.0), sub.barrier, lambda: sub.barrier(async_op=True).wait()):
+            with pytest.raises(PeerLostError) as raised:
+                call()
+            errors.append((raised.value.rank, raised.value.group_rank))
+        with pytest.raises(PeerLostError) as raised:
+            group.barrier()
+        return errors, raised.value.group_rank
+
+    outcomes = run_world(4, body, faults=FaultPlan(kill={1: 1.0}))
+    assert outcomes[3] == ([(1, 1)] * 3, None)
+
+
+def test_a_timeout_in_a_subgroup_names_world_ranks_and_breaks_the_world() -> None:
+    def body(group: ProcessGroup) -> Any:
+        sub = group.subgroup([1, 2])
+        if group.rank == 1:
+            with pytest.raises(CollectiveTimeoutError) as raised:
+                sub.all_reduce(np.ones(2), timeout=1.0)
+            return raised.value.waiting_on
+        group.session.clock.parker().park(3.0)
+        with pytest.raises(GroupAbortedError) as aborted:
+            group.barrier()
+        return aborted.value.rank
+
+    assert run_world(3, body) == [1, [2], 1]
+
+
+def test_a_mismatch_in_a_subgroup_is_told_with_world_ranks() -> None:
+    def body(group: ProcessGroup) -> Any:
+        sub = group.subgroup([2, 3])
+        group.session.clock.parker().park(1.0)
+        with pytest.raises(CollectiveMismatchError) as raised:
+            group.barrier() if sub is None else sub.all_reduce(np.ones(group.rank))
+        return sorted(raised.value.signatures)
+
+    assert run_world(4, body) == [[2, 3]] * 4
+
+
+def test_subgroups_of_the_same_ranks_are_different_groups() -> None:
+    def body(group: ProcessGroup) -> list[int]:
+        one, two = group.subgroup([0, 1]), group.subgroup([0, 1])
+        assert one is not None
+        assert two is not None
+        first = [one, two][group.rank].all_reduce(np.array(1), async_op=True)
+        second = [two, one][group.rank].all_reduce(np.array(10), async_op=True)
+        return sorted([int(first.wait()), int(second.wait())])
+
+    # Rank 0 brings 1 to the first group, where rank 1 brings 10.
+    assert run_world(2, body) == [[11, 11]] * 2
+
+
+def test_a_subgroup_cannot_reform_and_closing_it_leaves_the_world_alone() -> None:
+    def body(group: ProcessGroup) -> int:
+        with group.subgroup([1, 0]) as sub:
+            assert sub.generation == group.generation
+            assert sub.backend == "simulated"
+            with pytest.raises(UsageError, match="world"):
+                sub.reform(1.0)
+        return int(group.all_reduce(1))
+
+    assert run_world(2, body) == [2, 2]
