@@ -32,6 +32,7 @@ from ferrorpc.backends.base import Backend
 from ferrorpc.collectives import select
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.coordination.base import Session, Store
+from ferrorpc.coordination.farewell import reason_of
 from ferrorpc.dispatch import Dispatch
 from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, UsageError
 from ferrorpc.results import NOTHING, Into, Result
@@ -356,10 +357,11 @@ class ProcessGroup:
         return ProcessGroup(renewed, self.timeout)
 
     def close(self) -> None:
-        """Refuses new operations, finishes what this rank has in flight, says goodbye. Idempotent, under a second.
+        """Refuses new operations, finishes what this rank has in flight, says goodbye. Idempotent.
 
-        A rank that closes first never fails its peers; only an operation that still needs it does. Closing a subgroup leaves
-        the world as it is.
+        Under a second once the generation has ended; otherwise as long as peers need to take what they were sent, within
+        bounds of that order. A rank that closes first never fails its peers; only an operation that still needs it does.
+        Closing a subgroup leaves the world as it is.
         """
         if not self._dispatch.closed:
             self._dispatch.closed = True
@@ -384,12 +386,12 @@ class ProcessGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if error is None or self._dispatch.closed or not self._is_world:
+        if error is None or self._dispatch.closed or not self._is_world or _is_clean(error):
             self.close()
         elif self._backend.latch.cause is not None:
             self._say_goodbye("")
         else:
-            self._say_goodbye(f"{type(error).__name__}: {error}")
+            self._say_goodbye(reason_of(error))
 
     def __repr__(self) -> str:
         cause = self._backend.latch.cause
@@ -451,6 +453,11 @@ class ProcessGroup:
             return dispatch.alone(sources, result)
         execution = dispatch.start(prepared, sources, result, seconds)
         return dispatch.finish(execution, result, async_op)
+
+
+def _is_clean(error: BaseException) -> bool:
+    """Whether a program ends by it as it meant to."""
+    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def _example(operation: str, nbytes: int, size: int) -> Call:

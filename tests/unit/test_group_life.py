@@ -150,6 +150,19 @@ def test_leaving_the_group_by_an_exception_tells_the_others_at_once() -> None:
     assert run_world(3, body) == [(1, "ValueError: bad sample 17", True), None, (1, "ValueError: bad sample 17", True)]
 
 
+def test_an_exit_that_was_meant_is_no_failure() -> None:
+    def body(group: ProcessGroup) -> int:
+        if group.rank == 1:
+            with pytest.raises(SystemExit), group:
+                raise SystemExit(0)
+            return 0
+        group.session.clock.parker().park(1.0)
+        group.send(X, 2) if group.rank == 0 else group.recv(0)
+        return 1
+
+    assert run_world(3, body) == [1, 0, 1]
+
+
 def test_a_usage_error_sends_nothing_uses_no_number_up_and_leaves_the_group_open() -> None:
     def body(group: ProcessGroup) -> int:
         if group.rank == 0:
