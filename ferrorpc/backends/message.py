@@ -19,7 +19,7 @@ from ferrorpc.collectives.progress import progress_of
 from ferrorpc.collectives.select import plan_for
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import SelfSendError
-from ferrorpc.guard import Guard, Latch
+from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
 from ferrorpc.types import TensorSpec, dtype_of
 from ferrorpc.wire.frames import Key
@@ -139,18 +139,7 @@ class _Subgroup(MessageBackend):
         if parent.session is None:
             raise AssertionError("a message backend always has a session")
         super().__init__(parent.transport, parent.session, timeout=parent.timeout, ranks=world, group_id=group_id)
-        self.latch = Latch()
         self._parent = parent
-        parent.latch.watch(self._follow)
-
-    def _follow(self) -> None:
-        """The generation has ended: here with the rank it began at as this group numbers it."""
-        if self._parent.latch.cause is None:
-            return
-        cause = self._parent.latch.cause.again()
-        if cause.fields.get("rank") in self.world_ranks:
-            cause.fields["group_rank"] = self.world_ranks.index(cause.fields["rank"])
-        self.latch.trip(cause)
 
     @property
     def name(self) -> str:  # type: ignore[override]
