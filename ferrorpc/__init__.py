@@ -123,10 +123,13 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _forbid_fork_support() -> None:
-    """gRPC's fork handlers kill forked children, such as a data loader's, and are armed when gRPC is imported.
+def _prepare_grpc() -> None:
+    """What must be in the environment before gRPC is imported. A level of its log that is set already stays.
 
-    In a process that never forks nothing is lost either way.
+    gRPC's fork handlers kill forked children, such as a data loader's, and are armed when gRPC is imported.
+
+    In a process that never forks nothing is lost either way. Its notes on connections that end ("Got goaway") are no concern
+    of the user's: ferrorpc says itself what they mean.
     """
     variable = "GRPC_ENABLE_FORK_SUPPORT"
     if "grpc" in _sys.modules and _os.environ.get(variable) != "0":
@@ -137,6 +140,7 @@ def _forbid_fork_support() -> None:
             stacklevel=3,
         )
     _os.environ[variable] = "0"
+    _os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
-_forbid_fork_support()
+_prepare_grpc()

@@ -65,7 +65,7 @@ def _spawn(arguments: list[str], environment: Mapping[str, str]) -> tuple[int, i
     watched, lifeline = os.pipe()
     process = os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", "ferrorpc.coordination.keeper", *arguments],
+        [sys.executable, "-P", "-m", "ferrorpc.coordination.keeper", *arguments],
         dict(environment),
         file_actions=[(os.POSIX_SPAWN_DUP2, watched, 0), (os.POSIX_SPAWN_DUP2, announcing, 1)],
         setsid=True,

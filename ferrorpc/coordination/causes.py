@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, PeerLostError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError
 
 
 def cause_on(rank: int, origin: int, cause: FerroError) -> FerroError:
@@ -16,12 +16,10 @@ def cause_on(rank: int, origin: int, cause: FerroError) -> FerroError:
     return cause
 
 
-def link_lost(reporter: int, peer: int, reason: str) -> PeerLostError:
-    """The cause when the stream between two ranks that are both alive broke."""
-    return PeerLostError(
-        peer,
-        reason,
+def link_lost(reporter: int, peer: int, reason: str) -> GroupAbortedError:
+    """The cause when the stream between two ranks that are both alive broke: nobody was lost, the link is to blame."""
+    return GroupAbortedError(
+        reporter,
         f"the data stream between rank {reporter} and rank {peer} broke: {reason}; both are alive",
         hint="look at the network between the two; group.reform() makes new streams",
-        reporter=reporter,
     )

@@ -1,6 +1,6 @@
 """Runs a coordinator for as long as the process that started this one lives, and a little longer.
 
-    python -m ferrorpc.coordination.keeper [flags of ferrorpc_coordinator]
+    python -P -m ferrorpc.coordination.keeper [flags of ferrorpc_coordinator]
 
 The starter holds the other end of this process's standard input. When that closes the starter has died, and the coordinator
 is given a few seconds more to find that out and tell the other members. When a byte comes first, the starter ended in good
@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 def main() -> int:
     """Returns the coordinator's exit code."""
-    command = [sys.executable, "-m", "ferrorpc_coordinator", *sys.argv[1:]]
+    command = [sys.executable, "-P", "-m", "ferrorpc_coordinator", *sys.argv[1:]]
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
     signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
     ended = os.pidfd_open(child.pid)

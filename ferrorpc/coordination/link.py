@@ -98,6 +98,8 @@ class Link:
         self._token = ""
         self._stream: Stream | None = None
         self._away_since: float | None = clock.now()
+        self._missed = False
+        """Its loss was logged, so its return is logged as loudly."""
         self._failure: FerroError = CoordinatorUnavailableError(f"nobody has answered at {address} yet")
         self._outage_most = patience
         self._max_outage = max_outage
@@ -265,6 +267,7 @@ class Link:
             if was_up:
                 self._away_since = self._clock.now()
                 if self.over is None and not self.leaving:
+                    self._missed = True
                     _log.warning("lost the coordinator at %s: %s", self.address, failure.message)
             self._failure = failure
             self._monitor.changed()
@@ -286,6 +289,7 @@ class Link:
     def _welcome(self, position: identity_pb2.Position, welcome: wire.Welcome) -> None:
         if self._token and not welcome.resumed:
             self._start_anew(position.cluster_id)
+        away_since = self._away_since
         with self._monitor.lock:
             self._token, self.cluster_id = welcome.resume_token, position.cluster_id
             if welcome.heartbeat_interval_ms:
@@ -295,7 +299,14 @@ class Link:
                 for request in self._requests.unanswered():
                     self._send(request)
             self._monitor.changed()
-        _log.info("coordinator %s: %s session", self.address, "resumed" if welcome.resumed else "new")
+        session = "the session goes on" if welcome.resumed else "this is a new session"
+        if self._missed and away_since is not None:
+            self._missed = False
+            _log.warning(
+                "the coordinator at %s is back after %.1f s: %s", self.address, self._clock.now() - away_since, session
+            )
+        else:
+            _log.info("the coordinator at %s answered: %s", self.address, session)
         self._beater.unpark()
 
     def _start_anew(self, cluster_id: str) -> None:

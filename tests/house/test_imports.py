@@ -46,6 +46,14 @@ def test_importing_the_library_loads_no_heavy_package() -> None:
     assert sorted(name for name in after - before if name.startswith("ferrorpc.")) == [], "the face loads its rooms when asked"
 
 
+def test_importing_the_library_prepares_grpc_and_leaves_a_level_that_is_set() -> None:
+    code = "import os, ferrorpc; print(os.environ['GRPC_ENABLE_FORK_SUPPORT'], os.environ['GRPC_VERBOSITY'])"
+    unset = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    for environment, expected in ((unset, "0 ERROR"), (unset | {"GRPC_VERBOSITY": "DEBUG"}, "0 DEBUG")):
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+        assert (result.stdout.strip(), result.stderr) == (expected, "")
+
+
 def test_the_face_answers_dir_without_loading_anything() -> None:
     assert sorted(set(loaded_after("import ferrorpc; dir(ferrorpc)")) & set(HEAVY)) == []
 

@@ -96,6 +96,22 @@ def test_kill_9_of_the_rank_that_started_the_coordinator_is_pushed_to_the_others
     processes[0].communicate(timeout=10)
 
 
+def test_files_of_the_user_do_not_shadow_what_rank_0s_coordinator_imports(port, tmp_path):
+    for name in ("random", "logging", "select", "queue"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the working directory')\n")
+    script = tmp_path / "sub" / "train.py"
+    script.parent.mkdir()
+    script.write_text(RANK)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)], env=torchrun(rank, 2, port), cwd=tmp_path, stdout=-1, stderr=-1, text=True
+        )
+        for rank in range(2)
+    ]
+    outcomes = [outcome(process) for process in processes]
+    assert [(code, output) for code, output, _ in outcomes] == [(0, "0 2 grpc 3.0\n"), (0, "1 2 grpc 3.0\n")], outcomes
+
+
 def test_a_port_that_is_taken_is_a_config_error_naming_its_variable(port):
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))

@@ -141,7 +141,10 @@ def test_a_lost_link_between_the_living_ends_the_generation_naming_it(world):
     world[0].report_link_lost(2, "connection reset")
     world[0].report_link_lost(2, "connection reset")
     for session in world:
-        assert "rank 0 and rank 2" in str(cause_of(session))
+        cause = cause_of(session)
+        assert isinstance(cause, GroupAbortedError)
+        assert cause.rank == 0
+        assert "rank 0 and rank 2" in cause.cause
 
 
 def test_a_barrier_gathers_payloads_in_rank_order_any_number_of_times(world):

@@ -48,6 +48,19 @@ def test_kill_9_of_the_coordinator_and_a_restart_fail_nobody(durable):
     together([session.leave for session in sessions])
 
 
+def test_the_return_of_a_lost_coordinator_is_logged_as_loudly_as_its_loss(durable, caplog):
+    session = join(durable.address, 0, 1)
+    with caplog.at_level("WARNING", "ferrorpc.coordination"):
+        durable.kill()
+        durable.start()
+        session.store.set("key", b"value")
+    lines = [record.getMessage() for record in caplog.records]
+    assert ["lost the coordinator" in line for line in lines] == [True, False]
+    assert "is back after" in lines[1]
+    assert "the session goes on" in lines[1]
+    session.leave()
+
+
 def test_additions_are_counted_once_through_restarts(durable):
     session = join(durable.address, 0, 1)
     done = threading.Event()
