@@ -161,13 +161,15 @@ def _kubeflow(environment: Environment) -> Place | None:
 
 
 def _slurm(environment: Environment) -> Place | None:
-    """Only within a step: the batch script of a job has some of these variables too, and is alone."""
-    if "SLURM_PROCID" not in environment or "SLURM_STEP_NUM_TASKS" not in environment:
+    """The batch script of a job has some of these variables too, and is alone; a step says its own number of tasks."""
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
+    batch_script = tasks == "SLURM_NTASKS" and environment.get("ENVIRONMENT") == "BATCH"
+    if "SLURM_PROCID" not in environment or tasks not in environment or batch_script:
         return None
-    rank, size = _rank_and_size(environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    rank, size = _rank_and_size(environment, "SLURM_PROCID", tasks)
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     return Place(
-        "SLURM_PROCID and SLURM_STEP_NUM_TASKS",
+        f"SLURM_PROCID and {tasks}",
         (size, size),
         rank,
         local_rank=_number(environment, "SLURM_LOCALID"),

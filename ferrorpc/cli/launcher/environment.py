@@ -32,7 +32,6 @@ def worker_environment(plan: Plan, worker: int, attempt: int, base: Mapping[str,
     """
     environment = {name: value for name, value in base.items() if name not in _REPLACED}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // plan.processes)))
-    environment.setdefault("GRPC_VERBOSITY", "ERROR")  # gRPC's notes on connections that end are not the user's concern
     environment.update(_ferrorpc(plan, worker), **_torch(plan, worker, attempt, errors_dir))
     # Forking after gRPC started kills children; this must be there before `import grpc`.
     environment.update(GRPC_ENABLE_FORK_SUPPORT="0", PYTHONUNBUFFERED="1")

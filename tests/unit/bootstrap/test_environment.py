@@ -66,7 +66,14 @@ def place_of(environment: dict[str, str], **arguments: object) -> Place:
             Place("PET_NNODES and PET_NPROC_PER_NODE", (8, 8), None, None, None, None, 4),
         ),
         (SLURM, Place("SLURM_PROCID and SLURM_STEP_NUM_TASKS", (4, 4), 3, None, 1, 1, None, "gpu07", "4711.0")),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711"}, Place("nothing", (1, 1))),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711", "ENVIRONMENT": "BATCH"},
+            Place("nothing", (1, 1)),
+        ),
+        (
+            {"SLURM_PROCID": "2", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "gpu07"},
+            Place("SLURM_PROCID and SLURM_NTASKS", (16, 16), 2, master="gpu07", run="4711"),
+        ),
         (OMPI, Place("OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE", (2, 2), 1, None, 1, None, 2)),
         (PMI, Place("PMI_RANK and PMI_SIZE", (3, 3), 0, None, 0, None, 3)),
         ({"FERRORPC_WORLD_SIZE": "4"}, Place("FERRORPC_WORLD_SIZE", (4, 4))),
