@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from ferrorpc import ProcessGroup, Work
+from ferrorpc.stream import Stream
 from ferrorpc.testing import FaultPlan, VirtualClock, run_world
 from ferrorpc.testing.reference import check_list, check_same, reduced, values
 from ferrorpc.types import DType, ReduceOp
@@ -26,6 +27,17 @@ REPLAY = "FERRORPC_SEED={seed} .venv/bin/python -m pytest tests/simulation/test_
 OPERATIONS = 10
 NAMES = ["all_reduce", "broadcast", "all_gather", "all_to_all", "reduce_scatter", "barrier"]
 Check = Callable[[Any], None]
+
+
+def then_scribble(check: Check, *arrays: np.ndarray[Any, Any]) -> Check:
+    """A check that also overwrites what went in, as its owner may do once the operation is over on this rank."""
+
+    def checked(found: Any) -> None:
+        check(found)
+        for array in arrays:
+            array[...] = -7
+
+    return checked
 
 
 class Schedule:
@@ -45,45 +57,60 @@ def start(group: ProcessGroup, name: str, item: int, count: int, in_flight: bool
     """Calls one operation; returns its Work or result, and what that must be."""
     size, rank = group.size, group.rank
     everyones = [values(DType.FLOAT32, (count,), each, salt=item) for each in range(size)]
+    mine = everyones[rank].copy()
     if name == "all_reduce":
         total = reduced(everyones, ReduceOp.MEAN, DType.FLOAT32)
-        return group.all_reduce(everyones[rank], op="mean", async_op=in_flight), lambda found: check_same(found, total, name)
+        result = group.all_reduce(mine, op="mean", async_op=in_flight)
+        return result, then_scribble(lambda found: check_same(found, total, name), mine)
     if name == "broadcast":
         root = item % size
-        mine = everyones[rank] if rank == root else None
-        return group.broadcast(mine, root=root, async_op=in_flight), lambda found: check_same(found, everyones[root], name)
+        result = group.broadcast(mine if rank == root else None, root=root, async_op=in_flight)
+        return result, then_scribble(lambda found: check_same(found, everyones[root], name), mine)
     if name == "all_gather":
-        return group.all_gather(everyones[rank], async_op=in_flight), lambda found: check_list(found, everyones, name)
+        result = group.all_gather(mine, async_op=in_flight)
+        return result, then_scribble(lambda found: check_list(found, everyones, name), mine)
     if name == "all_to_all":
-        parts = [everyones[rank] + each for each in range(size)]
+        parts = [mine + each for each in range(size)]
         theirs = [array + np.float32(rank) for array in everyones]
-        return group.all_to_all(parts, async_op=in_flight), lambda found: check_list(found, theirs, name)
+        result = group.all_to_all(parts, async_op=in_flight)
+        return result, then_scribble(lambda found: check_list(found, theirs, name), *parts)
     if name == "reduce_scatter":
         total = reduced(everyones, ReduceOp.SUM, DType.FLOAT32)
-        return group.reduce_scatter([everyones[rank]] * size, async_op=in_flight), lambda found: check_same(found, total, name)
+        result = group.reduce_scatter([mine] * size, async_op=in_flight)
+        return result, then_scribble(lambda found: check_same(found, total, name), mine)
     return group.barrier(async_op=in_flight), lambda found: None
+
+
+def start_numbered(group: ProcessGroup, streams: list[Stream], stream: int, number: int) -> tuple[Any, Check]:
+    """Calls operation `number` of a stream, in place."""
+    everyones = [values(DType.INT64, 7, each, salt=100 * stream + number) for each in range(group.size)]
+    total = reduced(everyones, ReduceOp.SUM, DType.INT64)
+    mine = everyones[group.rank].copy()
+    work: Work[Any] = streams[stream].all_reduce(mine, number, out=mine)
+    return work, then_scribble(lambda found: check_same(found, total, "a stream's all_reduce"), mine)
+
+
+def start_pair(group: ProcessGroup, place: int, source: int, target: int) -> list[tuple[Any, Check]]:
+    """This rank's end of a message between two ranks, if it has one."""
+    message = np.array([place])
+    if group.rank == source:
+        return [(group.send(message, target, tag=place % 2, async_op=True), then_scribble(lambda found: None, message))]
+    if group.rank == target:
+        return [(group.recv(source, tag=place % 2, async_op=True), lambda found: check_same(found, message, "recv"))]
+    return []
 
 
 def take_part(schedule: Schedule, group: ProcessGroup) -> None:
     """One rank: its streams in an order of its own, the program in everybody's, its pairs; then all results in any order."""
-    rank, own = group.rank, random.Random(schedule.seed * 31 + group.rank)
+    own = random.Random(schedule.seed * 31 + group.rank)
     streams = [group.stream() for _ in range(2)]
     numbered = [(stream, number) for stream in range(2) for number in range(5)]
     own.shuffle(numbered)
     waiting: list[tuple[Any, Check]] = []
     for item, (name, in_flight) in enumerate(schedule.program):
-        stream, number = numbered[item]
-        everyones = [values(DType.INT64, 7, each, salt=100 * stream + number) for each in range(group.size)]
-        total = reduced(everyones, ReduceOp.SUM, DType.INT64)
-        work: Work[Any] = streams[stream].all_reduce(everyones[rank], number)
-        waiting.append((work, lambda found, total=total: check_same(found, total, "a stream's all_reduce")))
-        for place, (source, target) in enumerate(schedule.pairs):
-            if place == item and rank == source:
-                waiting.append((group.send(np.array([place]), target, tag=place % 2, async_op=True), lambda found: None))
-            if place == item and rank == target:
-                expected = np.array([place])
-                work = group.recv(source, tag=place % 2, async_op=True)
-                waiting.append((work, lambda found, expected=expected: check_same(found, expected, "recv")))
+        waiting.append(start_numbered(group, streams, *numbered[item]))
+        if item < len(schedule.pairs):
+            waiting.extend(start_pair(group, item, *schedule.pairs[item]))
         result, check = start(group, name, item, schedule.counts[item], in_flight)
         if in_flight:
             waiting.append((result, check))
