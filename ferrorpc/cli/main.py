@@ -55,7 +55,7 @@ def run(arguments: list[str]) -> int:
         return error.exit_code
     except FerroError as error:
         click.echo(f"ferrorpc: {error}", err=True)
-        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_RETRY if error.retryable else 1
+        return EXIT_RETRY if error.retryable else EXIT_CONFIG if isinstance(error, ConfigError) else 1
     return result if isinstance(result, int) else 0
 
 

@@ -75,9 +75,9 @@ def reason_of(error: BaseException) -> str:
 
 def exit_code(error: BaseException) -> int | None:
     """The exit code that tells a launcher whether to try again; None for the interpreter's own."""
-    if isinstance(error, ConfigError):
-        return EXIT_CONFIG
-    return EXIT_MEMBERSHIP if isinstance(error, FerroError) and error.retryable else None
+    if isinstance(error, FerroError) and error.retryable:
+        return EXIT_MEMBERSHIP
+    return EXIT_CONFIG if isinstance(error, ConfigError) else None
 
 
 def say_goodbye(reason: str = "") -> None:

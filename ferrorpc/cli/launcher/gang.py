@@ -8,6 +8,8 @@ The workers of one launcher live and end together. The phases, and what leads fr
     STOPPING  --`shutdown_seconds` are over, or a second signal-->  KILLING   SIGKILL to those left
     any       --all have ended-->           RUNNING again while restarts are left and nobody asked to stop, else DONE
 
+Bad configuration (exit code 64) is never tried again.
+
 With `scope="worker"` a failure within the restart budget replaces that worker alone, for scripts that call
 `group.reform()`; the others go on. In an elastic world a failure stops nobody: the others are told by the coordinator and
 may go on with a smaller world.
@@ -22,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
-from ferrorpc.cli.codes import EXIT_RETRY
+from ferrorpc.cli.codes import EXIT_CONFIG, EXIT_RETRY
 
 FOREVER: Final = float("inf")
 
@@ -114,7 +116,7 @@ class Gang:
         self.alive.discard(worker)
         stopped = self.phase in (Phase.STOPPING, Phase.KILLING)
         end = Exit(worker, returncode, now, victim=victim or returncode == EXIT_RETRY, stopped=stopped)
-        if returncode != 0 and self.phase is Phase.RUNNING and self._replaces_one():
+        if returncode not in (0, EXIT_CONFIG) and self.phase is Phase.RUNNING and self._replaces_one():
             self.restarts += 1
             return [self._start((worker,))]
         self.exits.append(end)
@@ -165,8 +167,9 @@ class Gang:
 
     def _all_ended(self) -> list[Action]:
         self.deadline = FOREVER
+        hopeless = any(end.returncode == EXIT_CONFIG for end in self.exits)
         again = self.first_failure is not None and self.restarts < self.policy.max_restarts and not self.interrupted
-        if not again:
+        if hopeless or not again:
             self.phase = Phase.DONE
             return [Done()]
         self.phase = Phase.RUNNING

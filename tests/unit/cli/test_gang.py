@@ -111,6 +111,15 @@ def test_with_scope_worker_the_failed_one_alone_is_replaced():
     assert gang.phase is Phase.FAILING
 
 
+def test_bad_configuration_is_never_retried():
+    gang = running(2, max_restarts=5)
+    ends(gang, 0, 64)
+    assert ends(gang, 1, 75) == [Done()]
+    gang = running(2, max_restarts=5, scope="worker")
+    assert ends(gang, 0, 64) == []
+    assert gang.phase is Phase.FAILING
+
+
 def test_with_scope_worker_good_ends_need_no_replacement():
     gang = running(2, max_restarts=1, scope="worker")
     assert ends(gang, 0, 0) == []

@@ -78,6 +78,7 @@ if child:
     ("error", "code"),
     [
         (ConfigError("x"), 64),
+        (ConfigError("the name is in use for now", retryable=True), 75),
         (PeerLostError(1, "x"), 75),
         (GroupAbortedError(1, "x"), 75),
         (StaleGenerationError("x"), 75),
