@@ -57,6 +57,14 @@ def payloads_are_not_copied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocTransport, "send", send)
 
 
+def failure_of(seed: int) -> Exception | None:
+    try:
+        run_seed(seed)
+    except Exception as failure:
+        return failure
+    return None
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -68,10 +76,7 @@ def payloads_are_not_copied(patch: pytest.MonkeyPatch) -> None:
 )
 def test_a_planted_bug_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    for seed in range(SEEDS):
-        try:
-            run_seed(seed)
-        except Exception as caught:
-            assert any(f"FERRORPC_SEED={seed} " in note for note in caught.__notes__)
-            return
-    pytest.fail(f"{SEEDS} seeds did not catch it")
+    caught = next(((seed, failure) for seed in range(SEEDS) if (failure := failure_of(seed)) is not None), None)
+    assert caught is not None, f"{SEEDS} seeds did not catch it"
+    seed, failure = caught
+    assert any(f"FERRORPC_SEED={seed} " in note for note in failure.__notes__)
