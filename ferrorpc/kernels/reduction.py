@@ -143,4 +143,4 @@ def _scratch_for(work: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def _is_same(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
     """Whether two arrays of equal length are the same memory, so that a copy would only read and write it."""
-    return one.dtype == other.dtype and bool(one.ctypes.data == other.ctypes.data)
+    return one.dtype == other.dtype and bool(one.__array_interface__["data"] == other.__array_interface__["data"])
