@@ -122,7 +122,7 @@ class ProcessGroup:
 
     @property
     def pending_members(self) -> list[str]:
-        """Names of those who wait to be admitted; they come in at the next `reform`."""
+        """Names of those who come in at the next `reform`. Spares wait too, but while there is no room they are not named."""
         return self.session.pending_members
 
     # Reductions. The canonical result is the left fold in rank order; halves are added in float32 and rounded once.
@@ -412,10 +412,10 @@ class ProcessGroup:
         async_op: bool,
         timeout: float | None,
     ) -> Any:
-        specs = tuple([source.spec for source in sources])
+        specs, chosen = tuple([source.spec for source in sources]), ReduceOp.named(op)
         return self._run(
-            (operation, specs, op, root, wire, algorithm),
-            lambda: Call(operation, specs, ReduceOp.named(op), root, wire, algorithm),
+            (operation, specs, chosen, root, wire, algorithm),
+            lambda: Call(operation, specs, chosen, root, wire, algorithm),
             sources,
             result,
             async_op,

@@ -41,10 +41,10 @@ class Stream:
         """
         self._dispatch.check_open()
         seconds = seconds_of(timeout, self._dispatch.timeout)
-        source = view(x)
-        key = (Operation.ALL_REDUCE, source.spec, op, wire, algorithm)
+        source, chosen = view(x), ReduceOp.named(op)
         prepared = self._dispatch.prepared(
-            key, lambda: Call(Operation.ALL_REDUCE, (source.spec,), ReduceOp.named(op), None, wire, algorithm)
+            (Operation.ALL_REDUCE, (source.spec,), chosen, None, wire, algorithm),
+            lambda: Call(Operation.ALL_REDUCE, (source.spec,), chosen, None, wire, algorithm),
         )
         result = one_result(out, source.kind, source.spec, [source])
         execution = self._dispatch.start(prepared, [source], result, seconds, stream=self._number, number=number)

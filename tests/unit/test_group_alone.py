@@ -18,7 +18,9 @@ from ferrorpc import (
     SimulatedBackend,
     TensorMismatchError,
 )
-from tests.contract.queues import queue_backends
+from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.execution import Prepared
+from tests.contract.queues import QueueBackend, Wires, queue_backends
 
 
 @pytest.fixture
@@ -131,3 +133,20 @@ def test_a_backend_needs_nothing_but_rank_and_size_to_be_described() -> None:
     assert backend.capabilities.asynchronous is False
     assert backend.latch is backend.latch
     assert repr(ProcessGroup(backend)) == "<ProcessGroup custom rank 1 of 3, generation 1: open>"
+
+
+def test_a_call_is_prepared_once_for_each_signature() -> None:
+    prepared: list[str] = []
+
+    class Counting(QueueBackend):
+        def prepare(self, call: Call) -> Prepared:
+            prepared.append(call.signature)
+            return super().prepare(call)
+
+    group = ProcessGroup(Counting(0, 1, Wires(1)))
+    for _ in range(3):
+        group.all_reduce(np.ones(2))
+        group.all_reduce(np.ones(2), op=ReduceOp.SUM, async_op=True).wait()
+        group.all_reduce(np.ones(3))
+        group.stream().all_reduce(np.ones(2), 0).wait()
+    assert prepared == ["all_reduce(op=sum, float64[2])", "all_reduce(op=sum, float64[3])"]

@@ -170,6 +170,7 @@ def test_a_usage_error_sends_nothing_uses_no_number_up_and_leaves_the_group_open
                 lambda: group.all_reduce("text"),
                 lambda: group.all_reduce(X, out=np.ones(4, np.float32)),
                 lambda: group.all_reduce(X, op="median"),
+                lambda: group.all_reduce(X, op=["sum"]),
                 lambda: group.all_reduce(X, wire="zip"),
                 lambda: group.all_reduce(X, algorithm="magic"),
                 lambda: group.all_reduce(X, timeout=-1),
