@@ -1,0 +1,196 @@
+"""How a timeline is laid out on paper, in pixels, for every format alike.
+
+    title                                    makespan 33, bubble 27.3 %
+    rank 0 | 0 | 1 | 2 |  .  .  .  | 0 | 1 |                   idle 27%
+    rank 1 |     0 | 1 | ...
+           0        5        10       15        20
+    forward  backward
+
+A row for each lane; boxes to scale, with a word each; what is idle stays the colour of paper. Panels are stacked and share
+one scale of time, so that two timelines can be compared by eye.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+PALETTE: Final = {
+    "forward": ("#4c78a8", "#9ecae9"),
+    "backward": ("#2f8f6b", "#8fd3b6"),
+    "backward input": ("#54a24b", "#a7dc9e"),
+    "backward weight": ("#e8913a", "#f8cf9b"),
+}
+"""Colours of the kinds that are known; each from its first shade to its last."""
+OTHERS: Final = (("#7a6fac", "#c2badf"), ("#b5597d", "#e6b3c7"), ("#6b7785", "#c0c7cf"))
+INK, FAINT, PAPER, EMPTY = "#20262e", "#8a929c", "#ffffff", "#f1f3f5"
+FONT: Final = 12
+CHARACTER: Final = 7.0
+"""Pixels a character of this size takes, about."""
+ROW, GAP, MARGIN = 26, 4, 16
+WIDTH_MIN, WIDTH_MAX = 720.0, 2400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A box from `start` to `stop`, in time units."""
+
+    start: float
+    stop: float
+    kind: str
+    text: str
+    shade: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A lane: its name at the left, its bars, its note at the right."""
+
+    name: str
+    bars: tuple[Bar, ...]
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A timeline: title, figures, rows, and how long it lasts."""
+
+    title: str
+    summary: str
+    rows: tuple[Row, ...]
+    makespan: float
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A filled rectangle; `name` is what it says when pointed at."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: str
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Words; `anchor` ("start", "middle", "end") says which point of them is at x. y is their middle."""
+
+    x: float
+    y: float
+    words: str
+    colour: str = INK
+    anchor: str = "start"
+    bold: bool = False
+
+
+@dataclass(slots=True)
+class Sheet:
+    """A page: shapes in the order in which they are painted."""
+
+    width: float
+    height: float
+    boxes: list[Box] = field(default_factory=list)
+    texts: list[Text] = field(default_factory=list)
+
+
+def lay_out(panels: Sequence[Panel]) -> Sheet:
+    """The page of these panels, one below the other."""
+    left = MARGIN + CHARACTER * max((len(row.name) for panel in panels for row in panel.rows), default=0) + 10
+    right = MARGIN + CHARACTER * max((len(row.note) for panel in panels for row in panel.rows), default=0) + 10
+    longest = max((panel.makespan for panel in panels), default=0.0) or 1.0
+    wide = _chart_width(panels, longest)
+    sheet = Sheet(left + wide + right, 0)
+    y = float(MARGIN)
+    for panel in panels:
+        y = _panel(sheet, panel, left, wide, wide / longest, y) + MARGIN
+    colours = _colours(panels)
+    _legend(sheet, colours, left, y)
+    sheet.height = y + ROW + (MARGIN if colours else 0)
+    return sheet
+
+
+def _chart_width(panels: Sequence[Panel], longest: float) -> float:
+    """Wide enough for the words in all boxes but the very shortest, within limits."""
+    demands = sorted(
+        (len(bar.text) * CHARACTER + 4) / (bar.stop - bar.start)
+        for panel in panels
+        for row in panel.rows
+        for bar in row.bars
+        if bar.text and bar.stop > bar.start
+    )
+    scale = demands[int(0.95 * (len(demands) - 1))] if demands else 0.0
+    return min(max(WIDTH_MIN, scale * longest), WIDTH_MAX)
+
+
+def _panel(sheet: Sheet, panel: Panel, left: float, wide: float, scale: float, y: float) -> float:
+    """Paints one panel from y on; returns where it ends."""
+    sheet.texts.append(Text(left, y + 8, panel.title, bold=True))
+    after = left + CHARACTER * 1.1 * len(panel.title) + 14 if panel.title else left
+    sheet.texts.append(Text(after, y + 8, panel.summary, FAINT))
+    y += 24
+    colours = _colours([panel])
+    for row in panel.rows:
+        sheet.boxes.append(Box(left, y, wide, ROW, EMPTY))
+        sheet.texts.append(Text(left - 8, y + ROW / 2, row.name, anchor="end"))
+        sheet.texts.append(Text(left + wide + 8, y + ROW / 2, row.note, FAINT))
+        for bar in row.bars:
+            _bar(sheet, bar, colours, left + bar.start * scale, y, (bar.stop - bar.start) * scale)
+        y += ROW + GAP
+    step = _step(wide / scale)
+    for tick in range(int(wide / scale / step + 1e-9) + 1):
+        x = left + tick * step * scale
+        sheet.boxes.append(Box(x, y - GAP, 1, 5, FAINT))
+        sheet.texts.append(Text(x, y + 10, f"{tick * step:g}", FAINT, "middle"))
+    return y + 20
+
+
+def _bar(sheet: Sheet, bar: Bar, colours: dict[tuple[str, int], str], x: float, y: float, width: float) -> None:
+    colour = colours[bar.kind, bar.shade]
+    inset = min(0.75, width / 8)
+    sheet.boxes.append(Box(x + inset, y + 1, max(width - 2 * inset, 0.0), ROW - 2, colour, bar.name))
+    if bar.text and len(bar.text) * CHARACTER <= width:
+        ink = PAPER if _is_dark(colour) else INK
+        sheet.texts.append(Text(x + width / 2, y + ROW / 2, bar.text, ink, "middle"))
+
+
+def _legend(sheet: Sheet, colours: dict[tuple[str, int], str], x: float, y: float) -> None:
+    shades = {kind: sum(1 for other, _ in colours if other == kind) for kind, _ in colours}
+    for (kind, shade), colour in colours.items():
+        words = (kind or "task") + (f", chunk {shade}" if shades[kind] > 1 else "")
+        sheet.boxes.append(Box(x, y, 16, 16, colour))
+        sheet.texts.append(Text(x + 22, y + 8, words))
+        x += 22 + CHARACTER * len(words) + 22
+    sheet.width = max(sheet.width, x)
+
+
+def _colours(panels: Sequence[Panel]) -> dict[tuple[str, int], str]:
+    """The colour of each (kind, shade) that occurs, in the order of the palette."""
+    found = sorted({(bar.kind, bar.shade) for panel in panels for row in panel.rows for bar in row.bars})
+    unknown = [kind for kind in dict.fromkeys(kind for kind, _ in found) if kind not in PALETTE]
+    ranges = {**PALETTE, **{kind: OTHERS[place % len(OTHERS)] for place, kind in enumerate(unknown)}}
+    last = {kind: max(shade for other, shade in found if other == kind) for kind, _ in found}
+    place = {kind: number for number, kind in enumerate(ranges)}
+    ordered = sorted(found, key=lambda each: (place[each[0]], each[1]))
+    return {(kind, shade): _between(*ranges[kind], shade / max(last[kind], 1)) for kind, shade in ordered}
+
+
+def _between(first: str, last: str, share: float) -> str:
+    channels = [(int(first[at : at + 2], 16), int(last[at : at + 2], 16)) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(low + (high - low) * share):02x}" for low, high in channels)
+
+
+def _is_dark(colour: str) -> bool:
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue < 150
+
+
+def _step(longest: float) -> float:
+    """Between two ticks: 1, 2 or 5 times a power of ten, about a dozen in all."""
+    rough = longest / 12
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)

@@ -1,0 +1,75 @@
+"""A program: tasks on lanes, each with a duration and with what it needs first.
+
+It is what plans of every sort are lowered to in order to be simulated and drawn: a pipeline schedule, a collective's steps. A
+lane does its tasks one at a time, in the order in which the program lists them; tasks of different lanes meet only in needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ferrorpc.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Another task that must have ended.
+
+    Attributes:
+        task: its index in the program.
+        delay: time units between its end and the moment this need is met, as a message takes to travel.
+    """
+
+    task: int
+    delay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing that one lane does.
+
+    Attributes:
+        name: in full, as in tables and traces: "2F0".
+        lane: index of the lane that does it.
+        duration: time units, 0 or more.
+        needs: what must have ended before it starts.
+        kind: what sort of task it is; pictures give each sort its colour.
+        text: what a picture writes into its box.
+        shade: 0, 1, ...: tells apart tasks of one kind, as the chunks of a stage.
+    """
+
+    name: str
+    lane: int
+    duration: float
+    needs: tuple[Need, ...] = ()
+    kind: str = ""
+    text: str = ""
+    shade: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Tasks and their lanes.
+
+    Attributes:
+        lanes: their names.
+        tasks: each lane does its own in this order. A need may point at a task that is listed later.
+
+    Raises:
+        UsageError: a lane or a need that does not exist, or a duration below 0.
+    """
+
+    lanes: tuple[str, ...]
+    tasks: tuple[Task, ...]
+
+    def __post_init__(self) -> None:
+        for task in self.tasks:
+            if not 0 <= task.lane < len(self.lanes):
+                raise UsageError(f"task {task.name} is on lane {task.lane} of {len(self.lanes)}")
+            if not task.duration >= 0:
+                raise UsageError(f"task {task.name} takes {task.duration} time units")
+            for need in task.needs:
+                if not 0 <= need.task < len(self.tasks):
+                    raise UsageError(f"task {task.name} needs task {need.task} of {len(self.tasks)}")
+                if not need.delay >= 0:
+                    raise UsageError(f"task {task.name} needs {self.tasks[need.task].name} after {need.delay} time units")

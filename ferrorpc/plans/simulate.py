@@ -1,0 +1,96 @@
+"""When each task of a program runs, if nothing ever waits longer than it must.
+
+Lanes are first in, first out, so every task starts at the later of two moments: its lane is free, its needs are met. Neither
+depends on the order in which tasks are looked at; one sweep that follows the needs is therefore exact, and costs
+O(tasks + needs). What the sweep cannot reach waits for itself: a deadlock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from ferrorpc.errors import UsageError
+from ferrorpc.plans.program import Program
+from ferrorpc.plans.timeline import Span, Timeline
+
+_BLOCKED_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """A lane that stands still for ever: the task it cannot start, and the tasks that this one needs."""
+
+    lane: str
+    task: str
+    needs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.lane} cannot start {self.task}, which needs {' and '.join(self.needs)}"
+
+
+def simulate(program: Program) -> Timeline:
+    """The program's timeline. It begins at 0.
+
+    Raises:
+        UsageError: tasks wait for each other in a circle; the message says where every lane stands.
+    """
+    starts = _starts(program)
+    stuck = _stuck(program, starts)
+    if stuck:
+        shown = "; ".join(str(each) for each in stuck[:_BLOCKED_SHOWN])
+        more = f"; and {len(stuck) - _BLOCKED_SHOWN} more lanes" if len(stuck) > _BLOCKED_SHOWN else ""
+        raise UsageError(f"the program stands still: {shown}{more}", hint="change the order of tasks on one of these lanes")
+    spans = (
+        Span(task.name, task.lane, start, start + task.duration, task.kind, task.text, task.shade)
+        for task, start in zip(program.tasks, starts, strict=True)
+        if start is not None
+    )
+    return Timeline(program.lanes, tuple(spans))
+
+
+def blocked(program: Program) -> list[Blocked]:
+    """The lanes that can never go on, and where each stands; none where the program runs to its end."""
+    return _stuck(program, _starts(program))
+
+
+def _starts(program: Program) -> list[float | None]:
+    """The start of each task; None for those that are never reached."""
+    tasks = program.tasks
+    follower: list[int | None] = [None] * len(tasks)
+    dependants: list[list[int]] = [[] for _ in tasks]
+    missing = [len(task.needs) for task in tasks]
+    last: dict[int, int] = {}
+    for index, task in enumerate(tasks):
+        if task.lane in last:
+            follower[last[task.lane]] = index
+            missing[index] += 1
+        last[task.lane] = index
+        for need in task.needs:
+            dependants[need.task].append(index)
+    starts: list[float | None] = [None] * len(tasks)
+    free = [0.0] * len(program.lanes)
+    ready = deque(index for index, count in enumerate(missing) if count == 0)
+    while ready:
+        index = ready.popleft()
+        task = tasks[index]
+        start = free[task.lane]
+        for need in task.needs:
+            start = max(start, (starts[need.task] or 0.0) + tasks[need.task].duration + need.delay)
+        starts[index] = start
+        free[task.lane] = start + task.duration
+        after = follower[index]
+        for other in dependants[index] if after is None else (*dependants[index], after):
+            missing[other] -= 1
+            if missing[other] == 0:
+                ready.append(other)
+    return starts
+
+
+def _stuck(program: Program, starts: list[float | None]) -> list[Blocked]:
+    found: dict[int, Blocked] = {}
+    for task, start in zip(program.tasks, starts, strict=True):
+        if start is None and task.lane not in found:
+            needs = tuple(program.tasks[need.task].name for need in task.needs if starts[need.task] is None)
+            found[task.lane] = Blocked(program.lanes[task.lane], task.name, needs)
+    return [found[lane] for lane in sorted(found)]

@@ -1,0 +1,117 @@
+"""A timeline: what each lane did and when, simulated or recorded. It can be measured, drawn and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ferrorpc.plans import chrome_trace, png, svg
+from ferrorpc.plans.drawing import Bar, Panel, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One task as it ran: on `lane` from `start` to `stop`, in time units. The rest is as in `program.Task`."""
+
+    name: str
+    lane: int
+    start: float
+    stop: float
+    kind: str = ""
+    text: str = ""
+    shade: int = 0
+
+
+class Timeline:
+    """Spans on lanes.
+
+    Args:
+        lanes: their names.
+        spans: those of one lane do not overlap.
+        title: for pictures.
+    """
+
+    def __init__(self, lanes: Sequence[str], spans: Sequence[Span], title: str = "") -> None:
+        self.lanes = tuple(lanes)
+        self.spans = tuple(spans)
+        self.title = title
+
+    @cached_property
+    def start(self) -> float:
+        """When the first span begins; 0 where there is none."""
+        return min((span.start for span in self.spans), default=0.0)
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first span's begin to the last one's end, in time units."""
+        return max((span.stop for span in self.spans), default=0.0) - self.start
+
+    @cached_property
+    def busy(self) -> list[float]:
+        """Time units each lane works."""
+        busy = [0.0] * len(self.lanes)
+        for span in self.spans:
+            busy[span.lane] += span.stop - span.start
+        return busy
+
+    @property
+    def bubbles(self) -> list[float]:
+        """Share of the makespan that each lane is idle, 0 to 1."""
+        return [1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of all lanes' time that is idle, 0 to 1."""
+        return sum(self.bubbles) / len(self.lanes) if self.lanes else 0.0
+
+    def summary(self) -> str:
+        """One line of figures, as it stands above pictures."""
+        return f"makespan {self.makespan:.6g}, bubble {self.bubble_fraction:.1%}"
+
+    def note(self, lane: int) -> str:
+        """What a picture writes at the end of a lane."""
+        return f"idle {self.bubbles[lane]:.0%}"
+
+    def to_svg(self, path: str | Path, beside: Timeline | None = None) -> None:
+        """Draws it into an SVG file, with `beside` below it on the same scale of time."""
+        Path(path).write_text(svg.render(self._panels(beside)), encoding="utf-8")
+
+    def to_png(self, path: str | Path, beside: Timeline | None = None) -> None:
+        """Draws it into a PNG file, as `to_svg`.
+
+        Raises:
+            BackendUnavailableError: matplotlib is not installed.
+        """
+        png.render(self._panels(beside), Path(path))
+
+    def to_chrome_trace(self, path: str | Path, unit_seconds: float = 1e-3) -> None:
+        """Writes it for chrome://tracing and Perfetto: a process, a thread for each lane.
+
+        Args:
+            unit_seconds: how long a time unit of this timeline is shown to last; 1 for recorded seconds.
+        """
+        rows = [(span.name, span.lane, span.start - self.start, span.stop - span.start, span.kind) for span in self.spans]
+        text = chrome_trace.render(self.title or "timeline", self.lanes, rows, unit_seconds)
+        Path(path).write_text(text, encoding="utf-8")
+
+    def panel(self) -> Panel:
+        """What pictures are made of."""
+        rows: list[list[Bar]] = [[] for _ in self.lanes]
+        for span in sorted(self.spans, key=lambda span: span.start):
+            begin = span.start - self.start
+            bar = Bar(begin, span.stop - self.start, span.kind, span.text, span.shade, span.name)
+            rows[span.lane].append(bar)
+        named = [
+            Row(name, tuple(bars), self.note(lane)) for lane, (name, bars) in enumerate(zip(self.lanes, rows, strict=True))
+        ]
+        return Panel(self.title, self.summary(), tuple(named), self.makespan)
+
+    def _panels(self, beside: Timeline | None) -> list[Panel]:
+        return [self.panel()] if beside is None else [self.panel(), beside.panel()]
+
+    def __repr__(self) -> str:
+        title: Any = f" {self.title}:" if self.title else ""
+        return f"<{type(self).__name__}{title} {len(self.lanes)} lanes, {self.summary()}>"

@@ -1,0 +1,90 @@
+"""What a timeline measures, and the files it is written to."""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from ferrorpc.errors import BackendUnavailableError
+from ferrorpc.plans.timeline import Span, Timeline
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture
+def timeline() -> Timeline:
+    """Two lanes; the first works 3 of 4, the second 1 of 4. It begins at 10."""
+    spans = (
+        Span("0F0", 0, 10.0, 12.0, "forward", "0"),
+        Span("0B0", 0, 13.0, 14.0, "backward", "0"),
+        Span("1F0", 1, 12.0, 13.0, "forward", "0", 1),
+    )
+    return Timeline(("rank 0", "rank <1>"), spans, "a & b")
+
+
+def test_makespan_and_bubbles_come_from_the_spans(timeline: Timeline):
+    assert timeline.makespan == 4.0
+    assert timeline.busy == [3.0, 1.0]
+    assert timeline.bubbles == [0.25, 0.75]
+    assert timeline.bubble_fraction == 0.5
+    assert "makespan 4, bubble 50.0%" in repr(timeline)
+
+
+def test_an_empty_timeline_has_no_bubble():
+    empty = Timeline(("rank 0",), ())
+    assert (empty.makespan, empty.bubble_fraction) == (0.0, 0.0)
+
+
+def boxes(path: Path) -> dict[str, ElementTree.Element]:
+    """Every box of an SVG file that says what it is."""
+    root = ElementTree.parse(path).getroot()
+    return {rect[0].text or "": rect for rect in root.iter(f"{SVG}rect") if len(rect)}
+
+
+def test_an_svg_has_a_box_to_scale_for_every_span(timeline: Timeline, tmp_path: Path):
+    timeline.to_svg(tmp_path / "t.svg")
+    found = boxes(tmp_path / "t.svg")
+    assert set(found) == {"0F0", "0B0", "1F0"}
+    widths = {name: float(box.attrib["width"]) for name, box in found.items()}
+    assert widths["0F0"] == pytest.approx(2 * widths["0B0"], rel=0.02)
+    assert float(found["1F0"].attrib["x"]) > float(found["0F0"].attrib["x"]) + widths["0F0"]
+    assert float(found["1F0"].attrib["y"]) > float(found["0F0"].attrib["y"])
+    words = {text.text for text in ElementTree.parse(tmp_path / "t.svg").iter(f"{SVG}text")}
+    assert {"rank 0", "rank <1>", "a & b", "idle 25%", "forward, chunk 0", "forward, chunk 1", "backward"} <= words
+
+
+def test_kinds_and_shades_differ_in_colour(timeline: Timeline, tmp_path: Path):
+    timeline.to_svg(tmp_path / "t.svg")
+    assert len({box.attrib["fill"] for box in boxes(tmp_path / "t.svg").values()}) == 3
+
+
+def test_two_timelines_share_one_scale(timeline: Timeline, tmp_path: Path):
+    slower = Timeline(("rank 0",), (Span("other", 0, 0.0, 8.0, "forward"),))
+    timeline.to_svg(tmp_path / "t.svg", beside=slower)
+    found = boxes(tmp_path / "t.svg")
+    assert float(found["other"].attrib["width"]) == pytest.approx(4 * float(found["0F0"].attrib["width"]), rel=0.02)
+
+
+def test_a_chrome_trace_has_threads_and_microseconds(timeline: Timeline, tmp_path: Path):
+    timeline.to_chrome_trace(tmp_path / "t.json", unit_seconds=1e-3)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert threads == {0: "rank 0", 1: "rank <1>"}
+    (second,) = [event for event in events if event["name"] == "1F0"]
+    assert (second["ph"], second["tid"], second["ts"], second["dur"]) == ("X", 1, 2000.0, 1000.0)
+
+
+def test_a_png_is_one(timeline: Timeline, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    timeline.to_png(tmp_path / "t.png")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_a_png_is_refused_with_what_to_install(timeline: Timeline, tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(BackendUnavailableError, match="matplotlib"):
+        timeline.to_png(tmp_path / "t.png")
