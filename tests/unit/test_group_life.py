@@ -203,6 +203,22 @@ def test_an_out_that_does_not_fit_what_arrives_concerns_that_rank_alone() -> Non
     assert run_world(3, body) == [3, 3, 3]
 
 
+@pytest.mark.parametrize("out", [lambda: [np.zeros(3), np.zeros(4)], lambda: np.zeros(7)], ids=["a list", "one array"])
+def test_a_list_of_results_that_does_not_fit_concerns_that_rank_alone(out: Callable[[], Any]) -> None:
+    def body(group: ProcessGroup) -> int:
+        if group.rank == 0:
+            with pytest.raises(TensorMismatchError, match=r"float64\[3\]"):
+                group.all_gather(np.ones(3), out=out())
+            with pytest.raises(TensorMismatchError, match=r"float64\[3\]"):
+                group.all_gather(np.ones(3), out=out(), async_op=True).wait()
+        else:
+            group.all_gather(np.ones(3))
+            group.all_gather(np.ones(3))
+        return int(group.all_reduce(1))
+
+    assert run_world(2, body) == [2, 2]
+
+
 def test_timeouts_of_the_store_and_of_named_barriers_break_nothing() -> None:
     def body(group: ProcessGroup) -> int:
         if group.rank == 0:
