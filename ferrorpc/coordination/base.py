@@ -36,7 +36,8 @@ class MemberReport:
         where = f"{self.name} on {self.host}" if self.host else self.name
         doing = f", last seen in {self.activity}" if self.activity else ""
         why = f" ({self.reason})" if self.reason else ""
-        return f"rank {self.rank} ({where}): {self.state}{why}, last beat {self.beat_age_seconds:.1f} s ago{doing}"
+        who = f"rank {self.rank} ({where})" if self.rank >= 0 else where
+        return f"{who}: {self.state}{why}, last beat {self.beat_age_seconds:.1f} s ago{doing}"
 
 
 class Store(ABC):
@@ -125,7 +126,7 @@ class Session(ABC):
     @property
     @abstractmethod
     def pending_members(self) -> list[str]:
-        """Names of those who wait for the next generation."""
+        """Names of those whom the next generation would admit; spares, for whom it has no room, are not among them."""
 
     @abstractmethod
     def rejoin(self, timeout: float) -> Membership:

@@ -173,6 +173,12 @@ class LocalWorld:
         """Members of the current generation for whom an open round waits. The lock is held."""
         return [member for member in self.generation.members if member.alive and not member.asking]
 
+    def to_admit(self) -> list[LocalSession]:
+        """Members that ask for a place and would get one in the next generation. The lock is held."""
+        members = self.generation.members
+        room = self._max_size - sum(member.alive for member in members)
+        return [session for session in self.sessions if session.asking and session.alive and session not in members][:room]
+
     def _add_session(self) -> LocalSession:
         number = next(self._names)
         session = LocalSession(self, number, f"member-{number}")
@@ -321,8 +327,7 @@ class LocalSession(Session):
     @property
     def pending_members(self) -> list[str]:
         with self._monitor.lock:
-            sessions = self._world.sessions
-            return [s.name for s in sessions if s.asking and s.alive and s not in self._world.generation.members]
+            return [session.name for session in self._world.to_admit()]
 
     def rejoin(self, timeout: float) -> Membership:
         before = self._world.generation.number

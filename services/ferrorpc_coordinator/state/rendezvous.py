@@ -240,11 +240,16 @@ class Rendezvous:
         return response
 
     def _announce(self) -> None:
-        """Tells the members of the newest generation who waits to join them, when that changed."""
+        """Tells the members of the newest generation whom another one would admit, when that changed.
+
+        Spares are not told of: members that reform to admit them would do so for ever.
+        """
         newest = self._generations.newest
         if newest is None:
             return
-        names = [bid.member.name for bid in self._bids.values() if not newest.holds(bid.member)]
+        waiting = [bid for bid in self._bids.values() if not newest.holds(bid.member)]
+        room = max(0, waiting[0].size[1] - len(newest.living)) if waiting else 0
+        names = [bid.member.name for bid in sorted(waiting, key=lambda bid: bid.request.pinned_rank < 0)[:room]]
         if names != self._announced:
             self._announced = names
             self._desk.push(newest.living, session_pb2.Event(pending=session_pb2.PendingMembers(names=names)))

@@ -259,6 +259,20 @@ def test_a_joiner_is_pending_until_the_others_reform():
     assert isinstance(generation.latch.cause, StaleGenerationError)
 
 
+def test_a_spare_is_pending_only_once_there_is_room():
+    world = LocalWorld(2, min_size=1)
+    spare = threading.Thread(target=lambda: world.join(20))
+    spare.start()
+    while len(world.sessions) < 3 or not world.sessions[2].asking:
+        pass
+    assert world.session(0).pending_members == []
+    world.kill(1, "signal 9")
+    assert world.session(0).pending_members == ["member-2"]
+    world.session(0).rejoin(20)
+    spare.join(20)
+    assert [peer.name for peer in world.session(0).membership.assignment.peers] == ["member-0", "member-2"]
+
+
 def test_keys_bound_to_a_session_or_a_generation_vanish_with_it():
     world = LocalWorld(2, min_size=1)
     store = world.session(1).store
