@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, PeerLostError
 
 
 def cause_on(rank: int, origin: int, cause: FerroError) -> FerroError:
@@ -22,4 +22,14 @@ def link_lost(reporter: int, peer: int, reason: str) -> GroupAbortedError:
         reporter,
         f"the data stream between rank {reporter} and rank {peer} broke: {reason}; both are alive",
         hint="look at the network between the two; group.reform() makes new streams",
+    )
+
+
+def needed_one_who_left(peer: int) -> PeerLostError:
+    """The cause when an operation needs a rank that has said goodbye."""
+    return PeerLostError(
+        peer,
+        "it left the job",
+        f"rank {peer} was lost: it left the job, and an operation here still needs it",
+        hint="make every rank call the same operations, and close() after the last; or call group.reform()",
     )

@@ -17,6 +17,16 @@ BINDINGS: Final = ("job", "session", "generation")
 _KEY: Final = re.compile(r"[!-~]+")
 
 
+def require(what: str, amount: int, limit: str, most: int) -> None:
+    """Refuses an amount past a limit, in the coordinator's words.
+
+    Raises:
+        LimitExceededError: naming the limit.
+    """
+    if amount > most:
+        raise LimitExceededError(f"{what} would be {amount}, the limit {limit} is {most}", limit=limit, most=most)
+
+
 def check_key(key: str) -> None:
     """Refuses a key that no store takes.
 
@@ -24,8 +34,7 @@ def check_key(key: str) -> None:
         LimitExceededError: longer than 512 bytes.
         UsageError: empty, or with characters other than printable ASCII without the blank.
     """
-    if len(key.encode("utf-8", "surrogatepass")) > KEY_BYTES_MAX:
-        raise LimitExceededError(f"the key {key[:40]!r}... has more than {KEY_BYTES_MAX} bytes")
+    require(f"the length of key {key[:40]!r}...", len(key.encode("utf-8", "surrogatepass")), "key_bytes", KEY_BYTES_MAX)
     if not _KEY.fullmatch(key):
         raise UsageError(f"key {key!r} is not made of printable ASCII without blanks", hint="use keys such as 'run/lr'")
 
@@ -36,14 +45,12 @@ def check_value(value: bytes) -> None:
         raise UsageError(
             f"a store holds bytes, not {type(value).__name__}", hint="encode it: str.encode(), json.dumps(...).encode()"
         )
-    if len(value) > VALUE_BYTES_MAX:
-        raise LimitExceededError(f"a value of {len(value)} bytes is larger than {VALUE_BYTES_MAX} bytes")
+    require("the bytes of a value", len(value), "value_bytes", VALUE_BYTES_MAX)
 
 
 def check_payload(payload: bytes) -> None:
     """Refuses a barrier payload larger than 4 KiB."""
-    if len(payload) > PAYLOAD_BYTES_MAX:
-        raise LimitExceededError(f"a barrier payload of {len(payload)} bytes is larger than {PAYLOAD_BYTES_MAX} bytes")
+    require("the bytes of a barrier's payload", len(payload), "payload_bytes", PAYLOAD_BYTES_MAX)
 
 
 def check_binding(bind: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ferrorpc.coordination import limits
 from ferrorpc.coordination.base import MemberReport, Membership, Session
-from ferrorpc.coordination.causes import cause_on, link_lost
+from ferrorpc.coordination.causes import cause_on, link_lost, needed_one_who_left
 from ferrorpc.coordination.local_store import Keyspace, LocalStore, Owner
 from ferrorpc.coordination.monitor import Monitor
 from ferrorpc.errors import (
@@ -275,9 +275,9 @@ class LocalSession(Session):
         with self._monitor.lock:
             members = self._world.generation.members
             current = self._world.generation.number == self.membership.assignment.generation
-            gone = current and not members[peer].alive
-            cause = PeerLostError(peer, members[peer].farewell) if gone else link_lost(self.rank, peer, reason)
-        self.report(cause)
+            dead, left = (current and members[peer].state == state for state in ("dead", "left"))
+            cause = PeerLostError(peer, members[peer].farewell) if dead else link_lost(self.rank, peer, reason)
+        self.report(needed_one_who_left(peer) if left else cause)
 
     def barrier(
         self, name: str, payload: bytes = b"", *, ranks: Iterable[int] | None = None, timeout: float | None = None

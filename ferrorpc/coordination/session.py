@@ -12,7 +12,7 @@ from typing import Any, Final
 from ferrorpc.config import Config
 from ferrorpc.coordination import farewell, limits
 from ferrorpc.coordination.base import MemberReport, Membership, Session
-from ferrorpc.coordination.causes import cause_on
+from ferrorpc.coordination.causes import cause_on, needed_one_who_left
 from ferrorpc.coordination.channel import connector, read_token
 from ferrorpc.coordination.explain import explanation, report_of
 from ferrorpc.coordination.link import Link
@@ -86,7 +86,7 @@ class RemoteSession(Session):
         self._activity = ""
         self._ordinals: dict[tuple[int, str], int] = {}
         self._pending: tuple[str, ...] = ()
-        self._links_lost: dict[tuple[int, int], str] = {}
+        self._links_lost: set[tuple[int, int]] = set()
         self._reported = 0
         self._at_leave: list[Callable[[], None]] = []
         self.left = False
@@ -186,7 +186,7 @@ class RemoteSession(Session):
         generation = self._generation
         if self.membership.latch.cause is not None or (generation, peer) in self._links_lost:
             return
-        self._links_lost[generation, peer] = reason
+        self._links_lost.add((generation, peer))
         lost = wire.LinkLost(peer_rank=peer, reason=reason[:1024])
         request = wire.ReportRequest(generation=generation, link_lost=lost)
         try:
@@ -392,9 +392,8 @@ class RemoteSession(Session):
     def _member_changed(self, member: identity_pb2.Member) -> None:
         report = report_of(member)
         _log.info("%s", report)
-        reason = self._links_lost.get((self._generation, report.rank))
-        if report.state == "left" and reason is not None:
-            self.report(PeerLostError(report.rank, f"it left the job, and {reason}"))
+        if report.state == "left" and (self._generation, report.rank) in self._links_lost:
+            self.report(needed_one_who_left(report.rank))
 
     def _close_what_it_carries(self) -> None:
         while self._at_leave:

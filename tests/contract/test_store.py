@@ -127,9 +127,9 @@ def test_keys_are_sorted_and_chosen_by_prefix(stores):
 
 
 def test_what_passes_a_limit_is_refused_and_changes_nothing(stores):
-    with pytest.raises(LimitExceededError):
+    with pytest.raises(LimitExceededError, match="value_bytes is 1048576"):
         stores[0].set("big", bytes((1 << 20) + 1))
-    with pytest.raises(LimitExceededError):
+    with pytest.raises(LimitExceededError, match="key_bytes is 512"):
         stores[0].set("k" * 513, b"")
     assert stores[0].keys() == []
     stores[0].set("k" * 512, bytes(1 << 20))

@@ -136,6 +136,7 @@ def test_a_lost_link_to_one_who_left_names_its_end():
     cause = world.session(1).membership.latch.cause
     assert isinstance(cause, PeerLostError)
     assert cause.reason == "it left the job"
+    assert "still needs it" in str(cause)
 
 
 def test_a_barrier_gathers_payloads_in_rank_order():
