@@ -130,14 +130,17 @@ class Rendezvous:
         """Why the round is still open; empty when none is."""
         if not self._bids:
             return ""
-        low, high = next(iter(self._bids.values())).size
-        ready = len(self._ready())
+        first = next(iter(self._bids.values()))
+        low, high = first.size
+        ready = self._ready()
         world = str(low) if low == high else f"{low} to {high}"
-        reason = f"{ready} of {world} members ask to join"
+        reason = f"{len(ready)} of {world} members ask to join"
         owing = self._owing()
         if owing:
             reason += f"; generation {self._desk.newest_generation} goes on until its other members ask too: "
             reason += ", ".join(str(member) for member in owing[:8]) + (", ..." if len(owing) > 8 else "")
+        elif missing := self._missing_ranks(ready, first):
+            reason += f"; missing: rank {', '.join(map(str, missing[:NAMED_MAX]))}; {self._about(missing[:NAMED_MAX])}"
         elif self._last_call is not None:
             reason += f"; last call for {seconds(max(0, self._last_call - self._desk.now))} more"
         return reason
@@ -335,15 +338,20 @@ class Rendezvous:
         came = ready + tired
         head += f"{len(came)} of {low if low == high else f'{low} to {high}'} came, "
         given_up = f". Gave up before: {', '.join(str(other.member) for other in tired[:NAMED_MAX])}" if tired else ""
-        taken = claimed([self._claim(other) for other in came], high)
-        if len(taken) == len(came) and low == high:
-            ranks = sorted(set(range(high)) - set(taken.values()))
+        ranks = self._missing_ranks(came, bid)
+        if ranks:
             head += f"missing: rank {', '.join(map(str, ranks))}; {self._about(ranks)}"
             return RendezvousTimeoutError(ranks, f"{head}. {present}{given_up}{self._known_of_others(ranks)}")
         missing = max(0, low - len(came))
         unknown = [f"one more member ({number} of {missing})" for number in range(1, missing + 1)]
         head += f"{missing} missing whose ranks nobody claimed"
         return RendezvousTimeoutError(unknown, f"{head}. {present}{given_up}{self._known_of_others([])}")
+
+    def _missing_ranks(self, came: list[Bid], bid: Bid) -> list[int]:
+        """The ranks of a fixed world that nobody claims, where everyone who came claims one; none where it cannot be known."""
+        taken = claimed([self._claim(other) for other in came], bid.size[1])
+        known = bid.fixed and len(taken) == len(came)
+        return sorted(set(range(bid.size[1])) - set(taken.values())) if known else []
 
     def _about(self, ranks: list[int]) -> str:
         """What is known of each of these ranks that did not come."""
