@@ -321,21 +321,26 @@ class Rendezvous:
     def _explanation(self, bid: Bid) -> RendezvousTimeoutError:
         head = f"{bid.member} waited {seconds(self._desk.now - bid.since)} to join job {self._desk.job}: "
         present = "; ".join(self._roster.sentence(other.member) for other in list(self._bids.values())[:NAMED_MAX])
-        owing = self._owing()
-        if owing:
+        tired = self._tired(bid)
+        gave_up = [other.member for other in tired]
+        owing = [member for member in self._owing() if member not in gave_up]
+        newest = self._generations.newest
+        if owing and newest is not None:
             ranks = [member.rank for member in owing]
             about = "; ".join(self._roster.sentence(member) for member in owing[:NAMED_MAX])
-            head += f"generation {self._desk.newest_generation} goes on, its members did not all ask for another: {about}"
+            state = "is over" if newest.over else "goes on"
+            head += f"generation {newest.number} {state}, its members did not all ask for another: {about}"
             return RendezvousTimeoutError(ranks, f"{head}. Waiting: {present}")
-        return self._absence(bid, head, f"Present: {present}")
+        return self._absence(bid, tired, head, f"Present: {present}")
 
-    def _absence(self, bid: Bid, head: str, present: str) -> RendezvousTimeoutError:
-        """Nobody is blamed for having given up while this bid waited for the same ones in vain."""
-        low, high = bid.size
-        ready = self._ready()
+    def _tired(self, bid: Bid) -> list[Bid]:
+        """Those who gave up while this bid waited for the same ones in vain: they are not to blame."""
         earlier = [other for other, when in self._gave_up.values() if when >= bid.since]
-        tired = earlier if len(ready) + len(earlier) < low else []
-        came = ready + tired
+        return earlier if len(self._ready()) + len(earlier) < bid.size[0] else []
+
+    def _absence(self, bid: Bid, tired: list[Bid], head: str, present: str) -> RendezvousTimeoutError:
+        low, high = bid.size
+        came = self._ready() + tired
         head += f"{len(came)} of {low if low == high else f'{low} to {high}'} came, "
         given_up = f". Gave up before: {', '.join(str(other.member) for other in tired[:NAMED_MAX])}" if tired else ""
         ranks = self._missing_ranks(came, bid)
