@@ -1,7 +1,7 @@
 """ProcessGroup: the operations of a group of ranks, as training code calls them.
 
-This file says what is called. arguments.py checks what callers pass, results.py brings home what they get, and dispatch.py
-turns a call into a running operation.
+This file says what is called. In operations/, arguments.py checks what callers pass, results.py brings home what they get,
+and dispatch.py turns a call into a running operation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from ferrorpc.arguments import (
+from ferrorpc.arrays.base import View
+from ferrorpc.arrays.kinds import NUMPY, view
+from ferrorpc.backends.base import Backend
+from ferrorpc.collectives import select
+from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.coordination.base import Session, Store
+from ferrorpc.coordination.farewell import reason_of
+from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, UsageError
+from ferrorpc.operations.arguments import (
     kind_like,
     list_result,
     no_result,
@@ -26,17 +34,9 @@ from ferrorpc.arguments import (
     shape_of,
     tag_of,
 )
-from ferrorpc.arrays.base import View
-from ferrorpc.arrays.kinds import NUMPY, view
-from ferrorpc.backends.base import Backend
-from ferrorpc.collectives import select
-from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.coordination.base import Session, Store
-from ferrorpc.coordination.farewell import reason_of
-from ferrorpc.dispatch import Dispatch
-from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, UsageError
-from ferrorpc.results import NOTHING, Into, Result
-from ferrorpc.stream import Stream
+from ferrorpc.operations.dispatch import Dispatch
+from ferrorpc.operations.results import NOTHING, Into, Result
+from ferrorpc.operations.stream import Stream
 from ferrorpc.types import DType, ReduceOp, TensorSpec, dtype_named, dtype_of
 
 OWN_WORK_SECONDS: Final = 0.4

@@ -101,7 +101,7 @@ def own_coordinator(place: Place, port: int) -> str:
         raise ConfigError(f"a world of {place.world[1]} members needs a coordinator, and none is named", hint=hint)
     host = "127.0.0.1" if place.one_node else place.master
     if not host:
-        raise ConfigError(f"{place.source} does not say where rank 0 is", hint="set FERRORPC_COORDINATOR, or MASTER_ADDR")
+        raise ConfigError(f"nothing in {place.source} says where rank 0 is", hint="set FERRORPC_COORDINATOR, or MASTER_ADDR")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

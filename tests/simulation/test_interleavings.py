@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ferrorpc import ProcessGroup, Work
-from ferrorpc.stream import Stream
+from ferrorpc.operations.stream import Stream
 from ferrorpc.testing import FaultPlan, VirtualClock, run_world
 from ferrorpc.testing.reference import check_list, check_same, reduced, values
 from ferrorpc.types import DType, ReduceOp

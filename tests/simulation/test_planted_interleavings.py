@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ferrorpc.dispatch import Dispatch
+from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.transports.inproc import InprocTransport, Network
 from ferrorpc.transports.mailbox import Box, Mailbox
 from ferrorpc.wire.frames import Frame

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ferrorpc.arguments import one_result, seconds_of
 from ferrorpc.arrays.kinds import view
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.dispatch import Dispatch
+from ferrorpc.operations.arguments import one_result, seconds_of
+from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.types import ReduceOp
 from ferrorpc.work import Work
 

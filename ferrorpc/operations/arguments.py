@@ -11,7 +11,7 @@ import numpy as np
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.kinds import NUMPY, kind_of, view
 from ferrorpc.errors import InvalidRankError, SelfSendError, TensorMismatchError, UsageError
-from ferrorpc.results import NOTHING, Into, IntoList, IntoWhole, New, NewList, Result
+from ferrorpc.operations.results import NOTHING, Into, IntoList, IntoWhole, New, NewList, Result
 from ferrorpc.types import TensorSpec
 
 TAG_MAX: Final = (1 << 62) - 1

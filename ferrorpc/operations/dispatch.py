@@ -17,7 +17,7 @@ from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.errors import FerroError, GroupClosedError
 from ferrorpc.guard import Guard
-from ferrorpc.results import Result
+from ferrorpc.operations.results import Result
 from ferrorpc.wire.frames import Key
 from ferrorpc.work import Work
 
