@@ -54,6 +54,14 @@ def test_importing_the_library_prepares_grpc_and_leaves_a_level_that_is_set() ->
         assert (result.stdout.strip(), result.stderr) == (expected, "")
 
 
+def test_grpc_imported_before_the_library_is_warned_of_once_unless_its_fork_support_is_off() -> None:
+    code = "import grpc, ferrorpc, importlib; importlib.import_module('ferrorpc')"
+    unset = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    for environment, warnings in ((unset, 1), (unset | {"GRPC_ENABLE_FORK_SUPPORT": "0"}, 0)):
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+        assert result.stderr.count("grpc was imported before ferrorpc") == warnings, result.stderr
+
+
 def test_the_face_answers_dir_without_loading_anything() -> None:
     assert sorted(set(loaded_after("import ferrorpc; dir(ferrorpc)")) & set(HEAVY)) == []
 

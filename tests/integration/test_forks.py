@@ -1,0 +1,86 @@
+"""Processes that members fork: data loaders work, and what a child holds open does not keep its parent alive."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.integration.launching import environment, run, write_script
+from tests.integration.service import Service
+
+
+def test_a_data_loader_that_forks_works_between_operations(tmp_path: Path) -> None:
+    body = """
+    import multiprocessing
+    import numpy
+    import ferrorpc
+
+    def load(index):
+        return numpy.full(1000, float(index))
+
+    with ferrorpc.init_process_group() as group:
+        assert float(group.all_reduce(1.0)) == 2.0
+        for epoch in range(3):
+            with multiprocessing.get_context("fork").Pool(3) as loader:
+                batches = loader.map(load, range(group.rank, 24, group.size))
+            total = group.all_reduce(sum(batches))
+            assert total.tolist() == [276.0] * 1000
+        print("trained", flush=True)
+    """
+    result = run("-n", "2", write_script(tmp_path, body))
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["0: trained", "1: trained"]
+
+
+DIES_BESIDE_A_CHILD = """
+import os, signal, sys, time
+import ferrorpc
+
+group = ferrorpc.init_process_group()
+group.all_reduce(1.0)
+if group.rank == 1:
+    if os.fork() == 0:  # like the worker of a data loader: it has every socket of its parent, and outlives it
+        print("child", os.getpid(), flush=True)
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+died = time.monotonic() + 0.5
+try:
+    group.all_reduce(1.0, timeout=20)
+except ferrorpc.PeerLostError as error:
+    print(error.rank, time.monotonic() - died, flush=True)
+"""
+
+
+def test_a_child_that_keeps_the_sockets_of_a_dead_member_delays_the_news_by_no_more_than_a_lease(tmp_path: Path) -> None:
+    service = Service()
+    try:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", DIES_BESIDE_A_CHILD],
+                env=environment() | {"FERRORPC_COORDINATOR": service.address, "RANK": str(rank), "WORLD_SIZE": "2"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        assert ranks[1].stdout is not None
+        child = int(ranks[1].stdout.readline().split()[1])
+        output, _ = ranks[0].communicate(timeout=60)
+        subprocess.run(["kill", "-9", str(child)], check=True)
+        ranks[1].communicate(timeout=10)
+        lost, seconds = output.split()
+        assert int(lost) == 1
+        assert float(seconds) < 4.0 + 0.5, "a lease and a second"
+    finally:
+        service.stop()
+
+
+def test_under_the_launcher_such_a_child_delays_nothing(tmp_path: Path) -> None:
+    result = run("-n", "2", write_script(tmp_path, DIES_BESIDE_A_CHILD))
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("0: ")]
+    _, lost, seconds = line.split()
+    assert int(lost) == 1
+    assert float(seconds) < 1.0 + 0.5
