@@ -37,7 +37,7 @@ class MemberReport:
         doing = f", last seen in {self.activity}" if self.activity else ""
         why = f" ({self.reason})" if self.reason else ""
         who = f"rank {self.rank} ({where})" if self.rank >= 0 else where
-        return f"{who}: {self.state}{why}, last beat {self.beat_age_seconds:.1f} s ago{doing}"
+        return f"{who}: {self.state}{why}, last beat {self.beat_age_seconds:.1f} s ago, step {self.step}{doing}"
 
 
 class Store(ABC):

@@ -162,7 +162,7 @@ def test_a_barrier_that_lacks_ranks_names_each_and_breaks_nothing():
         world.session(0).barrier("b", timeout=0.05)
     assert caught.value.missing == [1, 2]
     assert "rank 1" in str(caught.value)
-    assert "last seen in broadcast #7" in str(caught.value)
+    assert "s ago, step 1, last seen in broadcast #7" in str(caught.value)
     assert world.session(0).membership.latch.cause is None
     with pytest.raises(BarrierTimeoutError):
         world.session(1).barrier("b")
