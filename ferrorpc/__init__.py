@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         VersionMismatchError as VersionMismatchError,
     )
     from ferrorpc.group import ProcessGroup as ProcessGroup
+    from ferrorpc.pipeline import schedules as schedules
     from ferrorpc.types import DType as DType, ReduceOp as ReduceOp, TensorSpec as TensorSpec
     from ferrorpc.work import Work as Work
 
@@ -72,6 +73,7 @@ _HOMES = {
     "DistributedDataParallel": "ferrorpc.ddp.module",
     "GradientSynchronizer": "ferrorpc.ddp.synchroniser",
     "Parameter": "ferrorpc.ddp.parameter",
+    "schedules": "ferrorpc.pipeline",
     "ErrorCode": "ferrorpc.errors",
     "FerroError": "ferrorpc.errors",
     "ConfigError": "ferrorpc.errors",
@@ -108,7 +110,8 @@ __all__ = ["__version__", *_ROOMS, *_HOMES]
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        value = getattr(_import_module(_HOMES[name]), name)
+        home = _import_module(_HOMES[name])
+        value = getattr(home, name) if hasattr(home, name) else _import_module(f"{_HOMES[name]}.{name}")
     elif name in _ROOMS:
         value = _import_module(f"ferrorpc.{name}")
     elif name == "__version__":

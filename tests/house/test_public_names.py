@@ -32,6 +32,7 @@ FACE = {
     # rooms that are public as they are
     "errors",
     "testing",
+    "schedules",
 }
 ERRORS = set(errors.__all__)
 

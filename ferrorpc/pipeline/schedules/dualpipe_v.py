@@ -1,0 +1,67 @@
+"""DualPipeV: as ZBV down and up again, with forwards of one chunk beside backwards of the other, whose messages they hide.
+
+DeepSeek-AI, "DualPipe" (the V-shaped half of it), github.com/deepseek-ai/DualPipe. Rank r holds pieces r and 2p-1-r. The steady
+state alternates a forward of one chunk with a whole backward of the other; weights are kept back only towards the end. Rank r
+holds up to p + 1/2 activations. The bubble at equal costs is ZBV's. It needs 2p microbatches.
+"""
+
+from __future__ import annotations
+
+from ferrorpc.errors import UsageError
+from ferrorpc.pipeline.actions import Action, B, F, I
+from ferrorpc.pipeline.schedules.layout import Row, check, vee
+from ferrorpc.pipeline.schedules.schedule import Schedule
+
+DOWN, UP = 0, 1
+"""The two chunks of a rank."""
+
+
+def dualpipe_v(stages: int, microbatches: int) -> Schedule:
+    """DualPipeV for at least twice as many microbatches as stages; each rank holds two chunks.
+
+    Raises:
+        UsageError: a count is below 1, or there are too few microbatches.
+    """
+    check("dualpipe_v", stages=stages, microbatches=microbatches)
+    if microbatches < 2 * stages:
+        raise UsageError(
+            f"dualpipe_v with {stages} stages and {microbatches} microbatches: it needs at least 2 * stages microbatches",
+            hint=f"use {2 * stages} microbatches or more, or zbv, which takes any number",
+        )
+    return Schedule.of("dualpipe_v", [_row(rank, stages, microbatches) for rank in range(stages)])
+
+
+def _row(rank: int, stages: int, microbatches: int) -> list[Action]:
+    row = Row(vee(rank, stages), microbatches)
+    after = stages - 1 - rank
+    for _ in range(2 * after):
+        row.add(F, DOWN)
+    for _ in range(rank + 1):
+        row.add(F, DOWN)
+        row.add(F, UP)
+    for _ in range(after):
+        row.add(I, UP)
+        row.add_weight()
+        row.add(F, UP)
+    for _ in range(microbatches - 2 * stages + rank + 1):
+        row.add(F, DOWN)
+        row.add(B, UP)
+        row.add(F, UP)
+        row.add(B, DOWN)
+    for _ in range(after):
+        row.add(B, UP)
+        row.add(F, UP)
+        row.add(B, DOWN)
+    _cool_down(row, rank + 1)
+    for _ in range(after):
+        row.add_weight()
+        row.add(I, DOWN)
+    for _ in range(rank + 1):
+        row.add_weight()
+    return row.actions
+
+
+def _cool_down(row: Row, pairs: int) -> None:
+    """Pairs of backwards; from the middle one on, weights are kept back to fill the waits of the end."""
+    for backward in range(2 * pairs):
+        row.add(B if backward < pairs else I, UP if backward % 2 == 0 else DOWN)

@@ -1,0 +1,86 @@
+"""What the named schedules are made with: where pieces of the model lie, groups of microbatches, rows that fill up in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ferrorpc.errors import UsageError
+from ferrorpc.pipeline.actions import Action, Kind
+
+
+def check(name: str, **counts: int) -> None:
+    """Raises UsageError unless every count is an integer of at least 1."""
+    for what, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise UsageError(f"{name} with {what}={count!r}: {what} is an integer of at least 1")
+
+
+def loop(rank: int, stages: int, chunks: int) -> list[int]:
+    """The pieces of a rank where the model goes round the ranks `chunks` times: rank, rank + stages, ..."""
+    return [rank + chunk * stages for chunk in range(chunks)]
+
+
+def vee(rank: int, stages: int) -> list[int]:
+    """The two pieces of a rank where the model goes down the ranks and comes back up: the last rank has the middle."""
+    return [rank, 2 * stages - 1 - rank]
+
+
+def rounds(stages: int, microbatches: int) -> list[range]:
+    """The microbatches in groups of at least `stages`, as equal as can be, the larger ones first; fewer are one group."""
+    count = max(1, microbatches // stages)
+    each, more = divmod(microbatches, count)
+    starts = [number * each + min(number, more) for number in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+class Row:
+    """A rank's actions. Each kind takes each chunk's microbatches in ascending order.
+
+    Args:
+        pieces: the pieces of the model that the rank holds, by chunk.
+        microbatches: how many there are.
+    """
+
+    def __init__(self, pieces: Sequence[int], microbatches: int) -> None:
+        self.actions: list[Action] = []
+        self._pieces = pieces
+        self._microbatches = microbatches
+        self._done = {(kind, chunk): 0 for kind in Kind for chunk in range(len(pieces))}
+        self._weights: list[Action] = []
+
+    def add(self, kind: Kind, chunk: int) -> None:
+        """The kind's next microbatch on this chunk; nothing where none is left."""
+        microbatch = self._done[kind, chunk]
+        backward = kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        if backward:  # one backward of each microbatch, in whichever form
+            microbatch = self._done[Kind.BACKWARD, chunk] + self._done[Kind.BACKWARD_INPUT, chunk]
+        if microbatch >= self._microbatches:
+            return
+        self._done[kind, chunk] += 1
+        self.actions.append(Action(self._pieces[chunk], kind, microbatch))
+        if kind is Kind.BACKWARD_INPUT:
+            self._weights.append(Action(self._pieces[chunk], Kind.BACKWARD_WEIGHT, microbatch))
+
+    def add_weight(self, chunk: int | None = None) -> None:
+        """The oldest backward of weights that is due, of this chunk or of any; nothing where none is."""
+        due = (each for each in self._weights if chunk is None or each.stage == self._pieces[chunk])
+        oldest = next(due, None)
+        if oldest is not None:
+            self._weights.remove(oldest)
+            self.actions.append(oldest)
+
+    def left(self, chunk: int) -> int:
+        """How many forwards of a chunk are still to do."""
+        return self._microbatches - self._done[Kind.FORWARD, chunk]
+
+    def finish(self) -> list[Action]:
+        """The actions, with what is left of backwards of inputs, then of weights, at the end."""
+        for chunk in reversed(range(len(self._pieces))):
+            for _ in range(self._microbatches):
+                if not self._done[Kind.BACKWARD, chunk]:
+                    self.add(Kind.BACKWARD_INPUT, chunk)
+        for chunk in reversed(range(len(self._pieces))):
+            for _ in range(self._microbatches):
+                self.add_weight(chunk)
+        return self.actions

@@ -1,0 +1,27 @@
+"""LooPedBFS: the model goes round the ranks several times, and every microbatch passes a chunk before the next chunk's turn.
+
+Lamy-Poirier, "Breadth-First Pipeline Parallelism", arXiv:2211.05953. All forwards come before all backwards, so a rank holds m
+activations; bubble (p-1)/(v*m+p-1) for v chunks.
+"""
+
+from __future__ import annotations
+
+from ferrorpc.pipeline.actions import Action, B, F
+from ferrorpc.pipeline.schedules.layout import check, loop
+from ferrorpc.pipeline.schedules.schedule import Schedule
+
+
+def looped_bfs(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """Looped breadth-first for any number of stages, microbatches and chunks.
+
+    Raises:
+        UsageError: a count is below 1.
+    """
+    check("looped_bfs", stages=stages, microbatches=microbatches, chunks=chunks)
+    rows = []
+    for rank in range(stages):
+        pieces = loop(rank, stages, chunks)
+        forwards = [Action(piece, F, microbatch) for piece in pieces for microbatch in range(microbatches)]
+        backwards = [Action(piece, B, microbatch) for piece in reversed(pieces) for microbatch in range(microbatches)]
+        rows.append(forwards + backwards)
+    return Schedule.of("looped_bfs", rows)

@@ -1,0 +1,100 @@
+"""What a schedule costs: makespan, bubbles, and how many activations each rank holds at most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from ferrorpc.errors import UsageError
+from ferrorpc.pipeline.actions import Action, Kind
+from ferrorpc.pipeline.schedules.lowering import Lowering, has_messages, with_messages
+from ferrorpc.plans import simulate as plans
+from ferrorpc.plans.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from ferrorpc.pipeline.schedules.schedule import Schedule
+
+Cost: TypeAlias = float | Sequence[float]
+"""Time units of a whole rank; or one for each rank, or one for each piece of the model."""
+
+
+class PipelineTimeline(Timeline):
+    """What each rank of a pipeline did and when.
+
+    Attributes:
+        peak_activations: the most activations that each rank held at once, in whole-rank microbatches: an activation of one of
+            a rank's chunks counts as its share. One lives from its forward to the end of its backward, weights included.
+    """
+
+    def __init__(self, spans: Sequence[Span], peak_activations: Sequence[float], title: str = "") -> None:
+        super().__init__([f"rank {rank}" for rank in range(len(peak_activations))], spans, title)
+        self.peak_activations = list(peak_activations)
+
+    def summary(self) -> str:
+        return f"{super().summary()}, peak {max(self.peak_activations, default=0.0):g} activations"
+
+    def note(self, lane: int) -> str:
+        return f"{super().note(lane)}, peak {self.peak_activations[lane]:g}"
+
+
+def simulate(schedule: Schedule, costs: tuple[Cost, Cost, Cost], latency: float, transfer: float) -> PipelineTimeline:
+    """As `Schedule.simulate`; `costs` are those of forward, backward of input, backward of weights."""
+    findings = schedule.validate()
+    if findings:
+        raise UsageError(f"{schedule} is not sound: " + "; ".join(str(each) for each in findings[:3]))
+    forward, backward_input, backward_weight = (_of_pieces(cost, schedule) for cost in costs)
+    durations = {}
+    for stage in range(schedule.virtual_stages):
+        durations[Kind.FORWARD, stage] = forward[stage]
+        durations[Kind.BACKWARD_INPUT, stage] = backward_input[stage]
+        durations[Kind.BACKWARD_WEIGHT, stage] = backward_weight[stage]
+        durations[Kind.BACKWARD, stage] = backward_input[stage] + backward_weight[stage]
+    rows = with_messages(schedule.actions, schedule.placement)
+    program = Lowering(rows, schedule.placement, durations, latency, transfer).program()
+    spans = [span for span in plans.simulate(program).spans if span.kind != "message"]
+    return PipelineTimeline(spans, peaks(schedule), str(schedule))
+
+
+def peaks(schedule: Schedule) -> list[float]:
+    """The most activations that each rank holds at once, in whole-rank microbatches."""
+    return [_peak(row) / max(len(schedule.pieces(rank)), 1) for rank, row in enumerate(schedule.actions)]
+
+
+def columns(schedule: Schedule) -> list[list[str]]:
+    """The schedule as rows of cells, empty where a rank waits while every action takes one column."""
+    rows = [[str(each) for each in row] for row in schedule.actions]
+    if has_messages(schedule.actions) or schedule.validate():
+        return rows
+    every = {(kind, stage): 1.0 for kind in Kind if kind.computes for stage in range(schedule.virtual_stages)}
+    program = Lowering(with_messages(schedule.actions, schedule.placement), schedule.placement, every).program()
+    cells: list[list[str]] = [[] for _ in rows]
+    for span in sorted(plans.simulate(program).spans, key=lambda span: span.start):
+        if span.kind != "message":
+            row = cells[span.lane]
+            row += [""] * (round(span.start) - len(row))
+            row.append(span.name)
+    return cells
+
+
+def _peak(row: Sequence[Action]) -> int:
+    live = highest = 0
+    for each in row:
+        if each.kind is Kind.FORWARD:
+            live += 1
+            highest = max(highest, live)
+        elif each.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            live -= 1
+    return highest
+
+
+def _of_pieces(cost: Cost, schedule: Schedule) -> list[float]:
+    """The cost of each piece of the model."""
+    if isinstance(cost, int | float):
+        cost = [float(cost)] * schedule.stages
+    if len(cost) == schedule.stages:
+        held = [len(schedule.pieces(rank)) for rank in range(schedule.stages)]
+        return [float(cost[rank]) / held[rank] for rank in schedule.placement]
+    if len(cost) == schedule.virtual_stages:
+        return [float(each) for each in cost]
+    lengths = " or ".join(str(length) for length in sorted({schedule.stages, schedule.virtual_stages}))
+    raise UsageError(f"a list of {len(cost)} costs for {schedule}", hint=f"give one number, or a list of {lengths}")

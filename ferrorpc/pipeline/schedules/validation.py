@@ -1,0 +1,138 @@
+"""What can be wrong with a schedule, rule by rule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ferrorpc.pipeline.actions import Action, Kind
+from ferrorpc.pipeline.schedules import simulation
+from ferrorpc.pipeline.schedules.lowering import Lowering, has_messages, with_messages
+from ferrorpc.plans.simulate import blocked
+
+if TYPE_CHECKING:
+    from ferrorpc.pipeline.schedules.schedule import Schedule
+
+F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        rule: "empty", "placement", "missing", "duplicate", "order", "message", "deadlock" or "peak".
+        message: what, where.
+        rank: where; None where no single rank is to blame.
+    """
+
+    rule: str
+    message: str
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        return self.message if self.rank is None else f"rank {self.rank}: {self.message}"
+
+
+def findings(schedule: Schedule, credits: int | None, peak: float | None) -> list[Finding]:
+    """As `Schedule.validate`. What follows only from an earlier finding is not listed."""
+    if not schedule.microbatches or not all(schedule.actions):
+        idle = [rank for rank, row in enumerate(schedule.actions) if not row]
+        return [Finding("empty", f"nothing to do for ranks {idle}" if idle else "no rank has anything to do")]
+    found = [*_misplaced(schedule), *_miscounted(schedule)]
+    if not found:
+        found = [*_misordered(schedule), *_unpaired(schedule)]
+    if not found:
+        found = list(_deadlocked(schedule, credits))
+    if peak is not None:
+        found += _over(schedule, peak)
+    return found
+
+
+def _misplaced(schedule: Schedule) -> Iterator[Finding]:
+    holders: dict[int, set[int]] = {}
+    for rank, row in enumerate(schedule.actions):
+        for each in row:
+            holders.setdefault(each.stage, set()).add(rank)
+    for stage in range(schedule.virtual_stages):
+        ranks = sorted(holders.get(stage, ()))
+        if len(ranks) > 1:
+            yield Finding("placement", f"stage {stage} is on ranks {ranks}; a stage has one rank")
+
+
+def _miscounted(schedule: Schedule) -> Iterator[Finding]:
+    """Each stage takes each microbatch forward once, and back once: as B, or as I and W."""
+    count = Counter(each for row in schedule.actions for each in row)
+    rank_of = schedule.placement
+    for each, times in count.items():
+        if times > 1:
+            yield Finding("duplicate", f"{each} is there {times} times", rank_of[each.stage])
+    for stage in range(schedule.virtual_stages):
+        rank = rank_of[stage] if rank_of[stage] >= 0 else None
+        for microbatch in range(schedule.microbatches):
+            has = {kind: Action(stage, kind, microbatch) in count for kind in (F, B, I, W)}
+            if not has[F]:
+                yield Finding("missing", f"{Action(stage, F, microbatch)} is missing", rank)
+            if has[B] and (has[I] or has[W]):
+                names = " and ".join(str(Action(stage, kind, microbatch)) for kind in (B, I, W) if has[kind])
+                yield Finding("duplicate", f"{names}: a backward is one B, or an I and a W", rank)
+            elif not has[B]:
+                for kind in (kind for kind in (I, W) if not has[kind]):
+                    yield Finding("missing", f"{Action(stage, kind, microbatch)} is missing, and so is a B in its place", rank)
+
+
+def _misordered(schedule: Schedule) -> Iterator[Finding]:
+    """On one rank: forward before backward, input's gradient before the weights'."""
+    first = {B: F, I: F, W: I}
+    for rank, row in enumerate(schedule.actions):
+        done: set[Action] = set()
+        for each in row:
+            if each.kind in first:
+                before = Action(each.stage, first[each.kind], each.microbatch)
+                if before not in done:
+                    yield Finding("order", f"{each} comes before {before}", rank)
+            done.add(each)
+
+
+def _unpaired(schedule: Schedule) -> Iterator[Finding]:
+    """Where messages are spelled out: each is sent after its value is there, and received before it is used."""
+    if not has_messages(schedule.actions):
+        return
+    compute = [[each for each in row if each.kind.computes] for row in schedule.actions]
+    wanted = {each for row in with_messages(compute, schedule.placement) for each in row if not each.kind.computes}
+    there = {each for row in schedule.actions for each in row if not each.kind.computes}
+    for each in sorted(wanted - there, key=str):
+        yield Finding("message", f"{each} is missing", schedule.placement[each.stage])
+    for each in sorted(there - wanted, key=str):
+        yield Finding("message", f"{each}: nothing has to be sent there", schedule.placement[each.stage])
+    for rank, row in enumerate(schedule.actions):
+        place = {each: index for index, each in enumerate(row)}
+        for each in (each for each in row if not each.kind.computes and each in wanted):
+            partner = _partner(each, place)
+            if partner is not None and each.kind.sends is (place[partner] > place[each]):
+                relation = "before" if each.kind.sends else "after"
+                yield Finding("message", f"{each} comes {relation} {partner}", rank)
+
+
+def _partner(message: Action, place: dict[Action, int]) -> Action | None:
+    """The action of the same rank that makes what is sent, or uses what is received."""
+    kinds = (F,) if message.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD) else (B, I)
+    return next((each for kind in kinds if (each := Action(message.stage, kind, message.microbatch)) in place), None)
+
+
+def _deadlocked(schedule: Schedule, credits: int | None) -> Iterator[Finding]:
+    rows = schedule.actions if credits is None else with_messages(schedule.actions, schedule.placement)
+    for each in blocked(Lowering(rows, schedule.placement, {}, credits=credits).program()):
+        if each.lane.count(" ") == 1:  # a rank; a way that stands still follows from it
+            rank = int(each.lane.split()[1])
+            yield Finding("deadlock", f"never starts {each.task}, which needs {' and '.join(each.needs)}", rank)
+
+
+def _over(schedule: Schedule, peak: float) -> list[Finding]:
+    return [
+        Finding("peak", f"holds {held:g} activations at once, more than {peak:g}", rank)
+        for rank, held in enumerate(simulation.peaks(schedule))
+        if held > peak + 1e-9
+    ]
