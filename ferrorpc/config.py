@@ -174,6 +174,11 @@ class Config(Mapping[str, Any]):
         return f"Config({shown})"
 
 
+def _text(raw: Any) -> str:
+    """An argument as its variable would say it, so that both are held to the same rules: (2, 4) as "2:4"."""
+    return ":".join(map(str, raw)) if isinstance(raw, tuple | list) else str(raw)
+
+
 def _resolve(setting: Setting, given: Mapping[str, Any], environment: Mapping[str, str]) -> Value:
     if setting.name in given:
         raw, source = given[setting.name], "argument"
@@ -182,7 +187,7 @@ def _resolve(setting: Setting, given: Mapping[str, Any], environment: Mapping[st
     else:
         return Value(setting.default, "default")
     try:
-        value = setting.parse(raw) if isinstance(raw, str) else raw
+        value = setting.parse(_text(raw))
     except ValueError as error:
         raise ConfigError(f"{setting.variable if source != 'argument' else setting.name}={raw!r}: {error}") from None
     if setting.choices and value not in setting.choices:

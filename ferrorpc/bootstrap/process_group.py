@@ -56,8 +56,6 @@ def init_process_group(
         )
     chosen = {"backend": backend, "transport": transport}
     arguments = settings | {name: value for name, value in chosen.items() if value != "auto"} | {"timeout": timeout}
-    if isinstance(arguments.get("world_size"), int):
-        arguments["world_size"] = str(arguments["world_size"])
     config = Config(arguments)
     set_up_logging(config)
     place = detect(os.environ, config)

@@ -1,5 +1,7 @@
 """Settings: where a value comes from, and what is refused."""
 
+from pathlib import Path
+
 import pytest
 
 from ferrorpc.config import SETTINGS, Config, seconds, size_bytes, world_size
@@ -56,3 +58,28 @@ def test_every_setting_has_a_help_text_and_a_default_it_accepts() -> None:
         assert setting.help
         if setting.choices:
             assert setting.default in setting.choices
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "value"),
+    [
+        ("timeout", 2, 2.0),
+        ("timeout", 0.5, 0.5),
+        ("world_size", 4, (4, 4)),
+        ("world_size", (2, 4), (2, 4)),
+        ("insecure", True, True),
+        ("port", 29800, 29800),
+        ("token_file", Path("secrets/token"), "secrets/token"),
+    ],
+)
+def test_an_argument_may_have_its_natural_type(name, given, value):
+    assert Config({name: given}, {})[name] == value
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("timeout", -1), ("timeout", [1, 2]), ("world_size", 0), ("world_size", (3, 2)), ("coordinator", 5), ("port", 1.5)],
+)
+def test_an_argument_is_held_to_the_rules_of_its_variable(name, given):
+    with pytest.raises(ConfigError, match=name):
+        Config({name: given}, {})
