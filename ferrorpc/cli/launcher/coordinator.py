@@ -15,7 +15,7 @@ from ferrorpc.cli.launcher.signals import describe
 _RESTART_SECONDS: Final = 0.1
 _RESTART_SECONDS_MAX: Final = 2.0
 _STILLBORN_MAX: Final = 3
-"""So many starts in a row that never listened mean that it cannot start at all."""
+"""So many starts in a row that gave up before they listened mean that it cannot start at all."""
 
 
 class OwnCoordinator:
@@ -52,10 +52,11 @@ class OwnCoordinator:
         """Notices its end, and plans the restart. Returns how it ended, once."""
         if self.deadline != FOREVER or self.child.poll() is None:
             return None
-        self._stillborn += 1
+        assert self.child.returncode is not None
+        if self.child.returncode > 0:  # it gave up by itself; one that was killed may well live the next time
+            self._stillborn += 1
         self.deadline = now + self._delay
         self._delay = min(2 * self._delay, _RESTART_SECONDS_MAX)
-        assert self.child.returncode is not None
         return describe(self.child.returncode)
 
     def restart(self) -> Child:
