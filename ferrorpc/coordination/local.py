@@ -6,6 +6,7 @@ Everything waits through the world's Clock, so a world of the simulated clock re
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -173,6 +174,17 @@ class LocalWorld:
         """Members of the current generation for whom an open round waits. The lock is held."""
         return [member for member in self.generation.members if member.alive and not member.asking]
 
+    def lacking(self, since: float) -> list[LocalSession]:
+        """Members of the current generation for whom a round that is open since then waits in vain: they did not ask, or are
+        gone without a replacement. Nobody is blamed for having given up meanwhile. The lock is held."""
+        members = self.generation.members
+        tired = [member for member in members if not member.asking and member.gave_up_at >= since]
+        silent = [member for member in self.missing() if member not in tired]
+        asking = [session for session in self.sessions if session.alive and session.asking]
+        enough = len(silent) + len(asking) + len(tired) >= self._min_size
+        gone = [] if enough else [member for member in members if not member.alive and member not in tired]
+        return sorted(silent + gone, key=lambda member: member.rank)
+
     def to_admit(self) -> list[LocalSession]:
         """Members that ask for a place and would get one in the next generation. The lock is held."""
         members = self.generation.members
@@ -241,6 +253,8 @@ class LocalSession(Session):
         self.state = "joining"
         self.reason = ""
         self.asking = False
+        self.gave_up_at = -math.inf
+        """When its last `rejoin` ended in vain."""
         self.store = LocalStore(world.keyspace, world.monitor, world.timeout, self._check_alive, self._owner_of)
         self._step = 0
         self._activity = ""
@@ -330,7 +344,7 @@ class LocalSession(Session):
             return [session.name for session in self._world.to_admit()]
 
     def rejoin(self, timeout: float) -> Membership:
-        before = self._world.generation.number
+        before, since = self._world.generation.number, self.clock.now()
         with self._monitor.lock:
             self._check_alive()
             self._world.ask_for_place(self)
@@ -346,12 +360,11 @@ class LocalSession(Session):
         with self._monitor.lock:
             if not self.asking:
                 return self.membership
-            absent = self._world.missing()
-            self.asking = False
-        names = ", ".join(f"rank {member.rank} ({member.name})" for member in absent) or "new members"
+            absent = {member.rank: str(member.report_of(member.rank)) for member in self._world.lacking(since)}
+            self.asking, self.gave_up_at = False, self.clock.now()
+        lacks = "; ".join(absent.values()) or "new members"
         raise RendezvousTimeoutError(
-            [member.rank for member in absent],
-            f"no generation followed generation {before} within {timeout:g} s: it lacks {names}",
+            list(absent), f"no generation followed generation {before} within {timeout:g} s: it lacks {lacks}"
         )
 
     def note(self, activity: str) -> None:

@@ -316,8 +316,9 @@ def test_a_fixed_world_without_a_replacement_says_who_is_missing() -> None:
 
     def body(group: ProcessGroup) -> bool:
         world.clock.parker().park(2.0)
-        with pytest.raises(RendezvousTimeoutError, match="new members"):
+        with pytest.raises(RendezvousTimeoutError, match="rank 1") as caught:
             group.reform(3.0 + group.rank)
+        assert caught.value.missing == [1]
         return world.clock.now() < 10.0
 
     outcomes = world.run(body)

@@ -237,10 +237,18 @@ def test_a_round_that_does_not_fill_says_whom_it_lacks():
     with pytest.raises(RendezvousTimeoutError) as caught:
         world.session(0).rejoin(0.05)
     assert caught.value.missing == [1, 2]
-    world = LocalWorld(2)
+
+
+def test_survivors_that_give_up_together_name_whom_nobody_replaced_and_not_each_other():
+    world = LocalWorld(3)
     world.kill(1, "signal 9")
-    with pytest.raises(RendezvousTimeoutError, match="lacks new members"):
+    for error in on_all(world, lambda s: s.rejoin(0.2), [0, 2]):
+        assert isinstance(error, RendezvousTimeoutError)
+        assert error.missing == [1]
+        assert "rank 1 (member-1): dead (signal 9)" in str(error)
+    with pytest.raises(RendezvousTimeoutError) as caught:
         world.session(0).rejoin(0.05)
+    assert caught.value.missing == [1, 2], "rank 2 does not ask any more"
 
 
 def test_a_joiner_is_pending_until_the_others_reform():
