@@ -37,10 +37,29 @@ def size_bytes(text: str) -> int:
     return int(float(match[1]) * _BYTES[match[2]])
 
 
+def whole_number(text: str) -> int:
+    """ "0", "17"."""
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError("expected a whole number")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """A port, "0" to "65535"."""
+    if text.startswith("tcp://"):
+        raise ValueError(
+            "expected a port; Kubernetes sets this for a Service that is called ferrorpc, unless the pod's spec says "
+            "enableServiceLinks: false"
+        )
+    if whole_number(text) > 65535:
+        raise ValueError("expected a port, at most 65535")
+    return int(text)
+
+
 def host_port(text: str) -> str:
     """ "host:port"; an IPv6 host in brackets."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 <= int(port) <= 65535:
+    host, _, number = text.rpartition(":")
+    if not host or not number.isdigit() or int(number) > 65535:
         raise ValueError("expected HOST:PORT")
     return text
 
@@ -100,7 +119,7 @@ SETTINGS: Final = (
     Setting("job", "default", str, "name of the job; jobs on one coordinator do not see each other"),
     Setting("name", None, str, "this member's name; default <node>-<local rank>, the pod's, or <host>-<pid>"),
     Setting("world_size", None, world_size, "N members, or MIN:MAX for an elastic world"),
-    Setting("rank_hint", None, int, "the rank to give this member where it is free"),
+    Setting("rank_hint", None, whole_number, "the rank to give this member where it is free"),
     Setting("backend", "auto", str, "who performs operations", ("auto", "grpc", "simulated", "nccl", "hybrid")),
     Setting("transport", "auto", str, "how tensors travel between ranks", ("auto", "grpc", "shared_memory")),
     Setting("bind", "127.0.0.1", str, "address this worker listens on"),
@@ -110,10 +129,10 @@ SETTINGS: Final = (
         str,
         "host the other ranks reach this worker by; default the address of the route to the coordinator",
     ),
-    Setting("port", DEFAULT_PORT, int, "port of a coordinator that rank 0 starts"),
+    Setting("port", DEFAULT_PORT, port, "port of a coordinator that rank 0 starts"),
     Setting("listen", f"127.0.0.1:{DEFAULT_PORT}", host_port, "host:port a coordinator listens on; port 0 takes a free one"),
     Setting("data_dir", None, str, "directory of a coordinator's journal; without one a restart forgets everything"),
-    Setting("http_port", None, int, "port of a coordinator's /metrics and /healthz; none without it"),
+    Setting("http_port", None, port, "port of a coordinator's /metrics and /healthz; none without it"),
     Setting("timeout", 60.0, seconds, "seconds for a rendezvous and for each operation"),
     Setting("heartbeat_interval", 0.5, seconds, "seconds between beats"),
     Setting(

@@ -40,12 +40,20 @@ def test_world_sizes() -> None:
         ("FERRORPC_COORDINATOR", "nowhere"),
         ("FERRORPC_COORDINATOR", "host:99999"),
         ("FERRORPC_BACKEND", "mpi"),
+        ("FERRORPC_PORT", "70000"),
+        ("FERRORPC_HTTP_PORT", "-1"),
+        ("FERRORPC_RANK_HINT", "first"),
         ("FERRORPC_INSECURE", "maybe"),
     ],
 )
 def test_a_wrong_value_names_its_variable(variable: str, text: str) -> None:
     with pytest.raises(ConfigError, match=variable):
         Config(environment={variable: text})
+
+
+def test_the_variable_that_kubernetes_sets_for_a_service_is_explained() -> None:
+    with pytest.raises(ConfigError, match="enableServiceLinks: false"):
+        Config(environment={"FERRORPC_PORT": "tcp://10.96.0.17:29700"})
 
 
 def test_an_unknown_argument_is_refused() -> None:
