@@ -76,6 +76,19 @@ def test_flags_win_over_variables_and_reach_the_members():
         assert member.welcome.heartbeat_interval_ms == 250
 
 
+def test_the_command_without_flags_follows_its_variables(tmp_path):
+    variables = {"FERRORPC_LISTEN": "127.0.0.1:0", "FERRORPC_DATA_DIR": str(tmp_path / "journal")}
+    command = [sys.executable, "-m", "ferrorpc.cli.main", "coordinator"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **variables})
+    with process:
+        address = process.stdout.readline().split()[1]
+        process.terminate()
+        assert process.wait(10) == 0
+    assert address.startswith("127.0.0.1:")
+    assert address != "127.0.0.1:29700"
+    assert (tmp_path / "journal").is_dir()
+
+
 def test_the_ready_line_also_goes_to_a_descriptor():
     readable, writable = os.pipe()
     process = subprocess.Popen(
