@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     )
     from ferrorpc.group import ProcessGroup as ProcessGroup
     from ferrorpc.pipeline import schedules as schedules
+    from ferrorpc.pipeline.runtime import Pipeline as Pipeline
     from ferrorpc.types import DType as DType, ReduceOp as ReduceOp, TensorSpec as TensorSpec
     from ferrorpc.work import Work as Work
 
@@ -73,6 +74,7 @@ _HOMES = {
     "DistributedDataParallel": "ferrorpc.ddp.module",
     "GradientSynchronizer": "ferrorpc.ddp.synchroniser",
     "Parameter": "ferrorpc.ddp.parameter",
+    "Pipeline": "ferrorpc.pipeline.runtime",
     "schedules": "ferrorpc.pipeline",
     "ErrorCode": "ferrorpc.errors",
     "FerroError": "ferrorpc.errors",

@@ -29,6 +29,7 @@ FACE = {
     "DistributedDataParallel",
     "GradientSynchronizer",
     "Parameter",
+    "Pipeline",
     # rooms that are public as they are
     "errors",
     "testing",

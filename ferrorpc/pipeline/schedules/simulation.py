@@ -30,6 +30,8 @@ class PipelineTimeline(Timeline):
         super().__init__([f"rank {rank}" for rank in range(len(peak_activations))], spans, title)
         self.peak_activations = list(peak_activations)
 
+    key = "numbers are microbatches"
+
     def summary(self) -> str:
         return f"{super().summary()}, peak {max(self.peak_activations, default=0.0):g} activations"
 

@@ -1,0 +1,116 @@
+"""Batches and microbatches: how one is cut, how results are put together, and what each microbatch counts in the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ferrorpc.arrays.kinds import kind_of, spec_of
+from ferrorpc.errors import TensorMismatchError, UsageError
+
+
+def rows(value: Any, what: str) -> int:
+    """The length of an array along axis 0; of a tuple's arrays, which agree in it.
+
+    Raises:
+        UsageError: it has no axis 0, or the arrays of the tuple differ.
+    """
+    counts = {_rows(each, what) for each in value} if isinstance(value, tuple) else {_rows(value, what)}
+    if len(counts) != 1:
+        raise UsageError(f"the arrays of {what} have {sorted(counts)} rows", hint="give them the same length along axis 0")
+    return counts.pop()
+
+
+def split(value: Any, count: int, what: str) -> list[Any]:
+    """The microbatches of a batch: a list as it is; arrays (or a tuple of them) cut along axis 0, as by np.array_split.
+
+    Raises:
+        UsageError: the list has another length, or there are fewer rows than microbatches.
+    """
+    if value is None:
+        raise UsageError(
+            f"{what} is None on the rank that needs it", hint="pass x where the first stage is, target where the last is"
+        )
+    if isinstance(value, list):
+        if len(value) != count:
+            raise UsageError(f"{what} is a list of {len(value)} microbatches, but the schedule has {count}")
+        return value
+    total = rows(value, what)
+    if total < count:
+        raise UsageError(
+            f"{what} has {total} rows, too few for {count} microbatches", hint="use fewer microbatches, or larger batches"
+        )
+    each, more = divmod(total, count)
+    return cut(value, [each + (number < more) for number in range(count)])
+
+
+def cut(value: Any, counts: Sequence[int]) -> list[Any]:
+    """The value cut along axis 0 into parts of so many rows."""
+    parts, start = [], 0
+    for count in counts:
+        part = slice(start, start + count)
+        parts.append(tuple(each[part] for each in value) if isinstance(value, tuple) else value[part])
+        start += count
+    return parts
+
+
+def join(parts: Sequence[Any], what: str) -> Any:
+    """The parts one after the other along axis 0, in a new array of their kind (or a tuple of such).
+
+    Raises:
+        TensorMismatchError: they differ in dtype, or in shape beyond axis 0.
+    """
+    if isinstance(parts[0], tuple):
+        return tuple(join([part[place] for part in parts], what) for place in range(len(parts[0])))
+    specs = [spec_of(part) for part in parts]
+    first = specs[0]
+    if any(spec.dtype != first.dtype or not spec.shape or spec.shape[1:] != first.shape[1:] for spec in specs):
+        shown = ", ".join(str(spec) for spec in specs)
+        raise TensorMismatchError(
+            f"{what} cannot be put together along axis 0: {shown}", hint="use pipe.step, which needs no whole"
+        )
+    whole = kind_of(parts[0]).empty((sum(spec.shape[0] for spec in specs), *first.shape[1:]), first.dtype)
+    start = 0
+    for part, spec in zip(parts, specs, strict=True):
+        whole[start : start + spec.shape[0]] = part
+        start += spec.shape[0]
+    return whole
+
+
+def shares(targets: Sequence[Any], reduction: str, weight: Callable[[Any], float] | None) -> list[float]:
+    """What each microbatch's loss counts in the batch's: its share for "mean", 1 for "sum".
+
+    Args:
+        weight: of a microbatch's target, such as its number of tokens; its rows where None.
+
+    Raises:
+        UsageError: there is no such reduction, or weights that are negative or all zero.
+    """
+    if reduction == "sum":
+        if weight is not None:
+            raise UsageError('weights mean nothing with reduction="sum"', hint='use reduction="mean"')
+        return [1.0] * len(targets)
+    if reduction != "mean":
+        raise UsageError(f"there is no reduction {reduction!r}", hint='use "mean" or "sum", as loss_fn does')
+    weights = [float(rows(target, "target") if weight is None else weight(target)) for target in targets]
+    total = sum(weights)
+    if total <= 0 or min(weights) < 0:
+        raise UsageError(f"microbatches weigh {weights}, which is no share of a batch")
+    return [each / total for each in weights]
+
+
+def scaled(value: Any, factor: float) -> Any:
+    """The value times a factor; itself where that is 1."""
+    if factor == 1.0 or value is None:
+        return value
+    return tuple(scaled(each, factor) for each in value) if isinstance(value, tuple) else value * factor
+
+
+def _rows(value: Any, what: str) -> int:
+    shape = getattr(value, "shape", None)
+    if not shape:
+        raise UsageError(
+            f"{what} is a {type(value).__name__} without rows",
+            hint="pass an array, a tuple of arrays, or a list of microbatches",
+        )
+    return int(shape[0])

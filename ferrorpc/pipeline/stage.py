@@ -1,0 +1,101 @@
+"""Stages: what the pipeline asks of a piece of a model, and what it keeps of it between forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from ferrorpc.arrays.base import Kind
+from ferrorpc.arrays.kinds import NUMPY, kind_of
+from ferrorpc.errors import UsageError
+
+
+@runtime_checkable
+class Stage(Protocol):
+    """A piece of a model. x, y and gradients are arrays of one kind, or tuples of them.
+
+    Gradients of weights are the stage's own affair: `backward` adds them to what is there. A stage that also has
+
+        backward_input(context, grad_y) -> grad_x      the gradient of the input alone
+        backward_weight(context, grad_y)               later: adds the gradients of the weights
+
+    lets schedules like ZB1P and ZBV fill their waits with the latter; it needs no `backward` then.
+    """
+
+    def forward(self, x: Any) -> tuple[Any, Any]:
+        """(y, context): context is whatever backward will need; it is kept until then, and no longer."""
+
+    def backward(self, context: Any, grad_y: Any) -> Any:
+        """The gradient of x (None where there is none), given that of y."""
+
+
+class Piece:
+    """A stage with the contexts of the microbatches that are between their forward and the end of their backward.
+
+    Args:
+        stage: the user's.
+        number: which piece of the model it is.
+
+    Raises:
+        UsageError: it lacks a method.
+    """
+
+    def __init__(self, stage: Any, number: int) -> None:
+        self.number = number
+        self.is_split = callable(getattr(stage, "backward_input", None)) and callable(getattr(stage, "backward_weight", None))
+        backs = self.is_split or callable(getattr(stage, "backward", None))
+        if not callable(getattr(stage, "forward", None)) or not backs:
+            raise UsageError(
+                f"stage {number} is a {type(stage).__name__} without forward() or backward()",
+                hint="a stage has forward(x) -> (y, context) and backward(context, grad_y) -> grad_x",
+            )
+        self._stage = stage
+        self._contexts: dict[int, Any] = {}
+        self._weights_due: dict[int, tuple[Any, Any]] = {}
+
+    @property
+    def held(self) -> int:
+        """How many microbatches' contexts are kept."""
+        return len(self._contexts) + len(self._weights_due)
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of array the stage computes with: that of its first parameter; NumPy where it shows none."""
+        parameters = getattr(self._stage, "parameters", None)
+        first = next(iter(parameters()), None) if callable(parameters) else None
+        return NUMPY if first is None else kind_of(getattr(first, "data", first))
+
+    def forward(self, microbatch: int, x: Any, keeps: bool = True) -> Any:
+        """y. Without `keeps` there can be no backward."""
+        y, context = self._stage.forward(x)
+        if keeps:
+            self._contexts[microbatch] = context
+        return y
+
+    def backward(self, microbatch: int, grad_y: Any) -> Any:
+        """The gradient of x; the context is freed."""
+        context = self._contexts.pop(microbatch)
+        whole = getattr(self._stage, "backward", None)
+        if whole is not None:
+            return whole(context, grad_y)
+        grad_x = self._stage.backward_input(context, grad_y)
+        self._stage.backward_weight(context, grad_y)
+        return grad_x
+
+    def backward_input(self, microbatch: int, grad_y: Any) -> Any:
+        """The gradient of x. A stage that cannot do its backward in two does all of it now."""
+        if not self.is_split:
+            return self.backward(microbatch, grad_y)
+        context = self._contexts.pop(microbatch)
+        self._weights_due[microbatch] = (context, grad_y)
+        return self._stage.backward_input(context, grad_y)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """What `backward_input` left to do; the context is freed."""
+        if self.is_split:
+            self._stage.backward_weight(*self._weights_due[microbatch])
+            del self._weights_due[microbatch]
+
+    def forget(self) -> None:
+        """Frees all contexts: what was begun will not be finished."""
+        self._contexts.clear()
+        self._weights_due.clear()

@@ -1,0 +1,70 @@
+"""Messages between stages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ferrorpc.arrays.kinds import NUMPY
+from ferrorpc.errors import CodecError, TensorMismatchError
+from ferrorpc.pipeline.messages import ALIGNMENT, Letter, pack, unpack
+
+LETTER = Letter("1f1b", 7, "2SEND_F3")
+
+
+def round_trip(value):
+    letter, found = unpack(pack(LETTER, value), NUMPY)
+    assert letter == LETTER
+    return found
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(12, dtype=np.float32).reshape(3, 4),
+        np.zeros((0, 5), np.int64),
+        np.array(2.5),
+        np.arange(10, dtype=np.complex128)[::3],
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.array([True, False]),
+    ],
+)
+def test_an_array_arrives_as_it_was(value: np.ndarray):
+    found = round_trip(value)
+    assert (found.dtype, found.shape) == (value.dtype, value.shape)
+    np.testing.assert_array_equal(found, value)
+    assert found.flags.writeable
+
+
+def test_none_and_tuples_arrive_as_they_were():
+    assert round_trip(None) is None
+    first, nothing, second = round_trip((np.arange(3), None, np.arange(4.0)))
+    np.testing.assert_array_equal(first, np.arange(3))
+    assert nothing is None
+    np.testing.assert_array_equal(second, np.arange(4.0))
+    assert round_trip((np.arange(2),))[0].tolist() == [0, 1]
+    assert round_trip(()) == ()
+
+
+def test_a_message_is_a_copy():
+    x = np.zeros(100)
+    message = pack(LETTER, x)
+    x += 1
+    assert not unpack(message, NUMPY)[1].any()
+
+
+def test_arrays_are_aligned():
+    message = pack(LETTER, (np.ones(3, np.uint8), np.ones(5)))
+    _, (_, second) = unpack(message, NUMPY)
+    assert (second.ctypes.data - message.ctypes.data) % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("change", [lambda m: m[:-1], lambda m: m[:2], lambda m: np.zeros(50, np.uint8)])
+def test_other_bytes_are_refused(change):
+    with pytest.raises(CodecError, match="a message between stages of"):
+        unpack(change(pack(LETTER, np.arange(5))), NUMPY)
+
+
+def test_what_cannot_be_sent_is_refused():
+    with pytest.raises(TensorMismatchError):
+        pack(LETTER, np.array(["text"]))
