@@ -151,7 +151,6 @@ SETTINGS: Final = (
     Setting("insecure", False, boolean, "listen beyond loopback without TLS"),
     Setting("log_level", "WARNING", str, "of the loggers ferrorpc.*", ("DEBUG", "INFO", "WARNING", "ERROR")),
     Setting("log_format", "text", str, "how log lines look", ("text", "json")),
-    Setting("trace_dir", None, str, "directory for Chrome traces; none are written without it"),
 )
 _BY_NAME: Final = {setting.name: setting for setting in SETTINGS}
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError
+from ferrorpc.logs import set_up_logging
 from ferrorpc_coordinator.server import Announcement, Options, Tls, serve
 from ferrorpc_coordinator.state.settings import SECOND, Settings
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         config = Config({name: value for name, value in vars(arguments).items() if name != "announce_fd"})
-        _set_up_logging(config["log_level"], config["log_format"])
+        set_up_logging(config)
         options = options_from(config)
         asyncio.run(serve(options, lambda announcement: _announce(announcement, arguments.announce_fd)))
     except ConfigError as error:
@@ -132,30 +132,6 @@ def _token(path: str | None) -> str:
             hint='make one with `python -c "import secrets; print(secrets.token_hex(32))"`',
         )
     return token
-
-
-class _JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        entry: dict[str, Any] = {
-            "time": record.created,
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry)
-
-
-def _set_up_logging(level: str, style: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(_JsonFormatter() if style == "json" else text)
-    logger = logging.getLogger("ferrorpc")
-    logger.addHandler(handler)
-    logger.setLevel(level)
 
 
 if __name__ == "__main__":
