@@ -30,7 +30,7 @@ FONT: Final = 12
 CHARACTER: Final = 7.0
 """Pixels a character of this size takes, about."""
 ROW, GAP, MARGIN = 26, 4, 16
-WIDTH_MIN, WIDTH_MAX = 720.0, 2400.0
+WIDTH_MIN, WIDTH_MAX = 960.0, 2400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A timeline: title, figures, rows, and how long it lasts."""
+    """A timeline: title, figures, rows, how long it lasts, and what the words in boxes are."""
 
     title: str
     summary: str
     rows: tuple[Row, ...]
     makespan: float
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def lay_out(panels: Sequence[Panel]) -> Sheet:
     for panel in panels:
         y = _panel(sheet, panel, left, wide, wide / longest, y) + MARGIN
     colours = _colours(panels)
-    _legend(sheet, colours, left, y)
+    _legend(sheet, colours, next((panel.key for panel in panels if panel.key), ""), left, y)
     sheet.height = y + ROW + (MARGIN if colours else 0)
     return sheet
 
@@ -158,14 +159,15 @@ def _bar(sheet: Sheet, bar: Bar, colours: dict[tuple[str, int], str], x: float, 
         sheet.texts.append(Text(x + width / 2, y + ROW / 2, bar.text, ink, "middle"))
 
 
-def _legend(sheet: Sheet, colours: dict[tuple[str, int], str], x: float, y: float) -> None:
+def _legend(sheet: Sheet, colours: dict[tuple[str, int], str], key: str, x: float, y: float) -> None:
     shades = {kind: sum(1 for other, _ in colours if other == kind) for kind, _ in colours}
     for (kind, shade), colour in colours.items():
         words = (kind or "task") + (f", chunk {shade}" if shades[kind] > 1 else "")
         sheet.boxes.append(Box(x, y, 16, 16, colour))
         sheet.texts.append(Text(x + 22, y + 8, words))
         x += 22 + CHARACTER * len(words) + 22
-    sheet.width = max(sheet.width, x)
+    sheet.texts.append(Text(x, y + 8, key, FAINT))
+    sheet.width = max(sheet.width, x + CHARACTER * len(key) + MARGIN)
 
 
 def _colours(panels: Sequence[Panel]) -> dict[tuple[str, int], str]:

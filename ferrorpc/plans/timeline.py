@@ -67,6 +67,9 @@ class Timeline:
         """Share of all lanes' time that is idle, 0 to 1."""
         return sum(self.bubbles) / len(self.lanes) if self.lanes else 0.0
 
+    key = ""
+    """What the words in boxes are, as pictures explain it."""
+
     def summary(self) -> str:
         """One line of figures, as it stands above pictures."""
         return f"makespan {self.makespan:.6g}, bubble {self.bubble_fraction:.1%}"
@@ -107,7 +110,7 @@ class Timeline:
         named = [
             Row(name, tuple(bars), self.note(lane)) for lane, (name, bars) in enumerate(zip(self.lanes, rows, strict=True))
         ]
-        return Panel(self.title, self.summary(), tuple(named), self.makespan)
+        return Panel(self.title, self.summary(), tuple(named), self.makespan, self.key)
 
     def _panels(self, beside: Timeline | None) -> list[Panel]:
         return [self.panel()] if beside is None else [self.panel(), beside.panel()]
