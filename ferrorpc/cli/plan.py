@@ -1,0 +1,138 @@
+"""`ferrorpc plan`: what a plan would do and cost, before anything runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ferrorpc.cli.table import table
+from ferrorpc.errors import UsageError
+from ferrorpc.pipeline import schedules
+from ferrorpc.pipeline.schedules import PipelineTimeline, Schedule
+from ferrorpc.pipeline.schedules.simulation import columns
+
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.group("plan")
+def command() -> None:
+    """Show what a plan would do and cost, before anything runs."""
+
+
+@command.command("pipeline")
+@click.option("--schedule", "name", help=f"One of {', '.join(schedules.NAMED)}. Without it, all of them are compared.")
+@click.option("--from-csv", "source", type=FILE, help="Read the schedule from a CSV file instead.")
+@click.option("--stages", type=int, default=4, show_default=True, help="Ranks of the pipeline.")
+@click.option("--microbatches", type=int, default=8, show_default=True)
+@click.option("--chunks", type=int, help="Pieces of the model on each rank, where the schedule leaves it open.")
+@click.option("--forward", type=float, default=1.0, show_default=True, help="Time units of a whole rank's forward.")
+@click.option("--backward-input", type=float, default=1.0, show_default=True, help="Of its backward for the input.")
+@click.option("--backward-weight", type=float, default=1.0, show_default=True, help="Of its backward for the weights.")
+@click.option("--latency", type=float, default=0.0, show_default=True, help="Of a message between two ranks.")
+@click.option("--transfer", type=float, default=0.0, show_default=True, help="How long a message occupies its way.")
+@click.option("--svg", type=FILE, help="Draw the timeline into this file.")
+@click.option("--png", type=FILE, help="The same as PNG (needs matplotlib).")
+@click.option("--trace", type=FILE, help="Write a trace for chrome://tracing and Perfetto.")
+@click.option("--csv", "target", type=FILE, help="Write the schedule as CSV, as torch.distributed.pipelining reads it.")
+@click.option("--json", "as_json", is_flag=True, help="Figures as one JSON object.")
+def pipeline(
+    name: str | None,
+    source: Path | None,
+    stages: int,
+    microbatches: int,
+    chunks: int | None,
+    forward: float,
+    backward_input: float,
+    backward_weight: float,
+    latency: float,
+    transfer: float,
+    svg: Path | None,
+    png: Path | None,
+    trace: Path | None,
+    target: Path | None,
+    as_json: bool,
+) -> None:
+    """Show a pipeline schedule: who does what when, how long everybody waits, how many activations each rank holds."""
+    costs = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
+    if name is None and source is None:
+        if any((svg, png, trace, target)):
+            raise click.UsageError("files are of one schedule: name it with --schedule")
+        _compare(stages, microbatches, chunks, {**costs, "latency": latency, "transfer": transfer}, as_json)
+        return
+    schedule = Schedule.from_csv(source, source.stem) if source else schedules.named(name or "", stages, microbatches, chunks)
+    timeline = schedule.simulate(**costs, latency=latency, transfer=transfer)
+    if svg:
+        timeline.to_svg(svg)
+    if png:
+        timeline.to_png(png)
+    if trace:
+        timeline.to_chrome_trace(trace)
+    if target:
+        schedule.to_csv(target)
+    click.echo(json.dumps(_figures(schedule, timeline), indent=2) if as_json else _shown(schedule, timeline))
+
+
+def _shown(schedule: Schedule, timeline: PipelineTimeline) -> str:
+    """The order as a grid whose columns are moments, and the figures below it."""
+    cells = columns(schedule)
+    width = max(len(cell) for row in cells for cell in row)
+    grid = [f"rank {rank}  " + " ".join((cell or ".").ljust(width) for cell in row).rstrip() for rank, row in enumerate(cells)]
+    rows = [
+        (
+            str(rank),
+            " ".join(str(piece) for piece in schedule.pieces(rank)),
+            f"{timeline.busy[rank]:.6g}",
+            f"{timeline.bubbles[rank]:.1%}",
+            f"{timeline.peak_activations[rank]:g}",
+        )
+        for rank in range(schedule.stages)
+    ]
+    header = ("rank", "pieces", "busy", "idle", "peak activations")
+    figures = table(header, rows, right=frozenset({"rank", "busy", "idle", "peak activations"}))
+    return "\n".join([str(schedule), "", *grid, "", figures, "", timeline.summary()])
+
+
+def _figures(schedule: Schedule, timeline: PipelineTimeline) -> dict[str, Any]:
+    return {
+        "schedule": schedule.name,
+        "stages": schedule.stages,
+        "chunks": schedule.chunks,
+        "microbatches": schedule.microbatches,
+        "makespan": timeline.makespan,
+        "bubble_fraction": timeline.bubble_fraction,
+        "bubbles": timeline.bubbles,
+        "peak_activations": timeline.peak_activations,
+    }
+
+
+def _compare(stages: int, microbatches: int, chunks: int | None, costs: dict[str, float], as_json: bool) -> None:
+    """All named schedules at these costs, the fastest first; those that do not admit the counts with the reason."""
+    found, refused = [], []
+    for name in schedules.NAMED:
+        try:
+            schedule = schedules.named(name, stages, microbatches, chunks)
+        except UsageError as error:
+            refused.append((name, error.message))
+        else:
+            found.append(_figures(schedule, schedule.simulate(**costs)))
+    found.sort(key=lambda figures: (figures["makespan"], max(figures["peak_activations"])))
+    if as_json:
+        click.echo(json.dumps({"schedules": found, "refused": dict(refused)}, indent=2))
+        return
+    header = ("schedule", "chunks", "makespan", "bubble", "peak activations")
+    rows = [
+        (
+            str(figures["schedule"]),
+            f"{figures['chunks']:g}",
+            f"{figures['makespan']:.6g}",
+            f"{figures['bubble_fraction']:.1%}",
+            f"{max(figures['peak_activations']):g}",
+        )
+        for figures in found
+    ]
+    click.echo(table(header, rows, right=frozenset(header[1:])))
+    for _, reason in refused:
+        click.echo(f"not here: {reason}")
