@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.actions import Action, Kind
-from ferrorpc.pipeline.schedules.lowering import Lowering, has_messages, with_messages
+from ferrorpc.pipeline.schedules.lowering import NAMES, Lowering, has_messages, with_messages
 from ferrorpc.plans import simulate as plans
 from ferrorpc.plans.timeline import Span, Timeline
 
@@ -38,6 +38,25 @@ class PipelineTimeline(Timeline):
     def note(self, lane: int) -> str:
         return f"{super().note(lane)}, peak {self.peak_activations[lane]:g}"
 
+    def costs(self, schedule: Schedule) -> dict[str, list[float]]:
+        """What each piece of the model cost on average, as `schedule.simulate(**costs)` takes it.
+
+        A simulation with the costs of a recorded run shows what the messages of that run added. A whole backward counts half as
+        the input's, half as the weights'.
+        """
+        lengths: dict[tuple[str, int], list[float]] = {}
+        for span in self.spans:
+            place = span.kind, schedule.pieces(span.lane)[span.shade]
+            lengths.setdefault(place, []).append(span.stop - span.start)
+        mean = {place: sum(found) / len(found) for place, found in lengths.items()}
+        pieces = range(schedule.virtual_stages)
+        halves = [mean.get((NAMES[Kind.BACKWARD], piece), 0.0) / 2 for piece in pieces]
+        return {
+            "forward": [mean.get((NAMES[Kind.FORWARD], piece), 0.0) for piece in pieces],
+            "backward_input": [mean.get((NAMES[Kind.BACKWARD_INPUT], piece), halves[piece]) for piece in pieces],
+            "backward_weight": [mean.get((NAMES[Kind.BACKWARD_WEIGHT], piece), halves[piece]) for piece in pieces],
+        }
+
 
 def simulate(schedule: Schedule, costs: tuple[Cost, Cost, Cost], latency: float, transfer: float) -> PipelineTimeline:
     """As `Schedule.simulate`; `costs` are those of forward, backward of input, backward of weights."""
@@ -54,7 +73,7 @@ def simulate(schedule: Schedule, costs: tuple[Cost, Cost, Cost], latency: float,
     rows = with_messages(schedule.actions, schedule.placement)
     program = Lowering(rows, schedule.placement, durations, latency, transfer).program()
     spans = [span for span in plans.simulate(program).spans if span.kind != "message"]
-    return PipelineTimeline(spans, peaks(schedule), str(schedule))
+    return PipelineTimeline(spans, peaks(schedule), f"{schedule}, simulated")
 
 
 def peaks(schedule: Schedule) -> list[float]:

@@ -159,3 +159,13 @@ def test_pictures_and_traces_are_written(tmp_path: Path):
     assert "backward weight, chunk 1" in text
     schedule.to_chrome_trace(tmp_path / "s.json")
     assert '"7I3"' in (tmp_path / "s.json").read_text()
+
+
+@pytest.mark.parametrize("name", schedules.NAMED)
+def test_costs_of_a_timeline_simulate_it_again(name: str):
+    schedule = schedules.named(name, stages=3, microbatches=7)
+    pieces = range(schedule.virtual_stages)
+    costs = {"forward": [1.0 + piece for piece in pieces], "backward_input": [2.0 + piece for piece in pieces]}
+    timeline = schedule.simulate(**costs, backward_weight=costs["backward_input"])
+    again = schedule.simulate(**timeline.costs(schedule))
+    assert [(s.name, s.start, s.stop) for s in again.spans] == [(s.name, s.start, s.stop) for s in timeline.spans]
