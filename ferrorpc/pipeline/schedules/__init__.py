@@ -18,6 +18,7 @@ from ferrorpc.pipeline.schedules.looped_bfs import looped_bfs
 from ferrorpc.pipeline.schedules.named import NAMED, named
 from ferrorpc.pipeline.schedules.one_f_one_b import one_f_one_b
 from ferrorpc.pipeline.schedules.schedule import Schedule
+from ferrorpc.pipeline.schedules.search import search
 from ferrorpc.pipeline.schedules.simulation import PipelineTimeline
 from ferrorpc.pipeline.schedules.validation import Finding
 from ferrorpc.pipeline.schedules.zb1p import zb1p
@@ -37,6 +38,7 @@ __all__ = [
     "looped_bfs",
     "named",
     "one_f_one_b",
+    "search",
     "zb1p",
     "zbv",
 ]

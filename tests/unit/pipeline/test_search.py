@@ -1,0 +1,104 @@
+"""Searching for an order at given costs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ferrorpc import schedules
+from ferrorpc.errors import UsageError
+from ferrorpc.pipeline.actions import Kind
+from ferrorpc.pipeline.schedules import Schedule
+from ferrorpc.pipeline.schedules.greedy import Greedy, Taste
+from ferrorpc.pipeline.schedules.improve import Sweep, improve
+from ferrorpc.pipeline.schedules.search import NAMES
+
+EQUAL = {name: [1.0] * 4 for name in NAMES}
+
+
+def random_costs(draw: random.Random, stages: int) -> dict[str, list[float]]:
+    return {name: [draw.uniform(0.5, 2) for _ in range(stages)] for name in NAMES}
+
+
+def best_named(costs: dict[str, list[float]], latency: float, cap: float | None, microbatches: int) -> float:
+    """The makespan of the best named schedule below the cap."""
+    found = []
+    for name in schedules.NAMED:
+        for chunks in (None, 1, 2, 3, 4):
+            try:
+                schedule = schedules.named(name, len(costs["forward"]), microbatches, chunks)
+            except UsageError:
+                continue
+            timeline = schedule.simulate(**costs, latency=latency)
+            if cap is None or max(timeline.peak_activations) <= cap:
+                found.append(timeline.makespan)
+    return min(found)
+
+
+def test_it_is_never_worse_than_the_best_named_one_and_mostly_better():
+    draw = random.Random(0)
+    better = 0
+    cases = [(4, 8, 4.0), (3, 5, None), (2, 6, 2.5), (4, 6, 8.0)] * 2
+    for stages, microbatches, cap in cases:
+        costs, latency = random_costs(draw, stages), draw.uniform(0, 0.5)
+        found = schedules.search(costs, latency, cap, microbatches=microbatches)
+        assert found.validate(peak=cap) == []
+        assert (found.stages, found.microbatches) == (stages, microbatches)
+        makespan, named = found.simulate(**costs, latency=latency).makespan, best_named(costs, latency, cap, microbatches)
+        assert makespan <= named + 1e-9
+        better += makespan < named - 1e-9
+    assert better >= 0.6 * len(cases)
+
+
+def test_where_a_named_one_is_perfect_it_is_found():
+    found = schedules.search(EQUAL, memory_cap=4, microbatches=8)
+    assert found.simulate().bubble_fraction <= schedules.zbv(4, 8).simulate().bubble_fraction + 1e-9
+
+
+def test_a_cap_that_nothing_fits_and_costs_that_are_none_are_refused():
+    with pytest.raises(UsageError, match=r"at most 0\.25 activations"):
+        schedules.search(EQUAL, memory_cap=0.25)
+    with pytest.raises(UsageError, match="lists of one length"):
+        schedules.search({"forward": [1.0]})
+    with pytest.raises(UsageError, match="lists of one length"):
+        schedules.search({**EQUAL, "forward": [1.0]})
+
+
+def by_piece(schedule: Schedule) -> dict[tuple[Kind, int], float]:
+    """Costs as a rank's 1 for each part, split over its pieces."""
+    share = 1 / schedule.chunks
+    one = {Kind.FORWARD: share, Kind.BACKWARD_INPUT: share, Kind.BACKWARD_WEIGHT: share, Kind.BACKWARD: 2 * share}
+    return {(kind, piece): cost for kind, cost in one.items() for piece in range(schedule.virtual_stages)}
+
+
+@pytest.mark.parametrize("name", schedules.NAMED)
+def test_a_sweep_agrees_with_the_simulation(name: str):
+    schedule = schedules.named(name, 3, 7)
+    sweep = Sweep(schedule, by_piece(schedule), latency=0.3)
+    assert sweep.makespan(schedule.actions) == pytest.approx(schedule.simulate(latency=0.3).makespan)
+
+
+def test_a_sweep_that_stands_still_never_ends():
+    schedule = schedules.one_f_one_b(2, 2)
+    swapped = [list(row) for row in schedule.actions]
+    swapped[1].reverse()
+    assert Sweep(schedule, by_piece(schedule), 0.0).makespan(swapped) == float("inf")
+
+
+def test_climbing_mends_a_bad_order_within_the_cap():
+    bad = Schedule.from_text("0F0 0I0 0W0 0F1 0I1 0W1\n1F0 1I0 1W0 1F1 1I1 1W1\n", "bad")
+    free = improve(bad, by_piece(bad), 0.0, None, trials=200)
+    assert free.validate() == []
+    assert free.simulate().makespan < bad.simulate().makespan
+    capped = improve(bad, by_piece(bad), 0.0, [1, 1], trials=200)
+    assert capped.validate(peak=1) == []
+
+
+@pytest.mark.parametrize("taste", [Taste(), Taste(True, 1.0, True), Taste(False, 0.5, True)])
+def test_a_list_schedule_is_sound_and_keeps_the_cap(taste: Taste):
+    placement = [0, 1, 2, 2, 1, 0]
+    costs = {kind: [0.5] * 6 for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)}
+    schedule = Greedy(placement, 7, costs, 0.2, [6, 6, 6], taste).build("greedy")
+    assert schedule is not None
+    assert schedule.validate(peak=3) == []
