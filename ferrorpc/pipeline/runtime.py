@@ -10,6 +10,7 @@ import numpy as np
 
 from ferrorpc.errors import CollectiveMismatchError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
+from ferrorpc.operations.arguments import seconds_of
 from ferrorpc.pipeline.actions import Action, Kind, action
 from ferrorpc.pipeline.batch import cut, join, rows, shares, split
 from ferrorpc.pipeline.ends import Ends, Inference, LossFunction, Training
@@ -203,7 +204,7 @@ class Pipeline:
         self._steps += 1
 
     def _run(self, actions: Sequence[Action], ends: Ends, keeps: bool, timeout: float | None) -> None:
-        seconds = self._group.timeout if timeout is None else timeout
+        seconds = seconds_of(timeout, self._group.timeout)
         receives = [each for each in actions if not each.kind.sends and not each.kind.computes]
         placement = self.schedule.placement
         exchange = Exchange(self._group, placement, receives, self._name, self._steps, seconds)
