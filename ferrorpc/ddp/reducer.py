@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ferrorpc.agreement import agree
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import NUMPY
-from ferrorpc.ddp.agreement import agree
 from ferrorpc.ddp.bucket import Bucket, Layout, Slot, lay_out
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.kernels.reduction import kernel

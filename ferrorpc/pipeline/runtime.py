@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ferrorpc.errors import CollectiveMismatchError, UsageError
+from ferrorpc.agreement import agree
+from ferrorpc.errors import UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
 from ferrorpc.operations.arguments import seconds_of
 from ferrorpc.pipeline.actions import Action, Kind, action
@@ -239,13 +240,9 @@ def _chosen(schedule: str | Schedule, size: int, microbatches: int | None, chunk
 
 def _agreed(schedule: Schedule, group: ProcessGroup) -> str:
     """The pipeline's name in messages, the same on every rank because the schedule is."""
-    name = f"{schedule} {hashlib.sha256(schedule.to_text().encode()).hexdigest()[:8]}"
-    names = [bytes(each).decode() for each in group.all_gather(np.frombuffer(name.encode(), np.uint8))]
-    if len(set(names)) > 1:
-        raise CollectiveMismatchError(
-            dict(zip(group.world_ranks, names, strict=True)), hint="construct the pipeline with one schedule on every rank"
-        )
-    return name
+    text = schedule.to_text()
+    agree(group, "pipeline schedules", f"{schedule}\n{text}")
+    return f"{schedule} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def _is_forward(each: Action) -> bool:

@@ -24,8 +24,8 @@ def agree(group: ProcessGroup, what: str, text: str) -> None:
         text: one line a fact.
 
     Raises:
-        CollectiveMismatchError: texts differ; raised on every rank, with the lines that differ from the first
-            rank's. The group stays open.
+        CollectiveMismatchError: texts differ; raised on every rank, with the lines in which each differs from the first
+            rank, and the first from it. The group stays open.
     """
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
     digests = group.all_gather(digest)
@@ -37,10 +37,13 @@ def agree(group: ProcessGroup, what: str, text: str) -> None:
         differences = _differences(lines, texts[0], group.world_ranks[0])
         if differences:
             signatures[group.world_ranks[rank]] = differences
+    message = f"ranks hold different {what}: " + "; ".join(f"rank {rank} has {text}" for rank, text in signatures.items())
+    other = group.world_ranks.index(next(iter(signatures)))
+    signatures[group.world_ranks[0]] = _differences(texts[0], texts[other], group.world_ranks[other])
     raise CollectiveMismatchError(
         signatures,
-        f"ranks hold different {what}: " + "; ".join(f"rank {rank} has {text}" for rank, text in signatures.items()),
-        hint="build the same model in the same order on every rank",
+        message,
+        hint=f"give every rank the same {what}, in the same order",
     )
 
 
