@@ -19,3 +19,11 @@ def test_no_option_is_given_twice_and_no_size_is_unlimited(end) -> None:
 def test_a_caller_may_change_its_copy(end) -> None:
     end().clear()
     assert end()
+
+
+@pytest.mark.parametrize("channel", [options.session_channel, options.data_channel], ids=lambda channel: channel.__name__)
+def test_a_channel_never_waits_longer_than_a_second_to_dial_again(channel) -> None:
+    rows = dict(channel())
+    assert rows["grpc.initial_reconnect_backoff_ms"] <= 100
+    assert rows["grpc.max_reconnect_backoff_ms"] <= 1000
+    assert rows["grpc.min_reconnect_backoff_ms"] <= 3000  # this one is the connect timeout as well
