@@ -49,6 +49,10 @@ _MAP_NORESERVE: Final = 0x4000
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
+_address_of: Final = ctypes.addressof
+_first_byte: Final = ctypes.c_char.from_buffer
+"""Looked up once, for `locate`."""
+
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -202,7 +206,7 @@ class Segment:
     def locate(self, array: np.ndarray[Any, Any]) -> int | None:
         """Where a C-contiguous array begins in this segment; None where it does not lie wholly in it, or is strided."""
         try:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
+            address = _address_of(_first_byte(array))  # type: ignore[arg-type]
         except (TypeError, ValueError, BufferError):
             # Read-only, empty, strided, or of a dtype that has no buffer: the slow and sure way.
             if not array.flags.c_contiguous:

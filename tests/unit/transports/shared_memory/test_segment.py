@@ -22,6 +22,7 @@ from ferrorpc.transports.shared_memory.segment import (
     map_peer,
     usual_bytes,
 )
+from tests.unit.transports.shared_memory.meetings import in_a_forked_child
 
 NONCE = bytes(range(NONCE_BYTES))
 
@@ -266,17 +267,6 @@ def test_a_segment_of_another_size_or_secret_is_not_believed(segment: Segment) -
         seen_by_a_peer(segment, size_bytes=segment.size_bytes - mmap.PAGESIZE)
     with pytest.raises(CodecError, match="secret"):
         seen_by_a_peer(segment, nonce=secrets.token_bytes(NONCE_BYTES))
-
-
-def in_a_forked_child(body) -> int:
-    """The exit status of a child that runs `body`: 0 where it returned True."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if body() else 1)
-        except BaseException:
-            os._exit(2)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_a_forked_child_reads_and_writes_a_copy(segment: Segment) -> None:

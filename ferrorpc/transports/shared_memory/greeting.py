@@ -1,0 +1,241 @@
+"""How two ranks of one host meet: a Unix socket between them, each other's memory mapped, and the proof that it is theirs.
+
+The lower rank of a pair listens, the higher one dials. Each sends a greeting with a read-only descriptor of its segment and a
+secret that reached the other through the coordinator before; each believes the other once the mapping begins with that same
+secret. So a process that is not of the generation, or a segment that is not of that process, is found out. Whether private
+memory can be read is tried in the same way, with a second secret.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from ferrorpc.errors import CodecError, FerroError, PermissionDeniedError, VersionMismatchError
+from ferrorpc.guard import Clock, Latch
+from ferrorpc.transports.shared_memory.hosts import Offer
+from ferrorpc.transports.shared_memory.private_memory import PrivateMemory
+from ferrorpc.transports.shared_memory.segment import Bytes, Segment, map_peer
+from ferrorpc.types import Assignment
+from ferrorpc.v1 import shared_memory_pb2
+
+VERSION: Final = 1
+GREETING_SECONDS: Final = 5.0
+"""How long a rank that has offered its memory may take to greet: it is there, so milliseconds are usual."""
+
+_LOOK_SECONDS: Final = 0.1
+_GREETING_BYTES_MAX: Final = 4096
+_CREDENTIALS: Final = struct.Struct("3i")
+_SECONDS_AND_MICROSECONDS: Final = struct.Struct("@ll")
+
+
+@dataclass(slots=True)
+class Neighbour:
+    """A peer that has been proven: its socket (non-blocking), its segment, and its private memory where that can be read."""
+
+    rank: int
+    connection: socket.socket
+    memory: Bytes
+    private: PrivateMemory | None
+    why_not_readable: str = ""
+
+    def close(self) -> None:
+        """Forgets the peer."""
+        self.connection.close()
+        if self.private is not None:
+            self.private.close()
+
+
+def listen(name: str) -> socket.socket:
+    """A socket for peers, under an abstract name: it needs no file, and vanishes with the process."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind("\0" + name)
+        listener.listen(socket.SOMAXCONN)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+class Greeter:
+    """This rank's part in meeting the other ranks of `host`.
+
+    Args:
+        host: world ranks that may share memory, this one included.
+        offers: what each of them has told, by rank.
+        private_nonce: the buffer with this rank's second secret; kept until the others have read it.
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        host: Sequence[int],
+        offers: Mapping[int, Offer],
+        listener: socket.socket,
+        segment: Segment,
+        private_nonce: ctypes.Array[ctypes.c_char],
+    ) -> None:
+        self.neighbours: dict[int, Neighbour] = {}
+        self.failures: dict[int, str] = {}
+        """Why a rank of the host is no neighbour, by rank."""
+        self._assignment = assignment
+        self._offers = offers
+        self._listener = listener
+        self._segment = segment
+        self._private_address = ctypes.addressof(private_nonce)
+        self._peers = [rank for rank in host if rank != assignment.rank]
+        self._descriptor = segment.descriptor_for_peers()
+        self._selector = selectors.DefaultSelector()
+
+    def run(self, latch: Latch, clock: Clock, seconds: float = GREETING_SECONDS) -> None:
+        """Greets everybody; returns once all are proven or have failed, the time is over or the generation has ended."""
+        try:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            for rank in self._peers:
+                if rank < self._assignment.rank:
+                    self._dial(rank, seconds)
+            deadline = clock.now() + seconds
+            while self._missing() and latch.cause is None and (left := deadline - clock.now()) > 0:
+                for key, _ in self._selector.select(min(left, _LOOK_SECONDS)):
+                    self._accept() if key.fileobj is self._listener else self._read(key)
+            for rank in self._missing():
+                self.failures[rank] = f"rank {rank} has not greeted within {seconds:g} s"
+        finally:
+            self._end()
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in self._peers if rank not in self.neighbours and rank not in self.failures]
+
+    def _end(self) -> None:
+        """Closes what has led to nothing."""
+        kept = {neighbour.connection for neighbour in self.neighbours.values()}
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket) and key.fileobj not in kept and key.fileobj is not self._listener:
+                key.fileobj.close()
+        self._selector.close()
+        os.close(self._descriptor)
+
+    def _dial(self, rank: int, seconds: float) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        patience = _SECONDS_AND_MICROSECONDS.pack(int(seconds) + 1, 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
+        try:
+            connection.connect("\0" + self._offers[rank].socket)
+            connection.setblocking(False)
+            self._greet(connection, rank)
+        except OSError as error:
+            connection.close()
+            self.failures[rank] = f"rank {rank} cannot be reached over a Unix socket: {error.strerror}"
+            return
+        self._selector.register(connection, selectors.EVENT_READ, rank)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ, None)
+
+    def _greet(self, connection: socket.socket, rank: int) -> None:
+        mine = self._assignment
+        greeting = shared_memory_pb2.SharedMemoryGreeting(
+            version=VERSION,
+            job=mine.job,
+            cluster_id=mine.cluster_id,
+            generation=mine.generation,
+            source_rank=mine.rank,
+            target_rank=rank,
+            nonce=self._segment.nonce,
+            segment_bytes=self._segment.size_bytes,
+            private_address=self._private_address,
+        )
+        socket.send_fds(connection, [greeting.SerializeToString()], [self._descriptor])
+
+    def _read(self, key: selectors.SelectorKey) -> None:
+        """A greeting has come on a connection; `key.data` is the rank that was dialled, None where this rank was."""
+        connection: Any = key.fileobj
+        self._selector.unregister(connection)
+        dialled: int | None = key.data
+        rank = dialled
+        try:
+            greeting, descriptor = _receive(connection)
+            try:
+                rank = self._check(greeting, connection, dialled)
+                neighbour = self._prove(greeting, descriptor, connection)
+            finally:
+                os.close(descriptor)
+            if dialled is None:
+                self._greet(connection, rank)
+        except (FerroError, OSError) as error:
+            connection.close()
+            if rank is not None:
+                self.failures[rank] = f"rank {rank}: {error.message if isinstance(error, FerroError) else error.strerror}"
+            return
+        self.neighbours[rank] = neighbour
+
+    def _check(self, greeting: shared_memory_pb2.SharedMemoryGreeting, connection: socket.socket, dialled: int | None) -> int:
+        """The rank that greets, once it has shown that it belongs to the generation."""
+        mine, rank = self._assignment, greeting.source_rank
+        user = _peer_of(connection)[1]
+        if user != os.geteuid():
+            raise PermissionDeniedError(f"a process of user {user} greeted one of user {os.geteuid()}")
+        expected = rank == dialled if dialled is not None else rank > mine.rank
+        if not expected or rank not in self._missing():
+            raise PermissionDeniedError(f"rank {rank} greeted rank {mine.rank} unasked")
+        if greeting.version != VERSION:
+            raise VersionMismatchError(f"it speaks version {greeting.version} of the shared memory's protocol, not {VERSION}")
+        theirs = (greeting.job, greeting.cluster_id, greeting.generation, greeting.target_rank)
+        if theirs != (mine.job, mine.cluster_id, mine.generation, mine.rank) or greeting.nonce != self._offers[rank].nonce:
+            raise PermissionDeniedError(f"a greeting of rank {rank} belongs to another generation")
+        return rank
+
+    def _prove(self, greeting: shared_memory_pb2.SharedMemoryGreeting, descriptor: int, connection: socket.socket) -> Neighbour:
+        rank = greeting.source_rank
+        memory = map_peer(descriptor, greeting.segment_bytes, self._offers[rank].nonce)
+        private = None
+        try:
+            private = PrivateMemory(rank, _peer_of(connection)[0])
+            secret = np.empty(len(self._offers[rank].private_nonce), np.uint8)
+            private.read(greeting.private_address, secret)
+            if secret.tobytes() != self._offers[rank].private_nonce:
+                raise CodecError(f"the memory of process {_peer_of(connection)[0]} is not that of rank {rank}")
+        except FerroError as error:
+            if private is not None:
+                private.close()
+            return Neighbour(rank, connection, memory, None, error.message)
+        return Neighbour(rank, connection, memory, private)
+
+
+def _receive(connection: socket.socket) -> tuple[shared_memory_pb2.SharedMemoryGreeting, int]:
+    """A greeting and the one descriptor that comes with it."""
+    data, descriptors, flags, _ = socket.recv_fds(connection, _GREETING_BYTES_MAX, 2, socket.MSG_CMSG_CLOEXEC)
+    try:
+        if not data:
+            raise CodecError("it hung up")
+        if len(descriptors) != 1 or flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
+            raise CodecError(f"its greeting has {len(descriptors)} descriptors instead of one")
+        return shared_memory_pb2.SharedMemoryGreeting.FromString(data), descriptors.pop()
+    except DecodeError:
+        raise CodecError("its greeting is no message of ours") from None
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, as the kernel knows them."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, _ = _CREDENTIALS.unpack(raw)
+    return process, user

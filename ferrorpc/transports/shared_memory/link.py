@@ -1,0 +1,88 @@
+"""The Unix socket to one peer on this host: the doorbell, and the way of all small messages.
+
+A sequenced-packet socket keeps the borders between messages, and its end is seen the moment a process dies, however it does.
+Sending never blocks: what the kernel does not take at once waits in a queue that the reader thread writes on.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+MESSAGE_BYTES_MAX: Final = 32 << 10
+"""A message with the longest signature fits."""
+
+
+class Link:
+    """One end, non-blocking, from a proven peer.
+
+    Args:
+        peer: its world rank.
+        wake: asks the reader thread to look at `pending`; must not block.
+    """
+
+    def __init__(self, peer: int, connection: socket.socket, wake: Callable[[], None]) -> None:
+        self.peer = peer
+        self.connection = connection
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._queue: deque[bytes] = deque()
+        self._over = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether messages wait for the kernel to have room."""
+        return bool(self._queue)
+
+    def send(self, message: bytes) -> None:
+        """Sends a message, in order; one that nobody can receive any more is dropped, for the reader sees the end."""
+        with self._lock:
+            self._queue.append(message)
+            self._write()
+            left = bool(self._queue)
+        if left:
+            self._wake()
+
+    def flush(self) -> None:
+        """The kernel may have room again. Called by the reader thread."""
+        with self._lock:
+            self._write()
+
+    def _write(self) -> None:
+        while self._queue and not self._over:
+            try:
+                self.connection.send(self._queue[0])
+            except BlockingIOError:
+                return
+            except OSError:
+                self._over = True
+                break
+            self._queue.popleft()
+        if self._over:
+            self._queue.clear()
+
+    def receive(self) -> bytes | None:
+        """The next message; empty at the end of the link, None where there is none yet.
+
+        Raises:
+            MessageTooLong: never sent by ferrorpc.
+        """
+        while True:
+            try:
+                return self.connection.recv(MESSAGE_BYTES_MAX)
+            except BlockingIOError:
+                return None
+            except ConnectionResetError:
+                continue  # The peer ended before it had read all: what it wrote is still there to be read.
+            except OSError:
+                return b""
+
+    def close(self) -> None:
+        """Gives the socket back; the peer reads what was sent, and then the end."""
+        with self._lock:
+            self._over = True
+            self._queue.clear()
+            self.connection.close()

@@ -1,0 +1,104 @@
+"""Worlds whose ranks are threads of this process and meet as processes of one host do."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ferrorpc.coordination.local import LocalSession, LocalWorld
+from ferrorpc.transports.shared_memory.meeting import meet
+from ferrorpc.transports.shared_memory.neighbours import Neighbours
+
+SECONDS = 20.0
+
+
+def in_threads(count: int, body: Callable[[int], Any]) -> list[Any]:
+    """What `body` returns or raises for each number."""
+    outcomes: list[Any] = [None] * count
+
+    def run(number: int) -> None:
+        try:
+            outcomes[number] = body(number)
+        except Exception as error:
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * SECONDS)
+        assert not thread.is_alive(), "a rank hangs"
+    return outcomes
+
+
+@contextmanager
+def forked_child() -> Iterator[int]:
+    """The id of a child that does nothing, and ends with the block (or with this process)."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    os.close(reading)
+    try:
+        yield child
+    finally:
+        os.close(writing)
+        os.waitpid(child, 0)
+
+
+def in_a_forked_child(body: Callable[[], bool]) -> int:
+    """The exit status of a child that runs `body`: 0 where it returned True."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if body() else 1)
+        except BaseException:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+class Meeting:
+    """A world of `size` ranks and the neighbours of each (or what `meet` raised)."""
+
+    def __init__(self, size: int, transports: Sequence[str] = ()) -> None:
+        self.world = LocalWorld(size, job=f"job-{uuid.uuid4()}", timeout=SECONDS)
+        self.sessions: list[LocalSession] = [self.world.session(rank) for rank in range(size)]
+        self.lost: list[tuple[int, int, str]] = []
+        self.told = threading.Event()
+        self.messages: list[tuple[int, int, bytes]] = []
+        self.outcomes = in_threads(size, lambda rank: self._meet(rank, transports[rank] if transports else "auto"))
+
+    def _meet(self, rank: int, transport: str) -> Neighbours:
+        session = self.sessions[rank]
+        membership = session.membership
+        found = meet(membership.assignment, transport, session.barrier, membership.latch, session.clock)
+        found.start(lambda peer, reason: self._lose(rank, peer, reason), lambda peer, data: self._receive(rank, peer, data))
+        return found
+
+    def _lose(self, rank: int, peer: int, reason: str) -> None:
+        self.lost.append((rank, peer, reason))
+        self.told.set()
+
+    def _receive(self, rank: int, peer: int, message: bytes) -> None:
+        self.messages.append((rank, peer, message))
+        self.told.set()
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for outcome in self.outcomes:
+            if isinstance(outcome, Neighbours):
+                outcome.close(1.0)
+
+    def __getitem__(self, rank: int) -> Neighbours:
+        outcome = self.outcomes[rank]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome

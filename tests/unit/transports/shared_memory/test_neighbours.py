@@ -1,0 +1,260 @@
+"""Ranks of one host find each other, see each other's memory, and notice each other's end."""
+
+import gc
+import os
+import socket
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc.errors import BackendUnavailableError, CodecError, PeerLostError, UsageError
+from ferrorpc.transports.shared_memory import greeting, meeting, place
+from ferrorpc.transports.shared_memory.private_memory import PrivateMemory
+from ferrorpc.v1 import shared_memory_pb2
+from tests.unit.transports.shared_memory.meetings import SECONDS, Meeting, forked_child, in_a_forked_child
+
+
+def open_descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_ranks_of_one_host_see_each_others_memory(size: int) -> None:
+    with Meeting(size) as ranks:
+        everybody = tuple(range(size))
+        blocks = [ranks[rank].own.allocate(8) for rank in everybody]
+        for rank in everybody:
+            blocks[rank].array[:] = rank + 1
+        for rank in everybody:
+            assert ranks[rank].ranks == everybody
+            assert ranks[rank].hosts == (everybody,)
+            assert ranks[rank].why_not == ""
+            for other in everybody:
+                memory = ranks[rank].memory(other)
+                assert memory.flags.writeable == (rank == other)
+                offset = blocks[other].offset
+                assert (memory[offset : offset + 8] == other + 1).all()
+
+
+def test_private_memory_is_read_in_one_copy() -> None:
+    with Meeting(2) as ranks:
+        assert ranks[0].single_copy
+        assert ranks[1].single_copy
+        source, target = np.arange(100_000, dtype=np.float64), np.zeros(100_000)
+        ranks[0].read_private(1, source.ctypes.data, target)
+        np.testing.assert_array_equal(source, target)
+        with pytest.raises(CodecError, match="rank 1 has no 800000 readable bytes at 0x10"):
+            ranks[0].read_private(1, 16, target)
+        with pytest.raises(UsageError, match="contiguous"):
+            ranks[0].read_private(1, source.ctypes.data, target[::2])
+
+
+def test_a_process_that_ended_is_told_from_one_that_took_its_number() -> None:
+    source, target = np.arange(10), np.zeros(10, np.int64)
+    with forked_child() as child:
+        memory = PrivateMemory(3, child)
+        memory.read(source.ctypes.data, target)
+        np.testing.assert_array_equal(source, target)
+    with pytest.raises(PeerLostError, match="rank 3 was lost: its process has ended"):
+        memory.read(source.ctypes.data, target)
+    memory.close()
+
+
+def test_where_one_cannot_read_private_memory_nobody_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = PrivateMemory.read
+
+    def refused(self: PrivateMemory, address: int, target: Any) -> None:
+        if self.rank == 2:
+            raise BackendUnavailableError("not permitted")
+        read(self, address, target)
+
+    monkeypatch.setattr(PrivateMemory, "read", refused)
+    with Meeting(3) as ranks:
+        assert [ranks[rank].single_copy for rank in range(3)] == [False] * 3
+        assert ranks[0].ranks == (0, 1, 2)
+        with pytest.raises(UsageError, match="rank 2 cannot be read: not permitted"):
+            ranks[0].read_private(2, 0, np.zeros(1))
+
+
+def test_whoever_was_told_to_use_grpc_stays_alone() -> None:
+    with Meeting(4, ["auto", "grpc", "auto", "auto"]) as ranks:
+        for rank in range(4):
+            assert ranks[rank].hosts == ((0, 2, 3), (1,))
+            assert ranks[rank].why_not == "rank 1: it was told to use transport='grpc'"
+        assert ranks[1].ranks == (1,)
+        assert not ranks[1].single_copy
+        with pytest.raises(UsageError, match="rank 1 shares no memory"):
+            _ = ranks[1].own
+
+
+def test_a_world_that_uses_grpc_needs_one_round_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Meeting(2, ["grpc", "grpc"]) as ranks:
+        assert ranks[0].hosts == ((0,), (1,))
+        assert [name for _, name, _ in ranks.world.generation.gatherings] == ["ferrorpc/shared_memory/offers"]
+
+
+def test_a_demand_that_cannot_be_met_is_an_error_on_every_rank() -> None:
+    with Meeting(3, ["auto", "shared_memory", "grpc"]) as ranks:
+        for rank in range(3):
+            with pytest.raises(BackendUnavailableError, match=r"\(rank 1\) needs all ranks .* rank 2: it was told"):
+                _ = ranks[rank]
+    with Meeting(2, ["shared_memory", "auto"]) as ranks:
+        assert ranks[0].ranks == (0, 1)
+
+
+def test_a_platform_that_cannot_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place.platform, "machine", lambda: "aarch64")
+    with Meeting(2) as ranks:
+        assert ranks[0].ranks == (0,)
+        assert "not that of aarch64" in ranks[0].why_not
+    monkeypatch.undo()
+    monkeypatch.setattr(place.sys, "version_info", (3, 11, 0, "final", 0))
+    assert "needs Python 3.11.1, whose os.sched_yield lets other threads run; this is 3.11.0" in place.refusal()
+
+
+def test_a_rank_that_does_not_know_the_secret_is_no_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks still agree, and the honest ones share."""
+    greet = greeting.Greeter._greet
+
+    def lie(self: greeting.Greeter, connection: socket.socket, rank: int) -> None:
+        if self._assignment.rank == 1:
+            false = shared_memory_pb2.SharedMemoryGreeting(version=1, source_rank=1, target_rank=rank)
+            socket.send_fds(connection, [false.SerializeToString()], [self._descriptor])
+        else:
+            greet(self, connection, rank)
+
+    monkeypatch.setattr(greeting.Greeter, "_greet", lie)
+    monkeypatch.setattr(greeting.Greeter.run, "__defaults__", (0.5,))
+    with Meeting(3) as ranks:
+        for rank in range(3):
+            assert ranks[rank].hosts == ((0, 2), (1,))
+        assert "a greeting of rank 1 belongs to another generation" in ranks[0].why_not
+
+
+@pytest.mark.parametrize("what", [b"", b"nonsense", b"\x08\x01"])
+def test_strangers_on_the_socket_do_no_harm(monkeypatch: pytest.MonkeyPatch, what: bytes) -> None:
+    listen = greeting.listen
+    strangers = []
+
+    def listen_to_a_stranger(name: str) -> socket.socket:
+        listener = listen(name)
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stranger.connect("\0" + name)
+        if what:
+            stranger.send(what)
+        strangers.append(stranger)
+        return listener
+
+    monkeypatch.setattr(greeting, "listen", listen_to_a_stranger)
+    with Meeting(2) as ranks:
+        assert ranks[0].ranks == (0, 1)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_name_that_is_taken_means_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(name: str) -> socket.socket:
+        raise OSError(98, "Address already in use")
+
+    monkeypatch.setattr(greeting, "listen", taken)
+    with Meeting(2) as ranks:
+        assert "it cannot listen on a Unix socket: Address already in use" in ranks[0].why_not
+
+
+def test_a_link_that_ends_without_goodbye_is_told_at_once() -> None:
+    with Meeting(3) as ranks:
+        ranks[1]._links[0].connection.shutdown(socket.SHUT_RDWR)
+        wait_for(lambda: len(ranks.lost) >= 2)
+        assert sorted(ranks.lost)[:2] == [
+            (0, 1, "its process ended without a goodbye"),
+            (1, 0, "its process ended without a goodbye"),
+        ]
+        assert not ranks[0].has_left(1)
+
+
+def test_a_goodbye_is_no_loss_until_the_peer_is_needed() -> None:
+    with Meeting(2) as ranks:
+        ranks[1].close(1.0)
+        wait_for(lambda: ranks[0].has_left(1))
+        assert ranks.lost == []
+        ranks[0].lose(1, "rank 1 has left")
+        ranks[0].lose(1, "rank 1 has left")
+        assert ranks.lost == [(0, 1, "rank 1 has left")]
+
+
+def test_messages_arrive_whole_and_in_order_although_nobody_waits_for_room() -> None:
+    with Meeting(2) as ranks:
+        sent = [bytes([1, number % 256]) * (1 + number % 3000) for number in range(3000)]
+        for message in sent:
+            ranks[0].send(1, message)
+        wait_for(lambda: len(ranks.messages) == len(sent))
+        assert [message for _, _, message in ranks.messages] == sent
+
+
+def test_what_was_sent_before_close_arrives() -> None:
+    with Meeting(2) as ranks:
+        for number in range(2000):
+            ranks[0].send(1, b"\x01" + number.to_bytes(2, "little") * 200)
+        ranks[0].close(SECONDS)
+        wait_for(lambda: ranks[1].has_left(0))
+        assert len(ranks.messages) == 2000
+        assert ranks.lost == []
+
+
+def test_nothing_is_left_open() -> None:
+    with Meeting(2):
+        pass
+    before = open_descriptors()
+    for _ in range(5):
+        with Meeting(3, ["auto", "auto", "grpc"]):
+            pass
+        with Meeting(2, ["shared_memory", "grpc"]):
+            pass
+    wait_for(lambda: open_descriptors() <= before)
+
+
+def test_a_rank_that_dies_meanwhile_leaves_the_others_without_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first operation tells the cause, as everywhere; making the group does not fail."""
+    original = meeting._Stall.try_others
+
+    def die(self: Any, *arguments: Any) -> Any:
+        if self._assignment.rank == 2:
+            ranks_world[0].kill(2, "exit code 9")
+        return original(self, *arguments)
+
+    ranks_world: list[Any] = []
+    made = Meeting.__init__.__globals__["LocalWorld"]
+
+    def remember(*arguments: Any, **named: Any) -> Any:
+        ranks_world.append(made(*arguments, **named))
+        return ranks_world[0]
+
+    monkeypatch.setitem(Meeting.__init__.__globals__, "LocalWorld", remember)
+    monkeypatch.setattr(meeting._Stall, "try_others", die)
+    with Meeting(3) as ranks:
+        assert ranks[0].ranks == (0,)
+        assert "exit code 9" in ranks[0].why_not
+        assert isinstance(ranks.sessions[0].membership.latch.cause, PeerLostError)
+
+
+def test_a_forked_child_gives_its_copies_of_the_sockets_back() -> None:
+    """So that the end of its parent is seen although the child lives on."""
+    with Meeting(2) as ranks:
+        descriptors = [ranks[rank]._links[1 - rank].connection.fileno() for rank in range(2)]
+
+        def child() -> bool:
+            return not any(os.path.exists(f"/proc/self/fd/{descriptor}") for descriptor in descriptors)
+
+        assert in_a_forked_child(child) == 0
+        ranks[0].send(1, b"\1 still here")
+        wait_for(lambda: ranks.messages == [(1, 0, b"\1 still here")])
