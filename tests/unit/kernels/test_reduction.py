@@ -14,43 +14,10 @@ import pytest
 from ferrorpc.errors import TensorMismatchError
 from ferrorpc.kernels.half import BLOCK_ELEMENTS
 from ferrorpc.kernels.reduction import kernel
-from ferrorpc.types import DType, ReduceOp, refusal
+from ferrorpc.types import DType, ReduceOp
+from tests.unit.kernels.values import ALLOWED, REFUSED, fold_of, logical, ranks
 
 LENGTHS = (0, 1, 7, 1000, BLOCK_ELEMENTS + 3)
-ALLOWED = [(op, dtype) for op, dtype in itertools.product(ReduceOp, DType) if refusal(op, dtype) is None]
-REFUSED = [(op, dtype) for op, dtype in itertools.product(ReduceOp, DType) if refusal(op, dtype) is not None]
-
-
-def logical(dtype: DType) -> np.dtype:
-    return np.dtype(ml_dtypes.bfloat16) if dtype is DType.BFLOAT16 else dtype.storage
-
-
-def ranks(dtype: DType, count: int, length: int) -> list[np.ndarray]:
-    """One array per rank, in storage dtype, with values of both signs where the dtype has them."""
-    rng = np.random.default_rng(length * 31 + count)
-    kind = logical(dtype)
-    if dtype is DType.BOOL:
-        return [rng.integers(0, 2, length).astype(bool) for _ in range(count)]
-    if dtype.is_integer:
-        info = np.iinfo(kind)
-        return [rng.integers(info.min, info.max, length, dtype=kind, endpoint=True) for _ in range(count)]
-    values = [rng.standard_normal(length) for _ in range(count)]
-    if dtype.is_complex:
-        values = [value + 1j * rng.standard_normal(length) for value in values]
-    return [value.astype(kind).view(dtype.storage) for value in values]
-
-
-def fold_of(op: ReduceOp, dtype: DType, arrays: list[np.ndarray]) -> np.ndarray:
-    """The kernel's left fold in rank order."""
-    chosen = kernel(op, dtype, len(arrays))
-    work = np.empty(arrays[0].shape, chosen.work)
-    chosen.load(work, arrays[0])
-    for array in arrays[1:]:
-        chosen.fold(work, array)
-    result = np.empty(arrays[0].shape, dtype.storage)
-    chosen.finish(result, work)
-    return result
-
 
 NUMPY = {
     ReduceOp.SUM: np.add,
