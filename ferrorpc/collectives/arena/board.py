@@ -1,0 +1,286 @@
+"""Where ranks of one host tell each other how far they are: words in memory that only their owner writes.
+
+Every rank has a *line* of words for each channel of each stream of each group, in its own segment. Peers map it for reading and
+poll it. Progress words only grow, so whoever reads an old value waits a little longer and nothing worse; and since x86-64 keeps
+stores in order, a reader that sees a word sees all that was written before it.
+
+A *channel* runs one operation at a time; a stream has several, and operation `number` uses channel `number % channels`. So
+operations of different channels overtake each other, and one that comes back to a channel waits until every rank has left
+the one before it there.
+
+Idea. Single-writer flags whose values only grow, instead of states that are set and reset, as in Open MPI's xhc component
+(Katevenis and Ploumidis, 2022) and MPICH's release-gather (Jain et al., 2018): nothing has to be cleaned up after an operation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Generator, Sequence
+from typing import Any, Final, Protocol, TypeAlias
+
+import numpy as np
+
+from ferrorpc.errors import LimitExceededError
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Words: TypeAlias = "memoryview[int]"
+Wait: TypeAlias = Generator[int, None, None]
+"""Yields for as long as it has to wait, each time how far its rank is."""
+
+LINE_WORDS: Final = 16
+"""Two cache lines, because processors fetch them in pairs."""
+STAGED: Final = 0
+"""How many chunks of the operation this rank has put where others can read them; POISONED after a failure."""
+REDUCED: Final = 1
+"""How many of them it has reduced its slice of; POISONED after a failure."""
+LEFT: Final = 2
+"""How many of them it needs nothing more of."""
+SIGNATURE: Final = 3
+"""Hash of the call that it is in."""
+TEXT: Final = 4
+"""Where in its segment that call is spelled out."""
+RING: Final = 5
+"""Where the memory is through which it passes what others cannot read in place."""
+SOURCE: Final = 6
+"""Where its array, or the table of its parts, lies; 0: its array comes through the ring."""
+RESULT: Final = 7
+"""Where its result lies; 0: it comes through the ring."""
+
+SLOT_BYTES: Final = 32 << 10
+"""Every channel has a slot of this size for small arrays; it never moves."""
+
+CHUNK_BITS: Final = 20
+"""A progress word is ticket << CHUNK_BITS | chunks."""
+POISONED: Final = -1
+"""Less than any progress: whoever waits for a rank that failed waits until the generation's end is known."""
+
+DIRECTORY_OFFSET: Final = 4096
+"""The directory of a segment's lines: a count, then entries of (group, stream, offset)."""
+DIRECTORY_ENTRIES: Final = 4096
+_ENTRY_WORDS: Final = 3
+CHANNEL_BYTES: Final = LINE_WORDS * 8 + SLOT_BYTES
+BOARD_BYTES: Final = DIRECTORY_OFFSET + 8 * (1 + DIRECTORY_ENTRIES * _ENTRY_WORDS)
+"""So much of the beginning of every segment is not for `allocate`."""
+_TEXT_BYTES: Final = 4096
+
+
+class Memory(Protocol):
+    """What is asked of the memory that ranks of one host share."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """World ranks that share it."""
+
+    def memory(self, rank: int) -> Array:
+        """A rank's whole segment as bytes; only one's own can be written."""
+
+    def allocate(self, nbytes: int) -> tuple[int, Array]:
+        """Offset and bytes of new memory in one's own segment; free again when nothing refers to the bytes any more.
+
+        Raises:
+            LimitExceededError: the segment is full.
+        """
+
+    def locate(self, data: Array) -> int | None:
+        """The offset of a contiguous array that lies in one's own segment; None when it does not."""
+
+
+class Board:
+    """This rank's lines, and the way to those of the others. One per generation.
+
+    Args:
+        memory: the shared segments.
+        rank: own world rank.
+    """
+
+    def __init__(self, memory: Memory, rank: int) -> None:
+        self.memory = memory
+        self.rank = rank
+        self._lock = threading.Lock()
+        self._directory = words_of(memory.memory(rank)[DIRECTORY_OFFSET:BOARD_BYTES])
+        self._banks: dict[tuple[int, int], Bank] = {}
+        self._texts: dict[str, tuple[int, int]] = {}
+        self._held: list[Array] = []
+
+    def bank(self, group: int, stream: int, ranks: Sequence[int], channels: int) -> Bank:
+        """The channels of one stream of a group of world ranks, in group order; the same object for the same stream.
+
+        Raises:
+            LimitExceededError: there is no room for another stream.
+        """
+        with self._lock:
+            found = self._banks.get((group, stream))
+            if found is None:
+                found = self._banks[group, stream] = Bank(
+                    self, (group, stream), ranks, channels, self._open(group, stream, channels)
+                )
+        return found
+
+    def _open(self, group: int, stream: int, channels: int) -> Array:
+        directory = self._directory
+        count = directory[0]
+        if count == DIRECTORY_ENTRIES:
+            raise LimitExceededError(
+                f"rank {self.rank} has opened {count} streams and subgroups in this generation, and there is room for no more",
+                hint="keep subgroups and streams instead of making new ones",
+            )
+        offset, place = self.memory.allocate(channels * CHANNEL_BYTES)
+        place[: channels * LINE_WORDS * 8] = 0
+        entry = 1 + count * _ENTRY_WORDS
+        directory[entry], directory[entry + 1], directory[entry + 2] = _signed(group), stream, offset
+        directory[0] = count + 1
+        return place
+
+    def find(self, rank: int, stream: tuple[int, int], channels: int) -> Array | None:
+        """Lines and slots of another rank's (group, stream); None while it has not opened it."""
+        memory = self.memory.memory(rank)
+        directory, wanted = words_of(memory[DIRECTORY_OFFSET:BOARD_BYTES]), (_signed(stream[0]), stream[1])
+        for entry in range(1, 1 + min(directory[0], DIRECTORY_ENTRIES) * _ENTRY_WORDS, _ENTRY_WORDS):
+            if (directory[entry], directory[entry + 1]) == wanted:
+                offset = directory[entry + 2]
+                return memory[offset : offset + channels * CHANNEL_BYTES]
+        return None
+
+    def sign(self, text: str) -> tuple[int, int]:
+        """The hash of a signature, and where it is spelled out in this rank's segment."""
+        with self._lock:
+            found = self._texts.get(text)
+            if found is None:
+                raw = text.encode()[:_TEXT_BYTES]
+                offset, place = self.memory.allocate(8 + len(raw))
+                place[:8].view(np.int64)[0] = len(raw)
+                place[8 : 8 + len(raw)] = np.frombuffer(raw, np.uint8)
+                self._held.append(place)
+                digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+                found = self._texts[text] = digest, offset
+        return found
+
+    def read_text(self, rank: int, offset: int) -> str:
+        """A signature as another rank spelled it out."""
+        memory = self.memory.memory(rank)
+        if offset % 8 or not 0 < offset <= memory.size - 8:
+            return "an operation that it does not name"
+        length = min(max(int(memory[offset : offset + 8].view(np.int64)[0]), 0), _TEXT_BYTES)
+        return bytes(memory[offset + 8 : offset + 8 + length]).decode(errors="replace")
+
+
+class Bank:
+    """The channels of one stream.
+
+    Attributes:
+        board: what it belongs to.
+        peers: world ranks of the others, in group order.
+        memories: their segments, in the same order.
+        channels: in order.
+    """
+
+    def __init__(self, board: Board, stream: tuple[int, int], ranks: Sequence[int], channels: int, own: Array) -> None:
+        self.board = board
+        self.peers = tuple(rank for rank in ranks if rank != board.rank)
+        self.memories = [board.memory.memory(peer) for peer in self.peers]
+        self.channels = [Channel(self, number) for number in range(channels)]
+        self._stream = stream
+        self._ranks = tuple(ranks)
+        self._places = {board.rank: own}
+        for channel in self.channels:
+            channel.line = self._line(own, channel.number)
+
+    def meet(self) -> Wait:
+        """Waits until every peer has opened this stream, then gives the channels everyone's lines and slots."""
+        for peer in self.peers:
+            while peer not in self._places:
+                place = self.board.find(peer, self._stream, len(self.channels))
+                if place is None:
+                    yield 0
+                else:
+                    self._places[peer] = place
+        for channel in self.channels:
+            channel.slots = [self._slot(self._places[rank], channel.number) for rank in self._ranks]
+            channel.others = [self._line(self._places[peer], channel.number) for peer in self.peers]
+
+    def _line(self, place: Array, channel: int) -> Words:
+        start = channel * LINE_WORDS * 8
+        return words_of(place[start : start + LINE_WORDS * 8])
+
+    def _slot(self, place: Array, channel: int) -> Array:
+        start = len(self.channels) * LINE_WORDS * 8 + channel * SLOT_BYTES
+        return place[start : start + SLOT_BYTES]
+
+    def latest(self, peer: int) -> tuple[int, str]:
+        """Ticket and signature of the operation that a peer entered last; (0, "") before its first."""
+        place = self._places.get(peer)
+        if place is None:
+            return 0, ""
+        line = max((self._line(place, channel.number) for channel in self.channels), key=lambda line: line[STAGED])
+        ticket = line[STAGED] >> CHUNK_BITS
+        return (ticket, self.board.read_text(peer, line[TEXT])) if ticket > 0 else (0, "")
+
+
+class Channel:
+    """One rank's side of one channel.
+
+    Attributes:
+        bank: what it belongs to.
+        line: own words.
+        others: the peers' words, in the order of `bank.peers`; empty until they have been met.
+        slots: everyone's memory for small arrays, in group order, the own one included; empty until then, too.
+        last: the value that LEFT will have when the latest operation started here is over.
+        signed: the hash that stands in the line.
+        ring: own memory for what others cannot read in place.
+    """
+
+    __slots__ = ("bank", "last", "line", "number", "others", "ring", "signed", "slots")
+
+    line: Words
+
+    def __init__(self, bank: Bank, number: int) -> None:
+        self.bank = bank
+        self.number = number
+        self.others: list[Words] = []
+        self.slots: list[Array] = []
+        self.last = 0
+        self.signed = 0
+        self.ring: Array = np.empty(0, np.uint8)
+
+    def is_free(self, before: int) -> bool:
+        """Whether every rank, this one included, has left the operation that ended with this value of LEFT."""
+        if self.line[LEFT] < before or not self.others:
+            return False
+        for other in self.others:  # noqa: SIM110  a generator for all() would cost every operation as much as its flags
+            if other[LEFT] < before:
+                return False
+        return True
+
+    def enter(self, before: int) -> Wait:
+        """Waits until the channel is free."""
+        if not self.others:
+            yield from self.bank.meet()
+        while not self.is_free(before):
+            yield before
+
+    def await_others(self, word: int, goal: int) -> Wait:
+        """Waits until this word of every other rank has come so far."""
+        for other in self.others:
+            while other[word] < goal:
+                yield goal
+
+    def widen(self, nbytes: int) -> None:
+        """Makes the ring at least so large. Only after `enter`."""
+        if self.ring.size < nbytes:
+            offset, self.ring = self.bank.board.memory.allocate(nbytes)
+            self.line[RING] = offset
+
+    def poison(self) -> None:
+        """This rank's operation failed: what it staged may change from now on, so nobody may rely on it any more."""
+        self.line[STAGED] = self.line[REDUCED] = POISONED
+
+
+def words_of(data: Array) -> Words:
+    """Bytes as 64-bit words."""
+    return memoryview(data.data).cast("q")
+
+
+def _signed(group: int) -> int:
+    """A group's id, which is an unsigned number of 64 bits, as a word."""
+    return group - (1 << 64) if group >= 1 << 63 else group

@@ -1,0 +1,103 @@
+"""A running shared-memory operation. Nobody can wake it: its driver polls it (`Execution.polled`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ferrorpc.collectives.arena.board import STAGED, Array, Channel
+from ferrorpc.collectives.call import Operation
+from ferrorpc.collectives.execution import Execution
+from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroError
+from ferrorpc.guard import Guard
+from ferrorpc.types import TensorSpec
+from ferrorpc.wire.frames import Key
+
+if TYPE_CHECKING:
+    from ferrorpc.collectives.arena.prepared import ArenaPrepared, Steps
+
+
+class ArenaExecution(Execution):
+    """One run of a prepared call.
+
+    Args:
+        steps: the operation, as far as it has come.
+    """
+
+    polled = True
+
+    def __init__(self, prepared: ArenaPrepared, key: Key, channel: Channel, steps: Steps, guard: Guard) -> None:
+        self.guard = guard
+        self.results: list[Array] = []
+        self.specs: list[TensorSpec] = []
+        self.position = 0
+        self._prepared = prepared
+        self._key = key
+        self._channel = channel
+        self._steps = steps
+        self._complete = False
+        self._entered = False
+
+    @property
+    def label(self) -> str:
+        return f"{self._prepared.signature} #{self._key.number}"
+
+    def advance(self) -> bool:
+        try:
+            self.position = next(self._steps)
+        except StopIteration as end:
+            results, self.specs = end.value
+            self.results = list(results)
+            self._complete = True
+            return True
+        return False
+
+    def waiting_on(self) -> list[int]:
+        channel = self._channel
+        peers = channel.bank.peers
+        if not channel.others:
+            return [peer for peer in peers if channel.bank.latest(peer)[0] == 0]
+        furthest = max(line[STAGED] for line in (channel.line, *channel.others))
+        absent = [peer for peer, other in zip(peers, channel.others, strict=True) if other[STAGED] < channel.line[STAGED]]
+        behind = [peer for peer, other in zip(peers, channel.others, strict=True) if other[STAGED] < furthest]
+        return absent or behind or list(peers)
+
+    def probe(self) -> None:
+        """Asks over the lanes, too: a peer may be in a call that sends messages, or gone."""
+        prepared = self._prepared
+        transport = prepared.arena.transport
+        if not self._entered:
+            self._entered = True
+            transport.mailbox.enter(self._key, prepared.signature, self.wake)
+        for peer in self.waiting_on():
+            transport.probe(peer, self._key, prepared.signature)
+
+    def explain(self) -> str:
+        bank = self._channel.bank
+        parts = []
+        for rank in self.waiting_on():
+            ticket, signature = bank.latest(rank)
+            if ticket > self._key.number:
+                parts.append(f"rank {rank} (is in it too)")
+            elif ticket:
+                parts.append(f"rank {rank} (not there yet: last entered {signature} #{ticket - 1})")
+            else:
+                parts.append(f"rank {rank} (not there yet: entered nothing yet)")
+        return f"{self.label} waits for {', '.join(parts)}"
+
+    def timeout_error(self) -> FerroError:
+        waiting = self.waiting_on()
+        known = self._prepared.arena.describe(waiting)
+        text = f"{self.label} was not complete after {self.guard.seconds:g} s: {self.explain()}" + (
+            f"; {known}" if known else ""
+        )
+        if self._prepared.call.operation is Operation.BARRIER:
+            return BarrierTimeoutError(waiting, text)
+        return CollectiveTimeoutError(waiting, text)
+
+    def finish(self) -> None:
+        self._steps.close()
+        if not self._complete:
+            self._channel.poison()
+        if self._entered:
+            self._entered = False
+            self._prepared.arena.transport.mailbox.leave(self._key)

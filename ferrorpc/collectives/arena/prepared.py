@@ -1,0 +1,161 @@
+"""What the shared-memory algorithms have in common: a call laid out for a group whose ranks all share memory."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from ferrorpc.collectives.arena.board import CHUNK_BITS, SIGNATURE, TEXT, Array, Bank, Board, Channel
+from ferrorpc.collectives.arena.execution import ArenaExecution
+from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.errors import CodecError, CollectiveMismatchError
+from ferrorpc.guard import Guard
+from ferrorpc.kernels.reduction import kernel
+from ferrorpc.transports.base import Transport
+from ferrorpc.types import TensorSpec
+from ferrorpc.wire.frames import Key
+
+Steps: TypeAlias = Generator[int, None, tuple[Sequence[Array], list[TensorSpec]]]
+"""A running operation: yields whenever it has to wait, and returns its results."""
+
+PROGRAM_CHANNELS: Final = 4
+"""Operations in program order that may be under way at once before the next waits for the oldest."""
+
+
+class Arena:
+    """Shared-memory operations of one group, all of whose ranks are neighbours.
+
+    Args:
+        board: this rank's board in this generation.
+        transport: lanes to the same ranks, by which those who are waited for are asked where they stand.
+        group: the group's id.
+        ranks: world rank of each group rank.
+        describe: what is known of world ranks, in words.
+    """
+
+    def __init__(
+        self, board: Board, transport: Transport, group: int, ranks: Sequence[int], describe: Callable[[list[int]], str]
+    ) -> None:
+        self.board = board
+        self.transport = transport
+        self.describe = describe
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(board.rank)
+        self._group = group
+        self._channels = {0: PROGRAM_CHANNELS}
+        self._banks: dict[int, Bank] = {}
+
+    def open_stream(self, stream: int, channels: int) -> None:
+        """A stream has so many channels; before its first operation. What is not said has PROGRAM_CHANNELS."""
+        self._channels[stream] = channels
+
+    def bank(self, stream: int) -> Bank:
+        """The channels of a stream."""
+        found = self._banks.get(stream)
+        if found is None:
+            channels = self._channels.get(stream, PROGRAM_CHANNELS)
+            found = self._banks[stream] = self.board.bank(self._group, stream, self.ranks, channels)
+        return found
+
+
+class ArenaPrepared(Prepared):
+    """One call of a group, laid out. Subclasses are the algorithms.
+
+    Attributes:
+        chunks: what LEFT counts up to.
+        signature: of the call.
+    """
+
+    chunks = 1
+
+    def __init__(self, arena: Arena, call: Call) -> None:
+        self.arena = arena
+        self.call = call
+        self.signature = call.signature
+        self._digest, self._text = arena.board.sign(self.signature)
+        self.specs: list[TensorSpec] = []
+
+    @abstractmethod
+    def steps(
+        self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
+    ) -> Steps:
+        """The operation on one rank; returns its results.
+
+        Args:
+            channel: the one it runs on.
+            before: the value of LEFT that ends the operation before it there.
+            base: the progress words of this operation count up from here.
+            inputs: C-contiguous arrays in storage dtypes.
+            outputs: where results go if they fit; None for new arrays.
+        """
+
+    def begin(self, bank: Bank, number: int, inputs: Sequence[Array], outputs: Sequence[Array] | None) -> tuple[Channel, Steps]:
+        """Takes the operation's turn on its channel. Operations of a channel begin in the same order on every rank."""
+        channel = bank.channels[number % len(bank.channels)]
+        base = number + 1 << CHUNK_BITS
+        before, channel.last = channel.last, base | self.chunks
+        return channel, self.steps(channel, before, base, inputs, outputs)
+
+    def start(self, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard) -> Execution:
+        channel, steps = self.begin(self.arena.bank(key.stream), key.number, inputs, outputs)
+        return ArenaExecution(self, key, channel, steps, guard)
+
+    def room(self, outputs: Sequence[Array] | None) -> list[Array]:
+        """The arrays for results whose specs the call tells."""
+        return [self.room_for(item, spec, outputs) for item, spec in enumerate(self.specs)]
+
+    def room_for(self, item: int, spec: TensorSpec, outputs: Sequence[Array] | None) -> Array:
+        """The array for one result: the caller's where it fits, else a new one."""
+        if outputs is not None and item < len(outputs):
+            given = outputs[item]
+            if given.shape == spec.shape and given.dtype == spec.dtype.storage:
+                return given
+        return np.empty(spec.shape, spec.dtype.storage)
+
+    def sign(self, channel: Channel) -> None:
+        """Says in the line which call this is. Before STAGED is raised."""
+        if channel.signed != self._digest:
+            channel.line[SIGNATURE], channel.line[TEXT] = self._digest, self._text
+            channel.signed = self._digest
+
+    def compare(self, channel: Channel) -> None:
+        """Raises CollectiveMismatchError where a peer that has staged is in another call."""
+        digest = self._digest
+        for other in channel.others:
+            if other[SIGNATURE] != digest:
+                raise self.mismatch(channel)
+
+    def part(self, channel: Channel, peer: int, offset: int, nbytes: int) -> Array:
+        """Bytes of a peer's segment. `peer`: its place among the others.
+
+        Raises:
+            CodecError: they lie outside of it.
+        """
+        memory = channel.bank.memories[peer]
+        if offset < 0 or nbytes < 0 or offset + nbytes > memory.size:
+            name = channel.bank.peers[peer]
+            raise CodecError(f"rank {name} says that its part of {self.signature} lies at {offset}, outside its memory")
+        return memory[offset : offset + nbytes]
+
+    def mismatch(self, channel: Channel) -> CollectiveMismatchError:
+        board = self.arena.board
+        signatures = {board.rank: self.signature}
+        for peer, other in zip(channel.bank.peers, channel.others, strict=True):
+            if other[SIGNATURE] != self._digest:
+                signatures[peer] = board.read_text(peer, other[TEXT])
+        number = (channel.last >> CHUNK_BITS) - 1
+        calls = ", ".join(f"rank {rank} called {text}" for rank, text in sorted(signatures.items()))
+        text = f"ranks {sorted(signatures)} disagree about operation {number}: {calls}"
+        return CollectiveMismatchError(signatures, text, number=number)
+
+
+def fold_of(call: Call, size: int) -> Callable[[Sequence[Array], Array], None]:
+    """The kernel that folds everyone's arrays, in rank order, into one."""
+    if call.op is None:
+        raise AssertionError(f"{call.signature} reduces nothing")
+    return kernel(call.op, call.inputs[0].dtype, size).reduce
