@@ -36,6 +36,7 @@ from ferrorpc.operations.arguments import (
 )
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.results import NOTHING, Into, Result
+from ferrorpc.operations.shortcut import Shortcut
 from ferrorpc.operations.stream import Stream
 from ferrorpc.types import DType, ReduceOp, TensorSpec, dtype_named, dtype_of
 
@@ -76,6 +77,8 @@ class ProcessGroup:
         self._is_world = backend.group_id == 0
         self._subgroups = 0
         session = backend.session
+        arena = backend.arena
+        self._shortcut = None if arena is None else Shortcut(self._dispatch, arena)
         self._generation = 1 if session is None else session.membership.assignment.generation
 
     @property
@@ -146,6 +149,10 @@ class ProcessGroup:
             wire: "bf16", "f16" or "int8": compresses messages of float32 arrays; sums stay float32.
             algorithm: a name that `explain` lists; None chooses, up to 16 ranks one that adds in rank order.
         """
+        if self._shortcut is not None and not async_op and timeout is None and wire is None and algorithm is None:
+            found = self._shortcut.all_reduce(x, op, out)
+            if found is not None:
+                return found
         source = view(x)
         result = one_result(out, source.kind, source.spec, [source])
         return self._reduction(Operation.ALL_REDUCE, [source], op, None, wire, algorithm, result, async_op, timeout)
@@ -253,6 +260,8 @@ class ProcessGroup:
         Raises:
             BarrierTimeoutError: naming every rank that did not, and what is known of it.
         """
+        if self._shortcut is not None and timeout is None and not async_op:
+            return self._shortcut.barrier()
         return self._move(Operation.BARRIER, [], None, NOTHING, async_op, timeout)
 
     # Two ranks.
@@ -291,13 +300,17 @@ class ProcessGroup:
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """A new NumPy array, its contents undefined, in the memory that this group's lanes read best. No message flows.
 
-        Lanes that can map memory will let peers read it without copies; the lanes there are now copy, so this is ordinary
-        memory.
+        Ranks on one host share that memory: what is in it, views included, they read where it lies, without copies. It is freed
+        with the last view of it, and outlives the group. Without such ranks it is ordinary memory.
+
+        Raises:
+            LimitExceededError: the shared memory is full.
         """
         sizes = shape_of(shape)
-        if isinstance(dtype, DType):
-            return NUMPY.empty(sizes, dtype)
-        return NUMPY.empty(sizes, dtype_named(dtype) if isinstance(dtype, str) else dtype_of(np.dtype(dtype)))
+        if not isinstance(dtype, DType):
+            dtype = dtype_named(dtype) if isinstance(dtype, str) else dtype_of(np.dtype(dtype))
+        spec = TensorSpec(dtype, sizes)
+        return NUMPY.typed(self._backend.empty(spec), spec)
 
     def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> ProcessGroup | None:
         """A group of some of this group's ranks, numbered in the order given; None on the ranks outside.
@@ -316,9 +329,16 @@ class ProcessGroup:
         group_id = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little") or 1
         return ProcessGroup(self._backend.split(chosen, group_id), self.timeout)
 
-    def stream(self) -> Stream:
-        """A stream of operations that their user numbers by meaning. All ranks must open their streams in the same order."""
-        return Stream(self._dispatch, self._dispatch.open_stream())
+    def stream(self, channels: int = 4) -> Stream:
+        """A stream of operations that their user numbers by meaning. All ranks must open their streams in the same order.
+
+        Args:
+            channels: operations whose number % channels is equal start in the same order on every rank; those of different
+                channels in any. The same on every rank.
+        """
+        if channels < 1:
+            raise UsageError(f"a stream of {channels} channels has no room for operations", hint="give at least one")
+        return Stream(self._dispatch, self._dispatch.open_stream(channels))
 
     def explain(self, operation: str, nbytes: int) -> str:
         """Which algorithm runs a float32 operation of so many bytes a rank, why, and what else there is. No message flows."""

@@ -18,6 +18,7 @@ from ferrorpc.errors import BackendUnavailableError, FerroError
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
 
 if TYPE_CHECKING:
+    from ferrorpc.collectives.arena.prepared import Arena
     from ferrorpc.collectives.call import Call
     from ferrorpc.collectives.execution import Execution, Prepared
     from ferrorpc.collectives.progress import Progress
@@ -109,6 +110,15 @@ class Backend(ABC):
         from ferrorpc.collectives.relay import RelayPrepared
 
         return RelayPrepared(self, call)
+
+    @property
+    def arena(self) -> Arena | None:
+        """Where this group's ranks share memory, what runs there; None elsewhere."""
+        return None
+
+    def empty(self, spec: TensorSpec) -> np.ndarray[Any, Any]:
+        """A new array in storage dtype, in the memory that this backend's lanes read best."""
+        return np.empty(spec.shape, spec.dtype.storage)
 
     def start_send(self, data: np.ndarray[Any, Any], spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
         """A send as an execution, for `send(async_op=True)`. `data` is C-contiguous in storage dtype."""

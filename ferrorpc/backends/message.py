@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.backends.base import Backend, Capabilities
+from ferrorpc.collectives.arena import select as arena_select
+from ferrorpc.collectives.arena.board import Board
+from ferrorpc.collectives.arena.prepared import Arena
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.executor import PlanPrepared
@@ -43,6 +46,7 @@ class MessageBackend(Backend):
         timeout: seconds an operation may take where none are given.
         ranks: world ranks of the group, in group order; None for the world.
         group_id: 0 for the world.
+        board: where this rank's host shares memory, its board; a group whose ranks are all there needs no messages.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class MessageBackend(Backend):
         timeout: float = 60.0,
         ranks: Sequence[int] | None = None,
         group_id: int = 0,
+        board: Board | None = None,
     ) -> None:
         self.transport = transport
         self.session: Session | None = session
@@ -63,19 +68,35 @@ class MessageBackend(Backend):
         self.world_ranks = tuple(range(transport.size)) if ranks is None else tuple(ranks)
         self.size = len(self.world_ranks)
         self.rank = self.world_ranks.index(transport.rank)
+        self.board = board
+        self._arena: Arena | None = None
+        if board is not None and self.size > 1 and set(self.world_ranks) <= set(board.memory.ranks):
+            self._arena = Arena(board, transport, group_id, self.world_ranks, self._describe)
         self._sends = SendNumbers()
         self._barriers = itertools.count(1)
         self._lock = threading.Lock()
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities()
+        return Capabilities(shared_memory=self._arena is not None)
+
+    @property
+    def arena(self) -> Arena | None:
+        return self._arena
+
+    def empty(self, spec: TensorSpec) -> Array:
+        if self.board is None:
+            return super().empty(spec)
+        return self.board.memory.own.empty(spec.shape, spec.dtype.storage)
 
     def guard(self, timeout: float | None) -> Guard:
         """Deadline and latch of an operation that begins now."""
         return Guard(self.clock, self.latch, self.timeout if timeout is None else timeout)
 
     def prepare(self, call: Call) -> Prepared:
+        laid_out = None if self._arena is None else arena_select.prepare(self._arena, call)
+        if laid_out is not None:
+            return laid_out
         plan = plan_for(call, self.rank, self.size)
         return PlanPrepared(self.transport, self.world_ranks, self.rank, call, plan, self._describe)
 
@@ -138,7 +159,9 @@ class _Subgroup(MessageBackend):
     def __init__(self, parent: MessageBackend, world: Sequence[int], group_id: int) -> None:
         if parent.session is None:
             raise AssertionError("a message backend always has a session")
-        super().__init__(parent.transport, parent.session, timeout=parent.timeout, ranks=world, group_id=group_id)
+        super().__init__(
+            parent.transport, parent.session, timeout=parent.timeout, ranks=world, group_id=group_id, board=parent.board
+        )
         self._parent = parent
 
     @property

@@ -2,7 +2,8 @@
 
 An execution never blocks: `advance` does everything that can be done now and says what it waits for. Whoever drives it
 (the caller's thread for a blocking call, the progress thread for an asynchronous one) parks until the execution calls its
-`wake`, and advances it again. So one thread interleaves any number of operations, in whatever order their messages come.
+`wake`, and advances it again; one that lives in shared memory has nobody to wake it, and is polled. So one thread interleaves
+any number of operations, in whatever order their messages come.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ferrorpc.collectives.polling import Polling
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
@@ -33,6 +35,12 @@ class Execution(ABC):
     wake: Callable[[], None]
     results: list[np.ndarray[Any, Any]]
     specs: list[TensorSpec]
+
+    polling: Polling | None = None
+    """How to wait for it where nobody calls `wake`: by calling `advance` again and again."""
+
+    position = 0
+    """How far it is, for whoever polls it; any change is progress."""
 
     timeout_breaks = True
     """Whether its deadline ends the generation; a recv's does not."""

@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from ferrorpc.collectives.execution import Execution
+from ferrorpc.collectives.polling import nap_seconds
 from ferrorpc.errors import FerroError, UsageError
 from ferrorpc.guard import FOREVER, Clock, Parker
 from ferrorpc.work import Work
@@ -85,7 +86,10 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
     execution.wake = parker.unpark
     try:
         guard.latch.check()
-        if not execution.advance():
+        if execution.polling is not None:
+            if not execution.polling.briefly(iter(execution.advance, True)):
+                _poll(execution, parker)
+        elif not execution.advance():
             _wait(execution, parker)
     except FerroError as error:
         if guard.latch.cause is not None or not breaks(execution, error):
@@ -113,6 +117,27 @@ def _wait(execution: Execution, parker: Parker) -> None:
                 return
             else:
                 patience.progressed()
+    finally:
+        latch.forget(ticket)
+
+
+def _poll(execution: Execution, parker: Parker) -> None:
+    clock, latch = execution.guard.clock, execution.guard.latch
+    patience = Patience(execution)
+    ticket = latch.watch(parker.unpark)
+    position, moved_at = execution.position, clock.now()
+    try:
+        while True:
+            now = clock.now()
+            parker.park(min(patience.due(), now + nap_seconds(now - moved_at)))
+            latch.check()
+            if execution.advance():
+                return
+            if execution.position != position:
+                position, moved_at = execution.position, clock.now()
+                patience.progressed()
+            elif clock.now() >= patience.due():
+                patience.act()
     finally:
         latch.forget(ticket)
 
@@ -161,6 +186,8 @@ class Progress:
         self._parker = clock.parker()
         self._ready: deque[_Entry] = deque()
         self._timers: list[tuple[float, int, _Entry]] = []
+        self._polled: list[_Entry] = []
+        self._moved_at = 0.0
         self._count = 0
         self._lock = threading.Lock()
         self._started = False
@@ -196,7 +223,16 @@ class Progress:
             while self._timers and self._timers[0][0] <= now:
                 self._guarded(heapq.heappop(self._timers)[2], self._fire)
             if not self._ready:
-                self._parker.park(self._timers[0][0] if self._timers else FOREVER)
+                until = self._timers[0][0] if self._timers else FOREVER
+                self._parker.park(until if not self._polled else min(until, now + nap_seconds(now - self._moved_at)))
+            if self._polled:
+                self._look()
+
+    def _look(self) -> None:
+        """Advances what nobody wakes."""
+        for entry in self._polled:
+            self._guarded(entry, self._step)
+        self._polled = [entry for entry in self._polled if not entry.work.done()]
 
     def _guarded(self, entry: _Entry, act: Callable[[_Entry], None]) -> None:
         if entry.work.done():
@@ -216,12 +252,18 @@ class Progress:
                 self._end(entry, latch.cause.again())
             return
         latch.check()
-        if entry.execution.advance():
+        execution, position = entry.execution, entry.execution.position
+        if execution.advance():
+            self._moved_at = self._clock.now()
             self._end(entry, None)
         elif not entry.scheduled:
             entry.scheduled = True
             self._schedule(entry)
-        else:
+            if execution.polling is not None:
+                self._moved_at = self._clock.now()
+                self._polled.append(entry)
+        elif execution.polling is None or execution.position != position:
+            self._moved_at = self._clock.now()
             entry.patience.progressed()
 
     def _fire(self, entry: _Entry) -> None:

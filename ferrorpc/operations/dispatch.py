@@ -6,6 +6,7 @@ broken (its generation ended: the latch holds the first cause) -> closed.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -41,7 +42,7 @@ class Dispatch:
         self.closed = False
         self._lock = threading.Lock()
         self._prepared: OrderedDict[Signature, Prepared] = OrderedDict()
-        self._number = 0
+        self._numbers = itertools.count(1)
         self._streams = 0
         self._flying: dict[int, Work[Any]] = {}
         self._is_part = backend.group_id != 0
@@ -54,12 +55,19 @@ class Dispatch:
         if cause is not None:
             raise self.located(cause.again())
 
-    def open_stream(self) -> int:
+    def open_stream(self, channels: int) -> int:
         """The number of a new stream. Ranks agree on it by opening streams in the same order."""
         self.check_open()
         with self._lock:
             self._streams += 1
-            return self._streams
+            stream = self._streams
+        if self.backend.arena is not None:
+            self.backend.arena.open_stream(stream, channels)
+        return stream
+
+    def next_number(self) -> int:
+        """The number of the next operation in program order."""
+        return next(self._numbers)
 
     def guard(self, seconds: float) -> Guard:
         """Deadline and latch of an operation that begins now."""
@@ -93,9 +101,7 @@ class Dispatch:
         """A new execution: the next in program order, unless it has a number of its own."""
         backend = self.backend
         if number is None:
-            with self._lock:
-                self._number += 1
-                number = self._number
+            number = next(self._numbers)
         guard = Guard(backend.clock, backend.latch, seconds)
         key = Key(backend.group_id, stream, number)
         return prepared.start(key, [source.data for source in sources], result.targets, guard)
@@ -105,14 +111,17 @@ class Dispatch:
         if async_op:
             return self.submit(execution, result)
         self._note(execution.label)
-        if not self._is_part:
-            self.backend.run(execution)
-            return result.of(execution)
+        self.run(execution)
+        return result.of(execution)
+
+    def run(self, execution: Execution) -> None:
+        """Drives an execution on this thread; errors are as this group's ranks see them."""
         try:
             self.backend.run(execution)
         except FerroError as error:
-            raise self.located(error) from None
-        return result.of(execution)
+            if self._is_part:
+                raise self.located(error) from None
+            raise
 
     def submit(self, execution: Execution, result: Result) -> Work[Any]:
         """A Work for the result; it is in flight until it is done."""

@@ -122,8 +122,8 @@ class _TwoShotRun:
     """
 
     def __init__(self, prepared: TwoShot, channel: Channel, source: Array, result: Array) -> None:
-        memory = channel.bank.board.memory
-        self.source_offset, result_offset = memory.locate(source) or 0, memory.locate(result) or 0
+        locate = channel.bank.board.memory.own.locate
+        self.source_offset, result_offset = locate(source) or 0, locate(result) or 0
         self.is_read_in_place = bool(self.source_offset or result_offset)
         if not (self.source_offset and result_offset):
             channel.widen(RING_CHUNKS * CHUNK_BYTES)

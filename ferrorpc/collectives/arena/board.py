@@ -21,7 +21,9 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
+from ferrorpc.collectives.polling import Polling
 from ferrorpc.errors import LimitExceededError
+from ferrorpc.transports.shared_memory.segment import FRONT_OFFSET, Segment
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Words: TypeAlias = "memoryview[int]"
@@ -55,35 +57,27 @@ CHUNK_BITS: Final = 20
 POISONED: Final = -1
 """Less than any progress: whoever waits for a rank that failed waits until the generation's end is known."""
 
-DIRECTORY_OFFSET: Final = 4096
-"""The directory of a segment's lines: a count, then entries of (group, stream, offset)."""
+"""At the front of every segment is the directory of its lines: a count, then entries of (group, stream, offset)."""
 DIRECTORY_ENTRIES: Final = 4096
 _ENTRY_WORDS: Final = 3
 CHANNEL_BYTES: Final = LINE_WORDS * 8 + SLOT_BYTES
-BOARD_BYTES: Final = DIRECTORY_OFFSET + 8 * (1 + DIRECTORY_ENTRIES * _ENTRY_WORDS)
-"""So much of the beginning of every segment is not for `allocate`."""
+_DIRECTORY_BYTES: Final = 8 * (1 + DIRECTORY_ENTRIES * _ENTRY_WORDS)
 _TEXT_BYTES: Final = 4096
 
 
 class Memory(Protocol):
-    """What is asked of the memory that ranks of one host share."""
+    """What is asked of the memory that ranks of one host share (`transports.shared_memory.neighbours`)."""
 
     @property
     def ranks(self) -> Sequence[int]:
-        """World ranks that share it."""
+        """World ranks that share it, ascending."""
+
+    @property
+    def own(self) -> Segment:
+        """This rank's segment."""
 
     def memory(self, rank: int) -> Array:
-        """A rank's whole segment as bytes; only one's own can be written."""
-
-    def allocate(self, nbytes: int) -> tuple[int, Array]:
-        """Offset and bytes of new memory in one's own segment; free again when nothing refers to the bytes any more.
-
-        Raises:
-            LimitExceededError: the segment is full.
-        """
-
-    def locate(self, data: Array) -> int | None:
-        """The offset of a contiguous array that lies in one's own segment; None when it does not."""
+        """The whole segment of a world rank as bytes; only one's own can be written."""
 
 
 class Board:
@@ -97,8 +91,9 @@ class Board:
     def __init__(self, memory: Memory, rank: int) -> None:
         self.memory = memory
         self.rank = rank
+        self.polling = Polling(len(memory.ranks))
         self._lock = threading.Lock()
-        self._directory = words_of(memory.memory(rank)[DIRECTORY_OFFSET:BOARD_BYTES])
+        self._directory = _directory(memory.memory(rank))
         self._banks: dict[tuple[int, int], Bank] = {}
         self._texts: dict[str, tuple[int, int]] = {}
         self._held: list[Array] = []
@@ -125,17 +120,25 @@ class Board:
                 f"rank {self.rank} has opened {count} streams and subgroups in this generation, and there is room for no more",
                 hint="keep subgroups and streams instead of making new ones",
             )
-        offset, place = self.memory.allocate(channels * CHANNEL_BYTES)
+        offset, place = self.allocate(channels * CHANNEL_BYTES)
         place[: channels * LINE_WORDS * 8] = 0
         entry = 1 + count * _ENTRY_WORDS
         directory[entry], directory[entry + 1], directory[entry + 2] = _signed(group), stream, offset
         directory[0] = count + 1
         return place
 
+    def allocate(self, nbytes: int) -> tuple[int, Array]:
+        """New memory in this rank's segment: its offset and bytes, free again when nothing refers to them any more."""
+        place = self.memory.own.empty((nbytes,), np.dtype(np.uint8))
+        offset = self.memory.own.locate(place)
+        if offset is None:
+            raise AssertionError("a segment does not find what it has just given")
+        return offset, place
+
     def find(self, rank: int, stream: tuple[int, int], channels: int) -> Array | None:
         """Lines and slots of another rank's (group, stream); None while it has not opened it."""
         memory = self.memory.memory(rank)
-        directory, wanted = words_of(memory[DIRECTORY_OFFSET:BOARD_BYTES]), (_signed(stream[0]), stream[1])
+        directory, wanted = _directory(memory), (_signed(stream[0]), stream[1])
         for entry in range(1, 1 + min(directory[0], DIRECTORY_ENTRIES) * _ENTRY_WORDS, _ENTRY_WORDS):
             if (directory[entry], directory[entry + 1]) == wanted:
                 offset = directory[entry + 2]
@@ -148,7 +151,7 @@ class Board:
             found = self._texts.get(text)
             if found is None:
                 raw = text.encode()[:_TEXT_BYTES]
-                offset, place = self.memory.allocate(8 + len(raw))
+                offset, place = self.allocate(8 + len(raw))
                 place[:8].view(np.int64)[0] = len(raw)
                 place[8 : 8 + len(raw)] = np.frombuffer(raw, np.uint8)
                 self._held.append(place)
@@ -268,7 +271,7 @@ class Channel:
     def widen(self, nbytes: int) -> None:
         """Makes the ring at least so large. Only after `enter`."""
         if self.ring.size < nbytes:
-            offset, self.ring = self.bank.board.memory.allocate(nbytes)
+            offset, self.ring = self.bank.board.allocate(nbytes)
             self.line[RING] = offset
 
     def poison(self) -> None:
@@ -279,6 +282,10 @@ class Channel:
 def words_of(data: Array) -> Words:
     """Bytes as 64-bit words."""
     return memoryview(data.data).cast("q")
+
+
+def _directory(memory: Array) -> Words:
+    return words_of(memory[FRONT_OFFSET : FRONT_OFFSET + _DIRECTORY_BYTES])
 
 
 def _signed(group: int) -> int:

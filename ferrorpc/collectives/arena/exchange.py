@@ -129,7 +129,7 @@ class Exchange(ArenaPrepared):
         Returns:
             Whether this rank must wait until they have been read.
         """
-        locate = channel.bank.board.memory.locate
+        locate = channel.bank.board.memory.own.locate
         skipped = self._mine if self._has_part_for_each else None
         nbytes = [0 if item == skipped else part.nbytes for item, part in enumerate(inputs)]
         registered = [locate(part) if size else None for part, size in zip(inputs, nbytes, strict=True)]

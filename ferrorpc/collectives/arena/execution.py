@@ -23,13 +23,11 @@ class ArenaExecution(Execution):
         steps: the operation, as far as it has come.
     """
 
-    polled = True
-
     def __init__(self, prepared: ArenaPrepared, key: Key, channel: Channel, steps: Steps, guard: Guard) -> None:
         self.guard = guard
         self.results: list[Array] = []
         self.specs: list[TensorSpec] = []
-        self.position = 0
+        self.polling = prepared.arena.polling
         self._prepared = prepared
         self._key = key
         self._channel = channel

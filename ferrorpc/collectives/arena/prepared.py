@@ -38,11 +38,17 @@ class Arena:
     """
 
     def __init__(
-        self, board: Board, transport: Transport, group: int, ranks: Sequence[int], describe: Callable[[list[int]], str]
+        self,
+        board: Board,
+        transport: Transport,
+        group: int,
+        ranks: Sequence[int],
+        describe: Callable[[list[int]], str],
     ) -> None:
         self.board = board
         self.transport = transport
         self.describe = describe
+        self.polling = board.polling
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.rank = self.ranks.index(board.rank)

@@ -1,0 +1,116 @@
+"""Ranks that share memory, all in one thread: their operations are advanced in turns that a seed decides."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from ferrorpc.collectives.arena.board import Board, Channel
+from ferrorpc.collectives.arena.prepared import Arena, ArenaPrepared
+from ferrorpc.collectives.arena.select import prepare
+from ferrorpc.collectives.call import Call
+from ferrorpc.transports.shared_memory.segment import NONCE_BYTES, Segment, map_peer
+
+Array = np.ndarray
+SEGMENT_BYTES = 64 << 20
+
+
+class SharedMemory:
+    """One rank's view of the segments of all, as neighbours have it: only its own can be written."""
+
+    def __init__(self, rank: int, segments: Sequence[Segment], nonce: bytes) -> None:
+        self.ranks = tuple(range(len(segments)))
+        self.own = segments[rank]
+        self._memories = []
+        for peer, segment in enumerate(segments):
+            if peer == rank:
+                self._memories.append(segment.memory)
+                continue
+            descriptor = segment.descriptor_for_peers()
+            self._memories.append(map_peer(descriptor, segment.size_bytes, nonce))
+            os.close(descriptor)
+
+    def memory(self, rank: int) -> Array:
+        return self._memories[rank]
+
+
+class Running:
+    """One rank's part of an operation."""
+
+    def __init__(self, prepared: ArenaPrepared, channel: Channel, steps) -> None:
+        self.prepared = prepared
+        self.channel = channel
+        self.steps = steps
+        self.results: list[Array] | None = None
+        self.specs = None
+        self.error: BaseException | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.results is not None or self.error is not None
+
+    def advance(self) -> None:
+        if self.over:
+            return
+        try:
+            next(self.steps)
+        except StopIteration as end:
+            self.results, self.specs = end.value
+        except Exception as error:
+            self.error = error
+
+
+class SharedWorld:
+    """`size` ranks. A context manager: leaving it closes the segments."""
+
+    def __init__(self, size: int, seed: int = 0) -> None:
+        nonce = bytes(range(NONCE_BYTES))
+        self.size = size
+        self.chance = random.Random(seed)
+        self.segments = [Segment(f"test-{rank}", nonce, SEGMENT_BYTES) for rank in range(size)]
+        self.memories = [SharedMemory(rank, self.segments, nonce) for rank in range(size)]
+        boards = [Board(memory, rank) for rank, memory in enumerate(self.memories)]
+        self.arenas = [Arena(board, None, 0, range(size), lambda ranks: "") for board in boards]
+        self.number = 0
+
+    def __enter__(self) -> SharedWorld:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for segment in self.segments:
+            segment.close()
+
+    def begin(self, rank: int, call: Call, inputs, outputs=None, *, number: int, stream: int = 0) -> Running:
+        """Starts one rank's part of operation `number`."""
+        prepared = prepare(self.arenas[rank], call)
+        assert prepared is not None
+        channel, steps = prepared.begin(self.arenas[rank].bank(stream), number, inputs, outputs)
+        return Running(prepared, channel, steps)
+
+    def advance(self, running: Sequence[Running], limit: int = 100_000) -> bool:
+        """Advances operations in random turns until all are over; False when they are not after so many."""
+        left = [part for part in running if not part.over]
+        for _ in range(limit):
+            if not left:
+                return True
+            part = self.chance.choice(left)
+            part.advance()
+            if part.over:
+                left.remove(part)
+        return False
+
+    def run(self, calls: Sequence[Call], inputs, outputs=None) -> list[list[Array]]:
+        """The next operation in program order on every rank; each rank's results."""
+        self.number += 1
+        running = [
+            self.begin(rank, call, inputs[rank], outputs and outputs[rank], number=self.number)
+            for rank, call in enumerate(calls)
+        ]
+        assert self.advance(running), "the operation never ends"
+        for part in running:
+            if part.error is not None:
+                raise part.error
+        return [part.results for part in running]

@@ -1,0 +1,292 @@
+"""Collectives in shared memory: right results from every interleaving, nothing read that may have changed, clear errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ferrorpc.collectives.arena import all_reduce
+from ferrorpc.collectives.arena.all_reduce import OneShot, TwoShot
+from ferrorpc.collectives.arena.board import DIRECTORY_ENTRIES, LINE_WORDS, RING, SLOT_BYTES, SOURCE, STAGED
+from ferrorpc.collectives.arena.prepared import PROGRAM_CHANNELS
+from ferrorpc.collectives.arena.select import prepare
+from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.errors import CodecError, CollectiveMismatchError, LimitExceededError
+from ferrorpc.testing.reference import every_dtype, operators, reduced, values
+from ferrorpc.types import DType, ReduceOp, TensorSpec
+from tests.unit.collectives.shared_world import SharedWorld
+
+WORLDS = [2, 3, 4, 8]
+
+
+def stored(array: np.ndarray, dtype: DType) -> np.ndarray:
+    return np.ascontiguousarray(array).view(dtype.storage)
+
+
+def all_reduce_call(dtype: DType, count: int, op: ReduceOp = ReduceOp.SUM) -> Call:
+    return Call(Operation.ALL_REDUCE, (TensorSpec(dtype, (count,)),), op)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """So that arrays of a few hundred bytes take the large form, in several chunks."""
+    monkeypatch.setattr(all_reduce, "CHUNK_BYTES", 256)
+    monkeypatch.setattr("ferrorpc.collectives.arena.select.SLOT_BYTES", 0)
+
+
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("dtype", every_dtype(), ids=lambda dtype: dtype.label)
+def test_all_reduce_is_the_left_fold_for_every_dtype_and_operator(size, dtype):
+    with SharedWorld(size) as world:
+        for op in operators(dtype):
+            for count in (0, 1, 7, 1000):
+                arrays = [values(dtype, count, rank, salt=count) for rank in range(size)]
+                expected = stored(reduced(arrays, op, dtype), dtype)
+                calls = [all_reduce_call(dtype, count, op)] * size
+                for result in world.run(calls, [[stored(array, dtype)] for array in arrays]):
+                    assert result[0].tobytes() == expected.tobytes()
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("registered", ["none", "source", "result", "both", "in place", "mixed"])
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16, DType.INT8], ids=lambda dtype: dtype.label)
+def test_large_all_reduce_from_any_memory_into_any(size, registered, dtype):
+    for seed in range(6):
+        with SharedWorld(size, seed) as world:
+            for count in (1, size, 63, 64, 65, 777):
+                arrays = [values(dtype, count, rank, salt=seed) for rank in range(size)]
+                expected = reduced(arrays, ReduceOp.MEAN if dtype.is_half else ReduceOp.SUM, dtype)
+                call = all_reduce_call(dtype, count, ReduceOp.MEAN if dtype.is_half else ReduceOp.SUM)
+                inputs, outputs = [], []
+                for rank, array in enumerate(arrays):
+                    empty = world.memories[rank].own.empty
+                    how = ["source", "result", "both"][rank % 3] if registered == "mixed" else registered
+                    source = array.copy()
+                    if how in ("source", "both", "in place"):
+                        source = empty((count,), dtype.storage)
+                        source[:] = array
+                    inputs.append([source])
+                    result = empty((count,), dtype.storage) if how in ("result", "both") else np.empty_like(array)
+                    outputs.append([source if how == "in place" else result])
+                results = world.run([call] * size, inputs, outputs)
+                for rank in range(size):
+                    assert results[rank][0] is outputs[rank][0]
+                    assert results[rank][0].tobytes() == expected.tobytes(), f"seed {seed}, {count} elements, rank {rank}"
+                    if registered != "in place":
+                        assert inputs[rank][0].tobytes() == arrays[rank].tobytes()
+
+
+def test_which_form_runs_is_decided_by_size():
+    with SharedWorld(2) as world:
+        arena = world.arenas[0]
+        assert isinstance(prepare(arena, all_reduce_call(DType.UINT8, SLOT_BYTES)), OneShot)
+        assert isinstance(prepare(arena, all_reduce_call(DType.UINT8, SLOT_BYTES + 1)), TwoShot)
+        compressed = Call(Operation.ALL_REDUCE, (TensorSpec(DType.FLOAT32, (8,)),), ReduceOp.SUM, wire="bf16")
+        assert prepare(arena, compressed) is None
+        ring = Call(Operation.ALL_REDUCE, (TensorSpec(DType.FLOAT32, (8,)),), ReduceOp.SUM, algorithm="ring")
+        assert prepare(arena, ring) is None
+
+
+def test_above_sixteen_ranks_reductions_keep_the_order_that_messages_have():
+    with SharedWorld(17) as world:
+        assert prepare(world.arenas[0], all_reduce_call(DType.FLOAT32, 8)) is None
+        assert prepare(world.arenas[0], Call(Operation.BARRIER)) is not None
+
+
+# -- moves -----------------------------------------------------------------------------------------------------------------
+
+
+def own(world: SharedWorld, rank: int, array: np.ndarray) -> np.ndarray:
+    """The array in its rank's shared memory."""
+    place = world.memories[rank].own.empty(array.shape, array.dtype)
+    place[...] = array
+    return place
+
+
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("registered", [False, True])
+def test_moves_bring_what_was_sent_in_its_shape(size, registered):
+    arrays = [values(DType.COMPLEX64, (rank, 3), rank) for rank in range(size)]
+    with SharedWorld(size) as world:
+        place = own if registered else lambda world, rank, array: array.copy()
+        inputs = [[place(world, rank, array)] for rank, array in enumerate(arrays)]
+        specs = [(TensorSpec(DType.COMPLEX64, array.shape),) for array in arrays]
+        for result in world.run([Call(Operation.ALL_GATHER, spec) for spec in specs], inputs):
+            assert [part.tobytes() for part in result] == [array.tobytes() for array in arrays]
+            assert [part.shape for part in result] == [array.shape for array in arrays]
+        root = size - 1
+        gathered = world.run([Call(Operation.GATHER, spec, root=root) for spec in specs], inputs)
+        assert [part.tobytes() for part in gathered[root]] == [array.tobytes() for array in arrays]
+        assert gathered[0] == []
+        calls = [Call(Operation.BROADCAST, specs[root] if rank == root else (), root=root) for rank in range(size)]
+        sent = world.run(calls, [inputs[root] if rank == root else [] for rank in range(size)])
+        assert all(result[0].tobytes() == arrays[root].tobytes() for result in sent)
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_parts_go_where_they_belong(size):
+    parts = [[values(DType.INT32, (rank + target, 2), rank, target) for target in range(size)] for rank in range(size)]
+    specs = [tuple(TensorSpec(DType.INT32, part.shape) for part in row) for row in parts]
+    with SharedWorld(size) as world:
+        results = world.run([Call(Operation.ALL_TO_ALL, row) for row in specs], parts)
+        for rank, result in enumerate(results):
+            assert [part.tobytes() for part in result] == [parts[source][rank].tobytes() for source in range(size)]
+        calls = [Call(Operation.SCATTER, specs[1] if rank == 1 else (), root=1) for rank in range(size)]
+        results = world.run(calls, [parts[1] if rank == 1 else [] for rank in range(size)])
+        assert [result[0].tobytes() for result in results] == [part.tobytes() for part in parts[1]]
+
+
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("registered", [False, True])
+def test_reductions_to_one_rank_are_the_left_fold(size, registered):
+    counts = [rank * 5 for rank in range(size)]
+    parts = [[values(DType.BFLOAT16, count, rank, count) for count in counts] for rank in range(size)]
+    specs = tuple(TensorSpec(DType.BFLOAT16, (count,)) for count in counts)
+    with SharedWorld(size) as world:
+        place = own if registered else lambda world, rank, array: array.copy()
+        inputs = [[place(world, rank, stored(part, DType.BFLOAT16)) for part in row] for rank, row in enumerate(parts)]
+        results = world.run([Call(Operation.REDUCE_SCATTER, specs, ReduceOp.MEAN)] * size, inputs)
+        for rank, result in enumerate(results):
+            assert result[0].tobytes() == reduced([row[rank] for row in parts], ReduceOp.MEAN, DType.BFLOAT16).tobytes()
+        call = Call(Operation.REDUCE, specs[-1:], ReduceOp.SUM, root=1)
+        results = world.run([call] * size, [row[-1:] for row in inputs])
+        assert results[1][0].tobytes() == reduced([row[-1] for row in parts], ReduceOp.SUM, DType.BFLOAT16).tobytes()
+        assert results[0] == []
+
+
+def test_large_moves_give_their_memory_back():
+    with SharedWorld(2) as world:
+        array = np.zeros(6 << 20, np.uint8)
+        call = Call(Operation.ALL_GATHER, (TensorSpec(DType.UINT8, array.shape),))
+        world.run([call] * 2, [[array], [array]])
+        assert world.segments[0].used_bytes < 1 << 20
+
+
+# -- order -----------------------------------------------------------------------------------------------------------------
+
+
+def test_operations_of_different_channels_overtake_each_other():
+    for seed in range(50):
+        with SharedWorld(3, seed) as world:
+            calls = [all_reduce_call(DType.INT64, 10 * (number + 1)) for number in range(4)]
+            for arena in world.arenas:
+                arena.open_stream(1, 4)
+            running = []
+            for rank in range(3):
+                numbers = list(range(4))
+                world.chance.shuffle(numbers)
+                for number in numbers:
+                    source = np.full(10 * (number + 1), rank + number, np.int64)
+                    running.append((number, world.begin(rank, calls[number], [source], number=number, stream=1)))
+            assert world.advance([part for _, part in running])
+            for number, part in running:
+                assert part.error is None
+                assert (part.results[0] == 3 + 3 * number).all()
+
+
+def test_a_rank_that_is_many_operations_ahead_waits_and_nothing_is_overwritten():
+    """Rank 1 may run ahead of rank 0 by as many broadcasts as there are channels, then waits."""
+    with SharedWorld(2) as world:
+        count = 3 * PROGRAM_CHANNELS
+        sent = [np.full(100, number, np.int32) for number in range(count)]
+        call = Call(Operation.BROADCAST, (TensorSpec(DType.INT32, (100,)),), root=1)
+        ahead = [world.begin(1, call, [array], number=number + 1) for number, array in enumerate(sent)]
+        # The channels' lines must be known to both before anybody can run ahead.
+        behind = [world.begin(0, Call(Operation.BROADCAST, root=1), [], number=1)]
+        assert not world.advance(ahead, limit=20_000)
+        assert sum(part.over for part in ahead) <= PROGRAM_CHANNELS
+        behind += [world.begin(0, Call(Operation.BROADCAST, root=1), [], number=number + 1) for number in range(1, count)]
+        assert world.advance(ahead + behind)
+        for array, part in zip(sent, behind, strict=True):
+            assert (part.results[0] == array).all()
+
+
+def test_different_calls_are_a_mismatch_with_both_signatures():
+    with SharedWorld(2) as world:
+        sum_call, max_call = all_reduce_call(DType.FLOAT32, 4), all_reduce_call(DType.FLOAT32, 4, ReduceOp.MAX)
+        array = np.zeros(4, np.float32)
+        running = [world.begin(0, sum_call, [array], number=1), world.begin(1, max_call, [array], number=1)]
+        assert world.advance(running)
+        for part in running:
+            assert isinstance(part.error, CollectiveMismatchError)
+            assert part.error.signatures == {0: sum_call.signature, 1: max_call.signature}
+
+
+def test_barrier_lets_nobody_through_before_all_are_there():
+    with SharedWorld(3) as world:
+        running = [world.begin(rank, Call(Operation.BARRIER), [], number=1) for rank in range(2)]
+        assert not world.advance(running, limit=1000)
+        assert not any(part.over for part in running)
+        assert world.advance([*running, world.begin(2, Call(Operation.BARRIER), [], number=1)])
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_nobody_completes_with_what_a_failed_rank_may_have_changed():
+    """Rank 1 gives up after it has staged registered memory; its caller then writes to the array."""
+    staged = 0
+    for seed in range(30):
+        with SharedWorld(2, seed) as world:
+            call = all_reduce_call(DType.FLOAT32, 500)
+            array = own(world, 1, np.ones(500, np.float32))
+            first = world.begin(0, call, [np.ones(500, np.float32)], number=1)
+            second = world.begin(1, call, [array], [array], number=1)
+            for _ in range(world.chance.randrange(2, 12)):
+                second.advance()
+                first.advance()
+            if second.over:
+                continue
+            staged += second.channel.line[STAGED] > 0
+            second.steps.close()
+            second.channel.poison()
+            array[:] = 777.0
+            world.advance([first], limit=2000)
+            assert first.results is None or (first.results[0] == 2.0).all()
+    assert staged > 5
+
+
+# -- what a peer may get wrong ----------------------------------------------------------------------------------------------
+
+
+def line_of(world: SharedWorld, rank: int, number: int):
+    return world.arenas[rank].bank(0).channels[number % PROGRAM_CHANNELS].line
+
+
+@pytest.mark.parametrize("offset", [-1, 1 << 62, (64 << 20) - 8])
+def test_a_place_outside_a_peers_memory_is_refused(offset, small_chunks):
+    with SharedWorld(2) as world:
+        call = all_reduce_call(DType.FLOAT32, 500)
+        array = np.ones(500, np.float32)
+        running = [world.begin(rank, call, [array], number=1) for rank in range(2)]
+        running[1].advance()
+        assert line_of(world, 1, 1)[RING]
+        line_of(world, 1, 1)[SOURCE] = offset
+        world.advance(running[:1], limit=2000)
+        assert isinstance(running[0].error, CodecError)
+
+
+@pytest.mark.parametrize(("word", "value"), [(1, 99), (2, 33), (2, -1), (3, -5), (0, 1 << 61)])
+def test_a_table_that_no_rank_writes_is_refused(word, value):
+    with SharedWorld(2) as world:
+        call = Call(Operation.BROADCAST, (TensorSpec(DType.INT32, (10,)),), root=1)
+        running = [
+            world.begin(0, Call(Operation.BROADCAST, root=1), [], number=1),
+            world.begin(1, call, [np.zeros(10, np.int32)], number=1),
+        ]
+        assert world.advance(running[1:])
+        table = world.arenas[1].bank(0).channels[1].ring[: 35 * 8].view(np.int64)
+        table[word] = value
+        world.advance(running[:1], limit=2000)
+        assert isinstance(running[0].error, CodecError)
+
+
+def test_the_directory_says_when_it_is_full():
+    with SharedWorld(2) as world:
+        board = world.arenas[0].board
+        board._directory[0] = DIRECTORY_ENTRIES
+        with pytest.raises(LimitExceededError, match="streams and subgroups"):
+            board.bank(5, 5, (0, 1), 1)
+
+
+def test_lines_have_room_for_every_word():
+    assert LINE_WORDS * 8 % 64 == 0
