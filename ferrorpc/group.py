@@ -329,16 +329,16 @@ class ProcessGroup:
         group_id = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little") or 1
         return ProcessGroup(self._backend.split(chosen, group_id), self.timeout)
 
-    def stream(self, channels: int = 4) -> Stream:
+    def stream(self, channels: int | None = None) -> Stream:
         """A stream of operations that their user numbers by meaning. All ranks must open their streams in the same order.
 
         Args:
-            channels: operations whose number % channels is equal start in the same order on every rank; those of different
-                channels in any. The same on every rank.
+            channels: a promise, the same on every rank, that lets operations go through shared memory: those with equal
+                number % channels start in ascending order everywhere (others in any). None promises nothing.
         """
-        if channels < 1:
+        if channels is not None and channels < 1:
             raise UsageError(f"a stream of {channels} channels has no room for operations", hint="give at least one")
-        return Stream(self._dispatch, self._dispatch.open_stream(channels))
+        return Stream(self._dispatch, channels)
 
     def explain(self, operation: str, nbytes: int) -> str:
         """Which algorithm runs a float32 operation of so many bytes a rank, why, and what else there is. No message flows."""

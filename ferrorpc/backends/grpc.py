@@ -1,34 +1,42 @@
-"""The backend between processes: every operation as messages over gRPC. Slower lanes than others, but it works everywhere."""
+"""The backend between processes: through memory where ranks share a host, as messages over gRPC everywhere."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from ferrorpc.backends.message import MessageBackend
+from ferrorpc.backends.message import GOODBYE_SECONDS, MessageBackend
+from ferrorpc.collectives.arena.board import Board
 from ferrorpc.coordination.base import Session
 from ferrorpc.transports.grpc import GrpcTransport
 from ferrorpc.transports.grpc_server import WorkerServer
 from ferrorpc.transports.mailbox import Mailbox
+from ferrorpc.transports.shared_memory.meeting import meet
 
 LAST_WORDS_SECONDS: Final = 0.5
 """How long an ended generation may take to say goodbye before the next one is joined."""
 
 
 class GrpcBackend(MessageBackend):
-    """One rank's backend in one generation.
+    """One rank's backend in one generation. Made by every rank of it at the same time: ranks that share a host find each other.
 
     Args:
         session: the line to the coordinator; its current membership is the generation.
         server: this process's server for its peers, whose address the session announced when it joined. It outlives the
             backend: whoever made it closes it.
+        path: how tensors travel: "auto" (through memory between ranks of one host, else over gRPC), "grpc", or
+            "shared_memory" where all ranks must be on one host.
         timeout: seconds an operation may take where none are given.
+
+    Raises:
+        BackendUnavailableError: "shared_memory" was asked for on any rank, and not all ranks share it.
     """
 
     name = "grpc"
 
-    def __init__(self, session: Session, server: WorkerServer, *, timeout: float = 60.0) -> None:
+    def __init__(self, session: Session, server: WorkerServer, *, path: str = "auto", timeout: float = 60.0) -> None:
         membership = session.membership
         assignment = membership.assignment
+        neighbours = meet(assignment, path, session.barrier, membership.latch, session.clock)
         transport = GrpcTransport(
             server,
             assignment,
@@ -37,12 +45,23 @@ class GrpcBackend(MessageBackend):
             session.clock,
             session.report_link_lost,
         )
-        super().__init__(transport, session, timeout=timeout)
+        neighbours.start(session.report_link_lost)
+        board = Board(neighbours, assignment.rank) if len(neighbours.ranks) > 1 else None
+        super().__init__(transport, session, timeout=timeout, board=board)
         self._line = session
         self._server = server
+        self._path = path
+        self._neighbours = neighbours
 
     def renew(self, timeout: float) -> GrpcBackend:
         """Closes this generation's streams, takes part in the next one and opens its, on the same server."""
-        self.transport.close(LAST_WORDS_SECONDS)
+        self._leave(LAST_WORDS_SECONDS)
         self._line.rejoin(timeout)
-        return GrpcBackend(self._line, self._server, timeout=self.timeout)
+        return GrpcBackend(self._line, self._server, path=self._path, timeout=self.timeout)
+
+    def close(self) -> None:
+        self._leave(GOODBYE_SECONDS)
+
+    def _leave(self, timeout: float) -> None:
+        self.transport.close(timeout)
+        self._neighbours.close(timeout)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -33,6 +33,9 @@ BARRIER_STREAM = 0xFFFFFFFE
 
 DESCRIBE_SECONDS = 0.5
 """How long a failing operation waits for what the coordinator knows of the ranks it lacked."""
+
+GOODBYE_SECONDS: Final = 0.8
+"""How long a rank that closes goes on to bring what it has sent to its peers."""
 
 Array = np.ndarray[Any, Any]
 
@@ -150,7 +153,7 @@ class MessageBackend(Backend):
         return _Subgroup(self, world, group_id)
 
     def close(self) -> None:
-        self.transport.close(timeout=0.8)
+        self.transport.close(GOODBYE_SECONDS)
 
 
 class _Subgroup(MessageBackend):

@@ -13,6 +13,8 @@ from ferrorpc.coordination.base import Session
 from ferrorpc.errors import BackendUnavailableError, ConfigError
 from ferrorpc.transports.grpc_server import WorkerServer
 
+TRANSPORTS: Final = ("auto", "grpc", "shared_memory")
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -60,17 +62,14 @@ def names() -> list[str]:
 
 
 def _grpc(place: Place) -> Backend:
-    if place.transport == "shared_memory":
-        raise BackendUnavailableError(
-            "the transport 'shared_memory' is not available in this version of ferrorpc", "use transport='auto' or 'grpc'"
-        )
-    if place.transport not in ("auto", "grpc"):
-        raise BackendUnavailableError(f"no transport is called {place.transport!r}", "use transport='auto' or 'grpc'")
+    if place.transport not in TRANSPORTS:
+        hint = f"use one of: {', '.join(TRANSPORTS)}"
+        raise BackendUnavailableError(f"no transport is called {place.transport!r}", hint)
     if place.server is None:
         raise BackendUnavailableError(
             "backend 'grpc' needs a server for its peers, and this process has none", "join a coordinator's job first"
         )
-    return GrpcBackend(place.session, place.server, timeout=place.timeout)
+    return GrpcBackend(place.session, place.server, path=place.transport, timeout=place.timeout)
 
 
 def _simulated(place: Place) -> Backend:

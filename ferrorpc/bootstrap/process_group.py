@@ -37,7 +37,8 @@ def init_process_group(
 
     Args:
         backend: who performs operations: "auto", "grpc", or the name of a registered one.
-        transport: how tensors travel: "auto" or "grpc".
+        transport: how tensors travel: "auto" (through memory between ranks of one host, else over gRPC), "grpc", or
+            "shared_memory" where all ranks must be on one host.
         timeout: seconds for the rendezvous and for each operation; None for FERRORPC_TIMEOUT, else 60.
         settings: any other setting by its name (`ferrorpc config` lists them), before its variable: `job="trial"`.
 

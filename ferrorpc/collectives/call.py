@@ -34,6 +34,7 @@ class Call:
         root: group rank, for broadcast, reduce, gather and scatter.
         wire: "bf16", "f16" or "int8": how messages of a reduction are compressed; sums stay float32.
         algorithm: a name of `algorithms.catalogue`, or None for the default.
+        unordered: ranks may start such operations in any order. It does not show in the signature: streams agree on it.
         note: further text that must agree, such as the ranks of a new subgroup.
     """
 
@@ -44,6 +45,7 @@ class Call:
     wire: str | None = None
     algorithm: str | None = None
     note: str = ""
+    unordered: bool = False
 
     @property
     def signature(self) -> str:

@@ -55,13 +55,13 @@ class Dispatch:
         if cause is not None:
             raise self.located(cause.again())
 
-    def open_stream(self, channels: int) -> int:
+    def open_stream(self, channels: int | None) -> int:
         """The number of a new stream. Ranks agree on it by opening streams in the same order."""
         self.check_open()
         with self._lock:
             self._streams += 1
             stream = self._streams
-        if self.backend.arena is not None:
+        if channels is not None and self.backend.arena is not None:
             self.backend.arena.open_stream(stream, channels)
         return stream
 

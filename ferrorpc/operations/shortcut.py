@@ -86,7 +86,7 @@ class Shortcut:
 
     def _learn(self, key: tuple[Any, ...]) -> ArenaPrepared | None:
         dtype, shape, op = key
-        if len(self._known) >= REMEMBERED or not dtype.isbuiltin or not isinstance(op, str | ReduceOp):
+        if len(self._known) >= REMEMBERED or dtype.isbuiltin != 1 or not isinstance(op, str | ReduceOp):
             return None
         spec = TensorSpec(dtype_of(dtype), shape)
         found = self._known[key] = self._prepared(Call(Operation.ALL_REDUCE, (spec,), ReduceOp.named(op)))

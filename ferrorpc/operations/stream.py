@@ -19,9 +19,10 @@ class Stream:
     Made by `ProcessGroup.stream`.
     """
 
-    def __init__(self, dispatch: Dispatch, number: int) -> None:
+    def __init__(self, dispatch: Dispatch, channels: int | None) -> None:
         self._dispatch = dispatch
-        self._number = number
+        self._number = dispatch.open_stream(channels)
+        self._unordered = channels is None
 
     def all_reduce(
         self,
@@ -43,8 +44,8 @@ class Stream:
         seconds = seconds_of(timeout, self._dispatch.timeout)
         source, chosen = view(x), ReduceOp.named(op)
         prepared = self._dispatch.prepared(
-            (Operation.ALL_REDUCE, (source.spec,), chosen, None, wire, algorithm),
-            lambda: Call(Operation.ALL_REDUCE, (source.spec,), chosen, None, wire, algorithm),
+            (Operation.ALL_REDUCE, (source.spec,), chosen, None, wire, algorithm, self._unordered),
+            lambda: Call(Operation.ALL_REDUCE, (source.spec,), chosen, None, wire, algorithm, unordered=self._unordered),
         )
         result = one_result(out, source.kind, source.spec, [source])
         execution = self._dispatch.start(prepared, [source], result, seconds, stream=self._number, number=number)

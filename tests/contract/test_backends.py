@@ -34,6 +34,14 @@ class TestGrpc(BackendContract):
             return run_groups([ProcessGroup(backend) for backend in world.backends], fn)
 
 
+class TestSharedMemory(BackendContract):
+    """Ranks that map each other's memory."""
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        with GrpcWorld(size, transport="shared_memory") as world:
+            return run_groups([ProcessGroup(backend) for backend in world.backends], fn)
+
+
 class TestThirdParty(BasicBackendContract):
     """A backend of somebody else's that has send, recv and barrier, and nothing more."""
 

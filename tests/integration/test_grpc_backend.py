@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -35,19 +36,21 @@ class Announced(LocalSession):
 
 
 class GrpcWorld:
-    """A world of `size` ranks with a server each."""
+    """A world of `size` ranks with a server each, and lanes of one kind."""
 
-    def __init__(self, size: int, min_size: int | None = None) -> None:
+    def __init__(self, size: int, min_size: int | None = None, transport: str = "grpc") -> None:
         self.world = LocalWorld(size, min_size=min_size)
         self.servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, "token") for _ in range(size)]
         addresses = {f"member-{rank}": server.address for rank, server in enumerate(self.servers)}
-        self.backends: list[Backend] = []
+        places = []
         for rank, server in enumerate(self.servers):
             session = self.world.session(rank)
             session.__class__ = Announced
             session.addresses = addresses
             session.enter(session.membership)
-            self.backends.append(create("auto", Place(session, server, timeout=SECONDS)))
+            places.append(Place(session, server, transport, timeout=SECONDS))
+        with ThreadPoolExecutor(size) as pool:
+            self.backends: list[Backend] = list(pool.map(lambda place: create("auto", place), places))
 
     def __enter__(self) -> "GrpcWorld":
         return self

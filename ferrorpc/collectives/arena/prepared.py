@@ -12,7 +12,7 @@ from ferrorpc.collectives.arena.board import CHUNK_BITS, SIGNATURE, TEXT, Array,
 from ferrorpc.collectives.arena.execution import ArenaExecution
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.errors import CodecError, CollectiveMismatchError
+from ferrorpc.errors import CodecError, CollectiveMismatchError, UsageError
 from ferrorpc.guard import Guard
 from ferrorpc.kernels.reduction import kernel
 from ferrorpc.transports.base import Transport
@@ -101,10 +101,20 @@ class ArenaPrepared(Prepared):
         """
 
     def begin(self, bank: Bank, number: int, inputs: Sequence[Array], outputs: Sequence[Array] | None) -> tuple[Channel, Steps]:
-        """Takes the operation's turn on its channel. Operations of a channel begin in the same order on every rank."""
+        """Takes the operation's turn on its channel.
+
+        Raises:
+            UsageError: a later one has had its turn, so the ranks' order would not be the same.
+        """
         channel = bank.channels[number % len(bank.channels)]
         base = number + 1 << CHUNK_BITS
-        before, channel.last = channel.last, base | self.chunks
+        before, last = channel.last, base | self.chunks
+        if last <= before:
+            raise UsageError(
+                f"operation {number} of this stream starts after operation {(before >> CHUNK_BITS) - 1} of the same channel",
+                hint=f"start operations with equal number % {len(bank.channels)} in ascending order, each once",
+            )
+        channel.last = last
         return channel, self.steps(channel, before, base, inputs, outputs)
 
     def start(self, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard) -> Execution:

@@ -15,14 +15,15 @@ from ferrorpc.collectives.select import select
 def prepare(arena: Arena, call: Call) -> ArenaPrepared | None:
     """The call laid out for shared memory; None where it has to travel as messages.
 
-    Messages are for what only they can do: a wire codec, an algorithm asked for by name, and orders of summation that are not
-    the left fold in rank order, which is the only one here (so that the lane never decides about bits).
+    Messages are for what only they can do: a wire codec, an algorithm asked for by name, operations that start in any order,
+    and orders of summation that are not the left fold in rank order, which is the only one here (so that the lane never
+    decides about bits).
 
     Raises:
         UsageError: the call means nothing on any lane.
     """
     chosen = select(call, arena.size)
-    if call.wire is not None or call.algorithm is not None or not chosen.rank_order or arena.size == 1:
+    if call.wire is not None or call.algorithm is not None or call.unordered or not chosen.rank_order:
         return None
     if call.operation is Operation.BARRIER:
         return Barrier(arena, call)

@@ -30,8 +30,8 @@ def test_a_world_of_one_needs_no_server() -> None:
         ("simulated", place(2), "this job has 2", "run_world"),
         ("auto", place(2), "this job has 2", "run_world"),
         ("grpc", place(), "needs a server", "coordinator"),
-        ("grpc", place(transport="shared_memory"), "'shared_memory' is not available", "transport='auto'"),
-        ("grpc", place(transport="pigeon"), "no transport is called 'pigeon'", "transport='auto'"),
+        ("grpc", place(transport="shared_memory"), "needs a server", "coordinator"),
+        ("grpc", place(transport="pigeon"), "no transport is called 'pigeon'", "auto, grpc, shared_memory"),
     ],
 )
 def test_what_cannot_work_says_why_and_what_can(name: str, where: Place, reason: str, hint: str) -> None:

@@ -11,7 +11,7 @@ from ferrorpc.collectives.arena.board import DIRECTORY_ENTRIES, LINE_WORDS, RING
 from ferrorpc.collectives.arena.prepared import PROGRAM_CHANNELS
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.errors import CodecError, CollectiveMismatchError, LimitExceededError
+from ferrorpc.errors import CodecError, CollectiveMismatchError, LimitExceededError, UsageError
 from ferrorpc.testing.reference import every_dtype, operators, reduced, values
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from tests.unit.collectives.shared_world import SharedWorld
@@ -183,6 +183,16 @@ def test_operations_of_different_channels_overtake_each_other():
             for number, part in running:
                 assert part.error is None
                 assert (part.results[0] == 3 + 3 * number).all()
+
+
+def test_a_promise_about_order_that_is_not_kept_is_an_error():
+    with SharedWorld(2) as world:
+        world.arenas[0].open_stream(1, 4)
+        call, array = all_reduce_call(DType.INT64, 2), np.zeros(2, np.int64)
+        world.begin(0, call, [array], number=6, stream=1)
+        world.begin(0, call, [array], number=1, stream=1)
+        with pytest.raises(UsageError, match="operation 2 of this stream starts after operation 6"):
+            world.begin(0, call, [array], number=2, stream=1)
 
 
 def test_a_rank_that_is_many_operations_ahead_waits_and_nothing_is_overwritten():
