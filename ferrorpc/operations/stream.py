@@ -22,7 +22,7 @@ class Stream:
     def __init__(self, dispatch: Dispatch, channels: int | None) -> None:
         self._dispatch = dispatch
         self._number = dispatch.open_stream(channels)
-        self._unordered = channels is None
+        self._unordered = channels is None and dispatch.backend.arena is not None
 
     def all_reduce(
         self,
