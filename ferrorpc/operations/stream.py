@@ -43,9 +43,10 @@ class Stream:
         self._dispatch.check_open()
         seconds = seconds_of(timeout, self._dispatch.timeout)
         source, chosen = view(x), ReduceOp.named(op)
+        signature = (Operation.ALL_REDUCE, (source.spec,), chosen, None, wire, algorithm)
         prepared = self._dispatch.prepared(
-            (Operation.ALL_REDUCE, (source.spec,), chosen, None, wire, algorithm, self._unordered),
-            lambda: Call(Operation.ALL_REDUCE, (source.spec,), chosen, None, wire, algorithm, unordered=self._unordered),
+            (*signature, "unordered") if self._unordered else signature,
+            lambda: Call(*signature, unordered=self._unordered),
         )
         result = one_result(out, source.kind, source.spec, [source])
         execution = self._dispatch.start(prepared, [source], result, seconds, stream=self._number, number=number)
