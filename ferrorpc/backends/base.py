@@ -107,9 +107,10 @@ class Backend(ABC):
 
     def prepare(self, call: Call) -> Prepared:
         """Validates, selects an algorithm and lays it out, once per signature; the result is run for every such call."""
+        from ferrorpc.collectives.announced import prepare
         from ferrorpc.collectives.relay import RelayPrepared
 
-        return RelayPrepared(self, call)
+        return prepare(call, self.rank, self.size, lambda known, plan: RelayPrepared(self, known, plan))
 
     @property
     def arena(self) -> Arena | None:

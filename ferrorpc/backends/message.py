@@ -11,6 +11,8 @@ from typing import Any, Final
 import numpy as np
 
 from ferrorpc.backends.base import Backend, Capabilities
+from ferrorpc.collectives.algorithms.plan import Plan
+from ferrorpc.collectives.announced import prepare
 from ferrorpc.collectives.arena import select as arena_select
 from ferrorpc.collectives.arena.board import Board
 from ferrorpc.collectives.arena.prepared import Arena
@@ -19,7 +21,6 @@ from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.executor import PlanPrepared
 from ferrorpc.collectives.pairwise import RecvExecution, SendExecution, SendNumbers
 from ferrorpc.collectives.progress import progress_of
-from ferrorpc.collectives.select import plan_for
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import SelfSendError
 from ferrorpc.guard import Guard
@@ -98,9 +99,9 @@ class MessageBackend(Backend):
 
     def prepare(self, call: Call) -> Prepared:
         laid_out = None if self._arena is None else arena_select.prepare(self._arena, call)
-        if laid_out is not None:
-            return laid_out
-        plan = plan_for(call, self.rank, self.size)
+        return laid_out or prepare(call, self.rank, self.size, self._run_plan)
+
+    def _run_plan(self, call: Call, plan: Plan) -> Prepared:
         return PlanPrepared(self.transport, self.world_ranks, self.rank, call, plan, self._describe)
 
     def _describe(self, ranks: list[int]) -> str:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, unique
+from typing import Final
 
 from ferrorpc.types import ReduceOp, TensorSpec
+
+BUNDLING: Final = ("bruck",)
+"""Algorithms whose messages bundle the arrays of several ranks, which then must be of one shape."""
 
 
 @unique
@@ -52,12 +56,14 @@ class Call:
         """What every rank must agree on, in words; two different texts are a CollectiveMismatchError.
 
         Reductions fix dtype and shape. Moves describe themselves message by message: gather, all_gather and all_to_all fix
-        the dtype only, broadcast and scatter only the root.
+        the dtype only (and the shape, where the algorithm bundles arrays), broadcast and scatter only the root.
         """
         facts = [self.note] if self.note else []
         if self.op is not None:
             facts.append(f"op={self.op.value}")
             facts.extend(str(spec) for spec in self.inputs)
+        elif self.algorithm in BUNDLING and self.inputs:
+            facts.append(str(self.inputs[0]))
         elif self.operation in (Operation.GATHER, Operation.ALL_GATHER, Operation.ALL_TO_ALL) and self.inputs:
             facts.append(self.inputs[0].dtype.label)
         if self.root is not None:

@@ -15,10 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from ferrorpc.arrays.numpy_kind import NUMPY
-from ferrorpc.collectives.algorithms.plan import Fold, FoldUnder, Receive, Send
+from ferrorpc.collectives.algorithms.plan import Fold, FoldUnder, Plan, Receive, Send
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.collectives.select import plan_for
 from ferrorpc.collectives.workspace import Rules, Workspace
 from ferrorpc.errors import CollectiveTimeoutError, FerroError
 from ferrorpc.guard import Guard
@@ -132,10 +131,10 @@ class RelayExecution(Execution):
 class RelayPrepared(Prepared):
     """A call with its plan, to be run over `backend.send` and `backend.recv`."""
 
-    def __init__(self, backend: PointToPoint, call: Call) -> None:
+    def __init__(self, backend: PointToPoint, call: Call, plan: Plan) -> None:
         self.backend = backend
         self.call = call
-        self.rules = Rules(call, plan_for(call, backend.rank, backend.size), backend.rank, backend.size)
+        self.rules = Rules(call, plan, backend.rank, backend.size)
 
     def start(self, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard) -> Execution:
         return RelayCollective(self, key, inputs, outputs, guard)

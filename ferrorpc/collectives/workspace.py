@@ -40,9 +40,10 @@ class Rules:
         self.kernel: Kernel | None = kernel(call.op, call.inputs[0].dtype, size) if call.op is not None else None
         self.codec: Codec | None = codec(call.wire) if call.wire is not None else None
         self.dtype = call.inputs[0].dtype if call.inputs else DType.UINT8
-        self.work_dtype = DType.FLOAT32 if self.dtype.is_half else self.dtype
+        self.work_dtype = DType.FLOAT32 if self.dtype.is_half and self.kernel is not None else self.dtype
+        self.work_storage = self.dtype.storage if self.kernel is None else self.kernel.work
         self.out_specs: list[TensorSpec | None] = [None] * plan.out_items
-        if call.operation in (Operation.ALL_REDUCE, Operation.REDUCE):
+        if plan.alike or call.operation in (Operation.ALL_REDUCE, Operation.REDUCE):
             self.out_specs = [call.inputs[0]] * plan.out_items
         elif call.operation is Operation.REDUCE_SCATTER:
             self.out_specs = [call.inputs[rank]]
@@ -60,8 +61,7 @@ class Workspace:
         self._rules = rules
         self._inputs = inputs
         self._given = outputs
-        work_storage = rules.kernel.work if rules.kernel is not None else None
-        self._work = [np.empty(count, work_storage) for count in rules.plan.work_items]
+        self._work = [np.empty(count, rules.work_storage) for count in rules.plan.work_items]
         self.specs: list[TensorSpec | None] = list(rules.out_specs)
         self._out: list[Array | None] = [
             None if spec is None else self._room(item, spec) for item, spec in enumerate(rules.out_specs)
@@ -162,15 +162,23 @@ class Workspace:
     def apply(self, action: Action) -> None:
         """An action that needs no message."""
         if isinstance(action, Load):
-            self._kernel.load(self._flat(action.region), self._flat(action.source))
+            self._load(action)
         elif isinstance(action, FoldOwn):
-            self._kernel.fold(self._flat(action.region), self._flat(action.source))
+            fold = self._kernel.fold_work if action.source.buffer is Buffer.WORK else self._kernel.fold
+            fold(self._flat(action.region), self._flat(action.source))
         elif isinstance(action, Finish):
             self._kernel.finish(self._flat(action.region), self._flat(action.source))
         elif isinstance(action, Copy):
             self._copy(action)
         elif isinstance(action, Quantise):
             self._quantise(action)
+
+    def _load(self, action: Load) -> None:
+        target, source = self._flat(action.region), self._flat(action.source)
+        if self._rules.kernel is None or action.source.buffer is Buffer.WORK:
+            target[...] = source
+        else:
+            self._rules.kernel.load(target, source)
 
     def _copy(self, action: Copy) -> None:
         item = action.region.item

@@ -98,7 +98,7 @@ class Mailbox:
             box.signature, box.wake = signature, wake
             if key.number >= self._last.get((key.group, key.stream), (0, ""))[0]:
                 self._last[key.group, key.stream] = key.number, signature
-            early = [queue[0] for queue in box.frames.values() if queue[0].header.signature != signature]
+            early = [queue[0] for queue in box.frames.values() if queue and queue[0].header.signature != signature]
         if early:
             self._mismatch(key, signature, early[0].source, early[0].header.signature)
         return box

@@ -1,47 +1,29 @@
-"""Every algorithm by operation and name: how its plan is built, what it costs, and whether it folds in rank order."""
+"""Every algorithm by operation and name: how its plan is built, what it costs, and in which order it folds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final
 
-from ferrorpc.collectives.algorithms import barrier, direct, recursive, ring, tree
-from ferrorpc.collectives.algorithms.plan import Plan
+from ferrorpc.collectives.algorithms import (
+    barrier,
+    bruck,
+    chain,
+    direct,
+    hierarchical,
+    pairwise,
+    rabenseifner,
+    recursive,
+    ring,
+    scatter_all_gather,
+    tree,
+)
+from ferrorpc.collectives.algorithms.entry import Cost, Entry, Order
 from ferrorpc.collectives.call import Call, Operation
 
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What the busiest rank does, in the terms of the alpha-beta-gamma model."""
-
-    rounds: float
-    """Messages that wait for one another: times alpha."""
-    sent_bytes: float
-    """Bytes through one rank's link, the busier direction: times beta."""
-    folded_bytes: float = 0.0
-    """Bytes that go through a reduction kernel: times gamma."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One algorithm for one operation.
-
-    Attributes:
-        build: (call, rank, size) -> this rank's plan.
-        cost: (group size, bytes one rank brings) -> cost. For scatter the bytes of one part, for reduce_scatter and
-            all_to_all those of all parts.
-        rank_order: results are the canonical left fold in rank order (or nothing is folded).
-        compresses: sound with a wire codec: every value is rounded once on its way in and once on its way out, and all
-            ranks end with the same bits.
-    """
-
-    name: str
-    build: Callable[[Call, int, int], Plan]
-    cost: Callable[[int, int], Cost]
-    rank_order: bool = True
-    compresses: bool = False
+CHUNK_BYTES: Final = 1 << 20
+"""What passes through a chain at a time: the executor's chunk (a test holds the two equal)."""
 
 
 def _count(call: Call) -> int:
@@ -63,15 +45,31 @@ def _log2(size: int) -> int:
     return (size - 1).bit_length()
 
 
+def _share(size: int) -> float:
+    """What is not one's own."""
+    return (size - 1) / size
+
+
 def _recursive_doubling_cost(size: int, nbytes: int) -> Cost:
     rounds = size.bit_length() - 1
     uneven = size != 1 << rounds
     return Cost(rounds + 2 * uneven, (rounds + uneven) * nbytes, (rounds + uneven) * nbytes)
 
 
-def _share(size: int) -> float:
-    """What is not one's own."""
-    return (size - 1) / size
+def _rabenseifner_cost(size: int, nbytes: int) -> Cost:
+    rounds = size.bit_length() - 1
+    uneven = size != 1 << rounds
+    half = _share(1 << rounds)
+    return Cost(2 * rounds + 2 * uneven, (2 * half + uneven) * nbytes, (half + uneven) * nbytes)
+
+
+def _chain_cost(size: int, nbytes: int) -> Cost:
+    return Cost(size - 1, nbytes if size > 1 else 0, filling_bytes=max(size - 2, 0) * min(nbytes, CHUNK_BYTES))
+
+
+def _bruck_all_to_all_cost(size: int, nbytes: int) -> Cost:
+    """A block takes a trip for every bit set in its number."""
+    return Cost(_log2(size), nbytes / size * sum(block.bit_count() for block in range(size)))
 
 
 _ALL_REDUCE: Final = (
@@ -79,30 +77,38 @@ _ALL_REDUCE: Final = (
         "one_shot",
         lambda call, rank, size: direct.all_reduce_one_shot(_count(call), rank, size),
         lambda size, nbytes: Cost(1, (size - 1) * nbytes, (size - 1) * nbytes),
+        Order.RANKS,
     ),
     Entry(
         "two_shot",
         lambda call, rank, size: direct.all_reduce_two_shot(_count(call), rank, size, compressed=call.wire is not None),
         lambda size, nbytes: Cost(2, 2 * _share(size) * nbytes, _share(size) * nbytes),
+        Order.RANKS,
         compresses=True,
     ),
     Entry(
         "ring",
         lambda call, rank, size: ring.all_reduce(_count(call), rank, size),
         lambda size, nbytes: Cost(2 * (size - 1), 2 * _share(size) * nbytes, _share(size) * nbytes),
-        rank_order=False,
+        Order.RING,
     ),
     Entry(
         "recursive_doubling",
         lambda call, rank, size: recursive.all_reduce(_count(call), rank, size),
         _recursive_doubling_cost,
-        rank_order=False,
+        Order.PAIRS,
+    ),
+    Entry(
+        "rabenseifner",
+        lambda call, rank, size: rabenseifner.all_reduce(_count(call), rank, size),
+        _rabenseifner_cost,
+        Order.PAIRS,
     ),
     Entry(
         "tree",
         lambda call, rank, size: tree.all_reduce(_count(call), rank, size),
         lambda size, nbytes: Cost(2 * _log2(size), _log2(size) * nbytes, _log2(size) * nbytes),
-        rank_order=False,
+        Order.TREE,
     ),
 )
 
@@ -111,13 +117,14 @@ _REDUCE: Final = (
         "direct",
         lambda call, rank, size: direct.reduce(_count(call), rank, size, _root(call)),
         lambda size, nbytes: Cost(1, (size - 1) * nbytes, (size - 1) * nbytes),
+        Order.RANKS,
         compresses=True,
     ),
     Entry(
         "tree",
         lambda call, rank, size: tree.reduce(_count(call), rank, size, _root(call)),
         lambda size, nbytes: Cost(_log2(size), _log2(size) * nbytes, _log2(size) * nbytes),
-        rank_order=False,
+        Order.TREE,
     ),
 )
 
@@ -126,13 +133,14 @@ _REDUCE_SCATTER: Final = (
         "direct",
         lambda call, rank, size: direct.reduce_scatter(_counts(call), rank, size),
         lambda size, nbytes: Cost(1, _share(size) * nbytes, _share(size) * nbytes),
+        Order.RANKS,
         compresses=True,
     ),
     Entry(
         "ring",
         lambda call, rank, size: ring.reduce_scatter(_counts(call), rank, size),
         lambda size, nbytes: Cost(size - 1, _share(size) * nbytes, _share(size) * nbytes),
-        rank_order=False,
+        Order.RING,
     ),
 )
 
@@ -147,6 +155,19 @@ _BROADCAST: Final = (
         lambda call, rank, size: direct.broadcast(rank, size, _root(call)),
         lambda size, nbytes: Cost(1, (size - 1) * nbytes),
     ),
+    Entry("chain", lambda call, rank, size: chain.broadcast(rank, size, _root(call)), _chain_cost),
+    Entry(
+        "two_shot",
+        lambda call, rank, size: direct.broadcast_two_shot(_count(call), rank, size, _root(call)),
+        lambda size, nbytes: Cost(2, nbytes if size > 1 else 0, filling_bytes=_share(max(size - 1, 1)) * nbytes),
+        needs_size=True,
+    ),
+    Entry(
+        "scatter_all_gather",
+        lambda call, rank, size: scatter_all_gather.broadcast(_count(call), rank, size, _root(call)),
+        lambda size, nbytes: Cost(_log2(size) + size - 1, 2 * _share(size) * nbytes),
+        needs_size=True,
+    ),
 )
 
 _ALL_GATHER: Final = (
@@ -159,6 +180,31 @@ _ALL_GATHER: Final = (
         "ring",
         lambda call, rank, size: ring.all_gather(rank, size),
         lambda size, nbytes: Cost(size - 1, (size - 1) * nbytes),
+    ),
+    Entry(
+        "bruck",
+        lambda call, rank, size: bruck.all_gather(_count(call), rank, size),
+        lambda size, nbytes: Cost(_log2(size), (size - 1) * nbytes),
+        needs_alike=True,
+    ),
+)
+
+_ALL_TO_ALL: Final = (
+    Entry(
+        "direct",
+        lambda call, rank, size: direct.all_to_all(rank, size),
+        lambda size, nbytes: Cost(1, _share(size) * nbytes),
+    ),
+    Entry(
+        "pairwise",
+        lambda call, rank, size: pairwise.all_to_all(rank, size),
+        lambda size, nbytes: Cost(size - 1, _share(size) * nbytes),
+    ),
+    Entry(
+        "bruck",
+        lambda call, rank, size: bruck.all_to_all(_count(call), rank, size),
+        _bruck_all_to_all_cost,
+        needs_alike=True,
     ),
 )
 
@@ -181,11 +227,6 @@ _SCATTER: Final = Entry(
     lambda call, rank, size: direct.scatter(rank, size, _root(call)),
     lambda size, nbytes: Cost(1, (size - 1) * nbytes),
 )
-_ALL_TO_ALL: Final = Entry(
-    "direct",
-    lambda call, rank, size: direct.all_to_all(rank, size),
-    lambda size, nbytes: Cost(1, _share(size) * nbytes),
-)
 
 CATALOGUE: Final[dict[Operation, tuple[Entry, ...]]] = {
     Operation.ALL_REDUCE: _ALL_REDUCE,
@@ -195,7 +236,45 @@ CATALOGUE: Final[dict[Operation, tuple[Entry, ...]]] = {
     Operation.SCATTER: (_SCATTER,),
     Operation.ALL_GATHER: _ALL_GATHER,
     Operation.REDUCE_SCATTER: _REDUCE_SCATTER,
-    Operation.ALL_TO_ALL: (_ALL_TO_ALL,),
+    Operation.ALL_TO_ALL: _ALL_TO_ALL,
     Operation.BARRIER: _BARRIER,
 }
-"""The algorithms of each operation, the preferred one first. `collectives.select` chooses among them."""
+"""The algorithms of each operation that any group can run, the preferred one first. `collectives.select` chooses among them."""
+
+
+def entries(operation: Operation, hosts: Sequence[object] = ()) -> tuple[Entry, ...]:
+    """The algorithms of an operation; those that follow the host layout too, where one is known.
+
+    Args:
+        hosts: for each group rank a value that says its host; () when that is not known.
+    """
+    layout = hierarchical.Layout(hosts) if hosts else None
+    if layout is None or not layout.is_worth_it:
+        return CATALOGUE[operation]
+    return CATALOGUE[operation] + _hierarchical(operation, layout)
+
+
+def _hierarchical(operation: Operation, layout: hierarchical.Layout) -> tuple[Entry, ...]:
+    largest = max(len(ranks) for ranks in layout.members)
+    hosts, shards = len(layout.members), layout.shards
+    across = _share(hosts) / shards
+    if operation is Operation.ALL_REDUCE:
+        holder = _share(shards) + 2 * across + (largest - 1) / shards
+        return (
+            Entry(
+                "hierarchical",
+                lambda call, rank, size: hierarchical.all_reduce(_count(call), rank, layout),
+                lambda size, nbytes: Cost(4, max(holder, 1.0) * nbytes, ((largest - 1) / shards + across) * nbytes),
+                Order.HOSTS,
+            ),
+        )
+    if operation is Operation.BROADCAST:
+        return (
+            Entry(
+                "hierarchical",
+                lambda call, rank, size: hierarchical.broadcast(_count(call), rank, layout, _root(call)),
+                lambda size, nbytes: Cost(2 + _log2(hosts), (_share(shards) + (_log2(hosts) + largest - 1) / shards) * nbytes),
+                needs_size=True,
+            ),
+        )
+    return ()

@@ -16,6 +16,7 @@ Cost, in rounds, bytes sent and bytes folded by the busiest rank, for n bytes a 
     reduce_scatter           1    n (p-1)/p        n (p-1)/p
     gather, scatter          1    (p-1) n          0
     all_gather, broadcast    1    (p-1) n          0
+    broadcast two_shot       2    n, by the root   0
     all_to_all               1    n (p-1)/p        0
 """
 
@@ -157,6 +158,23 @@ def broadcast(rank: int, size: int, root: int) -> Plan:
     actions: list[Action] = [Send(peer, _PARTS, Region(Buffer.IN)) for peer in others(rank, size)]
     actions.append(Copy(Region(Buffer.IN), Region(Buffer.OUT)))
     return Plan("direct", tuple(actions))
+
+
+def broadcast_two_shot(count: int, rank: int, size: int, root: int) -> Plan:
+    """The root's array of `count` elements: everyone else gets one slice, and sends it to everyone else."""
+    if size == 1:
+        return alone("two_shot")
+    receivers = others(root, size)
+    pieces = [(peer, cut) for peer, cut in zip(receivers, slices(count, size - 1), strict=True) if _holds(cut)]
+    if rank == root:
+        actions: list[Action] = [Send(peer, _PARTS, Region(Buffer.IN, 0, *cut)) for peer, cut in pieces]
+        return Plan("two_shot", (*actions, Copy(Region(Buffer.IN, 0, 0, count), Region(Buffer.OUT, 0, 0, count))), alike=True)
+    actions = []
+    for own in (Region(Buffer.OUT, 0, *cut) for peer, cut in pieces if peer == rank):
+        actions.append(Receive(root, _PARTS, own))
+        actions += [Send(peer, _RESULTS, own) for peer in others(rank, size) if peer != root]
+    actions += [Receive(peer, _RESULTS, Region(Buffer.OUT, 0, *cut)) for peer, cut in pieces if peer != rank]
+    return Plan("two_shot", tuple(actions), alike=True)
 
 
 def _fold_in_rank_order(own: Region, total: Region, rank: int, size: int) -> list[Action]:

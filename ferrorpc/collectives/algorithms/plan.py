@@ -4,10 +4,10 @@ Every algorithm in this package is a pure function from (rank, size, element cou
 on any transport; the validator below it proves plans right without running them.
 
 A rank has three lists of arrays: IN (what the caller brought; never written), WORK (accumulators of a reduction, in the
-kernel's work dtype: float32 for halves) and OUT (results). A `Region` is a run of elements of one of them. Actions are done
-in order; sends do not wait for receipt, so "send all, then receive all" is sound. A send is over before the next action
-begins: what it sent may then be overwritten. OUT may be the memory of IN, so no plan reads an element of IN after it has
-written the same element of OUT.
+kernel's work dtype: float32 for halves; in a move, room for blocks on their way, in the call's dtype) and OUT (results).
+A `Region` is a run of elements of one of them. Actions are done in order; sends do not wait for receipt, so "send all, then
+receive all" is sound. A send is over before the next action begins: what it sent may then be overwritten. OUT may be the
+memory of IN, so no plan reads an element of IN after it has written the same element of OUT.
 
 Messages are self-describing. Those from IN and OUT hold the call's dtype, those from WORK the work dtype; an action on WORK
 takes either. Regions of reductions are bounded, so that all ranks cut alike; moves send whole items, which may differ in
@@ -84,7 +84,7 @@ class FoldUnder:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """WORK region = IN region, in the work dtype."""
+    """WORK region = IN or WORK region, in the work dtype."""
 
     source: Region
     region: Region
@@ -92,7 +92,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class FoldOwn:
-    """WORK region = WORK region op IN region."""
+    """WORK region = WORK region op IN or WORK region."""
 
     source: Region
     region: Region
@@ -108,7 +108,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """OUT region = IN region, bit for bit."""
+    """OUT region = IN region, or WORK region of a move, bit for bit."""
 
     source: Region
     region: Region
@@ -136,9 +136,12 @@ class Plan:
         actions: in order.
         work_items: element counts of the WORK arrays (() when there are none).
         out_items: how many OUT arrays there are.
+        alike: in a move, every OUT array is known beforehand to have dtype and shape of the call's first input. Otherwise it
+            is described by the message that brings it.
     """
 
     algorithm: str
     actions: tuple[Action, ...]
     work_items: tuple[int, ...] = ()
     out_items: int = 1
+    alike: bool = False

@@ -13,12 +13,9 @@ power of two, two more rounds, one of them with a fold.
 
 from __future__ import annotations
 
+from ferrorpc.collectives.algorithms.cube import FIRST_ROUND, HAND_BACK, HAND_OVER, Cube, hand_over
 from ferrorpc.collectives.algorithms.cut import alone
-from ferrorpc.collectives.algorithms.plan import Action, Buffer, Finish, Fold, FoldUnder, Load, Plan, Receive, Region, Send
-
-_HAND_OVER = 0
-_HAND_BACK = 1
-_FIRST_ROUND = 2
+from ferrorpc.collectives.algorithms.plan import Action, Buffer, Finish, Fold, FoldUnder, Load, Plan, Region, Send
 
 
 def all_reduce(count: int, rank: int, size: int) -> Plan:
@@ -28,27 +25,19 @@ def all_reduce(count: int, rank: int, size: int) -> Plan:
     if count == 0:
         return Plan("recursive_doubling", ())
     own, total, result = (Region(buffer, 0, 0, count) for buffer in (Buffer.IN, Buffer.WORK, Buffer.OUT))
-    core = 1 << (size.bit_length() - 1)
-    paired = 2 * (size - core)
-    if rank < paired and rank % 2:
-        return Plan("recursive_doubling", (Send(rank - 1, _HAND_OVER, own), Receive(rank - 1, _HAND_BACK, result)))
+    cube = Cube(size)
+    place = cube.place(rank)
+    if place is None:
+        return Plan("recursive_doubling", hand_over(rank, own, result))
     actions: list[Action] = [Load(own, total)]
-    if rank < paired:
-        actions.append(Fold(rank + 1, _HAND_OVER, total))
-    actions += _doubling(total, rank // 2 if rank < paired else rank - paired // 2, core, paired)
-    actions.append(Finish(total, result))
-    if rank < paired:
-        actions.append(Send(rank + 1, _HAND_BACK, result))
-    return Plan("recursive_doubling", tuple(actions), work_items=(count,))
-
-
-def _doubling(total: Region, place: int, core: int, paired: int) -> list[Action]:
-    """The rounds among the `core` ranks that take part; `place` counts only those."""
-    actions: list[Action] = []
-    for step in range(core.bit_length() - 1):
+    if cube.is_paired(rank):
+        actions.append(Fold(rank + 1, HAND_OVER, total))
+    for step in range(cube.steps):
         partner = place ^ (1 << step)
-        peer = 2 * partner if partner < paired // 2 else partner + paired // 2
-        actions.append(Send(peer, _FIRST_ROUND + step, total))
+        actions.append(Send(cube.rank(partner), FIRST_ROUND + step, total))
         fold = Fold if place < partner else FoldUnder
-        actions.append(fold(peer, _FIRST_ROUND + step, total))
-    return actions
+        actions.append(fold(cube.rank(partner), FIRST_ROUND + step, total))
+    actions.append(Finish(total, result))
+    if cube.is_paired(rank):
+        actions.append(Send(rank + 1, HAND_BACK, result))
+    return Plan("recursive_doubling", tuple(actions), work_items=(count,))

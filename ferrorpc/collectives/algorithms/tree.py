@@ -23,17 +23,17 @@ _DOWN = 0
 _UP = 1
 
 
-def broadcast(rank: int, size: int, root: int) -> Plan:
-    """The root's array goes down the tree. Only the root needs to know its size."""
+def broadcast(rank: int, size: int, root: int, slot: int = _DOWN) -> Plan:
+    """The root's array goes down the tree, as message `slot`. Only the root needs to know its size."""
     whole = Region(Buffer.OUT)
-    parent, children = _family(rank, size, root)
+    parent, children = family(rank, size, root)
     if parent is None:
         # The root's own copy comes last: its children wait.
-        actions: list[Action] = [Send(child, _DOWN, Region(Buffer.IN)) for child in reversed(children)]
+        actions: list[Action] = [Send(child, slot, Region(Buffer.IN)) for child in reversed(children)]
         actions.append(Copy(Region(Buffer.IN), whole))
     else:
-        actions = [Receive(parent, _DOWN, whole)]
-        actions += [Send(child, _DOWN, whole) for child in reversed(children)]
+        actions = [Receive(parent, slot, whole)]
+        actions += [Send(child, slot, whole) for child in reversed(children)]
     return Plan("tree", tuple(actions))
 
 
@@ -46,7 +46,7 @@ def reduce(count: int, rank: int, size: int, root: int) -> Plan:
     actions = _upwards(count, rank, size, root)
     if rank == root:
         actions.append(Finish(Region(Buffer.WORK, 0, 0, count), Region(Buffer.OUT, 0, 0, count)))
-    leaf = not _family(rank, size, root)[1]
+    leaf = not family(rank, size, root)[1]
     return Plan("tree", tuple(actions), work_items=() if leaf else (count,), out_items=int(rank == root))
 
 
@@ -57,7 +57,7 @@ def all_reduce(count: int, rank: int, size: int) -> Plan:
     if count == 0:
         return Plan("tree", ())
     result = Region(Buffer.OUT, 0, 0, count)
-    parent, children = _family(rank, size, 0)
+    parent, children = family(rank, size, 0)
     actions = _upwards(count, rank, size, 0)
     if parent is None:
         actions.append(Finish(Region(Buffer.WORK, 0, 0, count), result))
@@ -69,7 +69,7 @@ def all_reduce(count: int, rank: int, size: int) -> Plan:
 
 def _upwards(count: int, rank: int, size: int, root: int) -> list[Action]:
     own, total = Region(Buffer.IN, 0, 0, count), Region(Buffer.WORK, 0, 0, count)
-    parent, children = _family(rank, size, root)
+    parent, children = family(rank, size, root)
     if not children and parent is not None:
         return [Send(parent, _UP, own)]
     actions: list[Action] = [Load(own, total)]
@@ -79,7 +79,7 @@ def _upwards(count: int, rank: int, size: int, root: int) -> list[Action]:
     return actions
 
 
-def _family(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:
+def family(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:
     """Parent (None for the root) and children, nearest first, of a rank."""
     place = (rank - root) % size
     lowest = place & -place if place else 1 << max(size - 1, 0).bit_length()

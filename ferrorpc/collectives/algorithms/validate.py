@@ -4,13 +4,20 @@ Ranks are advanced in turn, each through its actions in order, until nobody can 
 nobody takes or nobody sends, and, in the terms that arrive in OUT, whether each result holds every rank's part exactly once,
 in which order, and alike on all ranks. The whole is done a second time with OUT in the memory of IN, as for
 `all_reduce(x, out=x)`.
+
+Credit is part of it: a message of more than EAGER_BYTES is not over, and its sender goes no further, before its receiver has
+entered the operation. Ranks enter as late as they can: the next one only when no other can move. What can move can always
+move later too (nothing that happens takes a message or an entry away), so every other order of events ends in the same
+place, and one order proves them all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from ferrorpc.collectives.algorithms.plan import (
     Action,
@@ -27,8 +34,15 @@ from ferrorpc.collectives.algorithms.plan import (
     Region,
     Send,
 )
-from ferrorpc.collectives.algorithms.symbols import Run, Term, aligned, cut, fold, length, paste
+from ferrorpc.collectives.algorithms.symbols import Run, Strip, Term, aligned, fold, length
 from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.errors import UsageError
+
+EAGER_BYTES: Final = 4 << 20
+"""What may go of a message before its receiver has entered (a test holds it equal to the transports')."""
+
+_IN_PLACE: Final = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST, Operation.REDUCE_SCATTER)
+"""Operations whose result may be the memory of their input. The others get copies of what overlaps."""
 
 
 class _Unsound(Exception):
@@ -40,9 +54,11 @@ class _Rank:
     """One rank on its way through its plan."""
 
     plan: Plan
-    strips: dict[tuple[Buffer, int], list[Run]]
+    strips: dict[tuple[Buffer, int], Strip]
     compresses: bool
     heard: set[int]
+    eager_items: int
+    has_entered: bool = False
     position: int = 0
     inbox: dict[tuple[int, int], tuple[list[Run], set[int]]] = field(default_factory=dict)
 
@@ -52,11 +68,11 @@ class _Rank:
         strip = self.strips.get((region.buffer, region.item))
         if strip is None:
             raise _Unsound(f"{region} is used before it exists")
-        stop = length(strip) if region.stop is None else region.stop
-        piece = cut(strip, region.start, stop)
-        if stop > length(strip):
+        stop = len(strip) if region.stop is None else region.stop
+        if stop > len(strip):
             raise _Unsound(f"{region} ends behind its array")
-        if any(term is None for _, term in piece):
+        piece = strip.cut(region.start, stop)
+        if any(run[2] is None for run in piece):
             raise _Unsound(f"{region} is read before it is written")
         return piece
 
@@ -65,24 +81,23 @@ class _Rank:
             raise _Unsound(f"{region} is written, which belongs to the caller")
         if region.buffer is Buffer.WORK and (Buffer.WORK, region.item) not in self.strips:
             raise _Unsound(f"{region} has no room")
-        strip = self.strips.setdefault((region.buffer, region.item), [])
+        strip = self.strips.setdefault((region.buffer, region.item), Strip())
         if region.stop is None:
-            strip[:] = piece
+            strip.become(piece)
             return
         if region.stop - region.start != length(piece):
             raise _Unsound(f"{region} gets {length(piece)} elements")
-        if region.buffer is Buffer.WORK and region.stop > length(strip):
+        if region.buffer is Buffer.WORK and region.stop > len(strip):
             raise _Unsound(f"{region} ends behind its array")
-        strip[:] = paste(strip, region.start, piece)
+        strip.paste(region.start, piece)
 
     def local(self, action: Action) -> None:
         """An action that needs no message."""
         if isinstance(action, Load | Copy):
             self.write(action.region, self.read(action.source))
         elif isinstance(action, Finish):
-            self.write(
-                action.region, [(count, term and replace(term, finished=True)) for count, term in self.read(action.source)]
-            )
+            piece = self.read(action.source)
+            self.write(action.region, [(count, first, term and replace(term, finished=True)) for count, first, term in piece])
         elif isinstance(action, FoldOwn):
             self.write(action.region, _folded(self.read(action.region), self.read(action.source)))
         elif isinstance(action, Quantise):
@@ -113,11 +128,38 @@ def findings(calls: Sequence[Call], plans: Sequence[Plan], *, rank_order: bool =
         rank_order: whether the algorithm claims the canonical left fold in rank order.
     """
     found = _run(calls, plans, rank_order, in_place=False)
-    return found or [f"in place: {text}" for text in _run(calls, plans, rank_order, in_place=True)]
+    if found or calls[0].operation not in _IN_PLACE:
+        return found
+    return [f"in place: {text}" for text in _run(calls, plans, rank_order, in_place=True)]
+
+
+def formulas(calls: Sequence[Call], plans: Sequence[Plan]) -> list[list[list[tuple[int, str]]]]:
+    """How each result of each rank comes about: runs of (elements, text), such as (4, "((x0+x1)+x2)").
+
+    Raises:
+        UsageError: the plans are not sound.
+    """
+    ranks = _ranks(calls, plans, in_place=False)
+    try:
+        _advance_all(ranks)
+    except _Unsound as problem:
+        raise UsageError(str(problem)) from None
+    strips = [[rank.strips.get((Buffer.OUT, item), Strip()) for item in range(rank.plan.out_items)] for rank in ranks]
+    return [
+        [[(count, term.text if term else "") for count, _, term in strip.cut(0, len(strip))] for strip in results]
+        for results in strips
+    ]
+
+
+def held_up(calls: Sequence[Call], plans: Sequence[Plan], late: int) -> list[int]:
+    """The other ranks that cannot finish before rank `late` has entered: they need what it brings, or its credit."""
+    ranks = _ranks(calls, plans, in_place=False)
+    _advance_all(ranks, {late})
+    return [number for number, rank in enumerate(ranks) if number != late and rank.position < len(rank.plan.actions)]
 
 
 def _run(calls: Sequence[Call], plans: Sequence[Plan], rank_order: bool, in_place: bool) -> list[str]:
-    ranks = [_enter(number, call, plan, in_place) for number, (call, plan) in enumerate(zip(calls, plans, strict=True))]
+    ranks = _ranks(calls, plans, in_place)
     try:
         _advance_all(ranks)
     except _Unsound as problem:
@@ -133,33 +175,45 @@ def _run(calls: Sequence[Call], plans: Sequence[Plan], rank_order: bool, in_plac
     return found
 
 
-def _enter(number: int, call: Call, plan: Plan, in_place: bool) -> _Rank:
-    strips: dict[tuple[Buffer, int], list[Run]] = {}
+def _ranks(calls: Sequence[Call], plans: Sequence[Plan], in_place: bool) -> list[_Rank]:
+    itemsize = max((spec.dtype.itemsize for call in calls for spec in call.inputs), default=1)
+    return [_rank(number, call, plan, in_place, itemsize) for number, (call, plan) in enumerate(zip(calls, plans, strict=True))]
+
+
+def _rank(number: int, call: Call, plan: Plan, in_place: bool, itemsize: int) -> _Rank:
+    strips: dict[tuple[Buffer, int], Strip] = {}
     for item, spec in enumerate(call.inputs):
         count = math.prod(spec.shape)
-        strips[Buffer.IN, item] = [(count, Term(f"x{number}", (number,), item))] if count else []
+        strips[Buffer.IN, item] = Strip([(count, 0, Term(f"x{number}", (number,), item))])
     for item, count in enumerate(plan.work_items):
-        strips[Buffer.WORK, item] = [(count, None)] if count else []
+        strips[Buffer.WORK, item] = Strip([(count, 0, None)])
     if in_place and call.inputs:
-        if call.operation in (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST):
-            strips[Buffer.OUT, 0] = strips[Buffer.IN, 0]
-        elif call.operation is Operation.REDUCE_SCATTER:
-            strips[Buffer.OUT, 0] = strips[Buffer.IN, number]
-    return _Rank(plan, strips, call.wire is not None, {number})
+        brought = number if call.operation is Operation.REDUCE_SCATTER else 0
+        strips[Buffer.OUT, 0] = strips[Buffer.IN, brought]
+    return _Rank(plan, strips, call.wire is not None, {number}, EAGER_BYTES // itemsize)
 
 
-def _advance_all(ranks: Sequence[_Rank]) -> None:
-    moved = True
-    while moved:
-        moved = False
-        for number, rank in enumerate(ranks):
-            before = rank.position
-            try:
-                while rank.position < len(rank.plan.actions) and _do(rank.plan.actions[rank.position], number, ranks):
-                    rank.position += 1
-            except _Unsound as problem:
-                raise _Unsound(f"rank {number}, action {rank.position}: {problem}") from None
-            moved = moved or rank.position > before
+def _advance_all(ranks: Sequence[_Rank], absent: Container[int] = ()) -> None:
+    for newcomer, rank in enumerate(ranks):
+        if newcomer in absent:
+            continue
+        rank.has_entered = True
+        moving = deque(number for number, other in enumerate(ranks) if other.has_entered)
+        while moving:
+            moving += _advance(moving.popleft(), ranks)
+
+
+def _advance(number: int, ranks: Sequence[_Rank]) -> list[int]:
+    """Takes one rank as far as it gets. Returns the ranks it has sent something, which may get further now."""
+    rank = ranks[number]
+    start = rank.position
+    try:
+        while rank.position < len(rank.plan.actions) and _do(rank.plan.actions[rank.position], number, ranks):
+            rank.position += 1
+    except _Unsound as problem:
+        raise _Unsound(f"rank {number}, action {rank.position}: {problem}") from None
+    sent = {action.peer for action in rank.plan.actions[start : rank.position] if isinstance(action, Send)}
+    return [peer for peer in sent if ranks[peer].has_entered]
 
 
 def _do(action: Action, number: int, ranks: Sequence[_Rank]) -> bool:
@@ -175,6 +229,8 @@ def _do(action: Action, number: int, ranks: Sequence[_Rank]) -> bool:
     if (number, action.slot) in inbox:
         raise _Unsound(f"slot {action.slot} to rank {action.peer} is used twice")
     piece = rank.read(action.region)
+    if not ranks[action.peer].has_entered and length(piece) > rank.eager_items:
+        return False
     inbox[number, action.slot] = (_rounded(piece) if rank.compresses else piece, set(rank.heard))
     return True
 
@@ -200,16 +256,16 @@ def _wrong_results(calls: Sequence[Call], number: int, rank: _Rank, rank_order: 
         yield f"rank {number} has {rank.plan.out_items} results, not {len(expected)}"
     for item, (source, source_item) in enumerate(expected):
         where = f"rank {number}, result {item}"
-        strip = rank.strips.get((Buffer.OUT, item), [])
+        strip = rank.strips.get((Buffer.OUT, item), Strip())
         count = math.prod(calls[source or 0].inputs[source_item].shape)
-        if length(strip) != count:
-            yield f"{where} has {length(strip)} elements, not {count}"
+        if len(strip) != count:
+            yield f"{where} has {len(strip)} elements, not {count}"
         position = 0
-        for run, term in strip:
-            problem = _wrong(term, source, source_item, position, len(calls), rank_order)
+        for run in strip.cut(0, len(strip)):
+            problem = _wrong(run, source, source_item, position, len(calls), rank_order)
             if problem:
-                yield f"{where}, elements {position} to {position + run}: {problem}"
-            position += run
+                yield f"{where}, elements {position} to {position + run[0]}: {problem}"
+            position += run[0]
 
 
 def _expected(calls: Sequence[Call], number: int) -> list[tuple[int | None, int]]:
@@ -228,12 +284,13 @@ def _expected(calls: Sequence[Call], number: int) -> list[tuple[int | None, int]
     return table[calls[0].operation]
 
 
-def _wrong(term: Term | None, source: int | None, item: int, position: int, size: int, rank_order: bool) -> str:
+def _wrong(run: Run, source: int | None, item: int, position: int, size: int, rank_order: bool) -> str:
     """What is wrong with one run of a result; "" when nothing is."""
+    _, first, term = run
     if term is None:
         return "never written"
-    if (term.item, term.first) != (item, position):
-        return f"{term.text} was element {term.first} of array {term.item}"
+    if (term.item, first) != (item, position):
+        return f"{term.text} was element {first} of array {term.item}"
     if source is not None:
         return "" if term.ranks == (source,) else f"{term.text} is not what rank {source} brought"
     everyone = tuple(range(size))
@@ -247,9 +304,10 @@ def _wrong(term: Term | None, source: int | None, item: int, position: int, size
 
 
 def _disagreements(ranks: Sequence[_Rank]) -> Iterator[str]:
-    first = ranks[0].strips.get((Buffer.OUT, 0), [])
-    for number, rank in enumerate(ranks):
-        for _, own, other in aligned(first, rank.strips.get((Buffer.OUT, 0), [])):
+    results = [rank.strips.get((Buffer.OUT, 0), Strip()) for rank in ranks]
+    first = results[0].cut(0, len(results[0]))
+    for number, result in enumerate(results):
+        for (_, _, own), (_, _, other) in aligned(first, result.cut(0, len(result))):
             if own is not None and other is not None and own.text != other.text:
                 yield f"rank {number} ends with {other.text}, rank 0 with {own.text}"
 
@@ -258,16 +316,16 @@ def _folded(left: Sequence[Run], right: Sequence[Run]) -> list[Run]:
     if length(left) != length(right):
         raise _Unsound(f"{length(left)} elements are folded with {length(right)}")
     result: list[Run] = []
-    for count, one, other in aligned(left, right):
+    for (count, first, one), (_, second, other) in aligned(left, right):
         if one is None or other is None:
             raise _Unsound("a fold of what was never written")
-        if (one.item, one.first) != (other.item, other.first):
-            raise _Unsound(f"{one.text} of element {one.first} is folded with {other.text} of element {other.first}")
+        if (one.item, first) != (other.item, second):
+            raise _Unsound(f"{one.text} of element {first} is folded with {other.text} of element {second}")
         if one.finished or other.finished:
             raise _Unsound(f"{one.text} is folded with {other.text} after it was finished")
-        result.append((count, fold(one, other)))
+        result.append((count, first, fold(one, other)))
     return result
 
 
 def _rounded(piece: Sequence[Run]) -> list[Run]:
-    return [(count, term and replace(term, text=f"q({term.text})")) for count, term in piece]
+    return [(count, first, term and replace(term, text=f"q({term.text})")) for count, first, term in piece]

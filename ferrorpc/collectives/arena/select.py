@@ -23,7 +23,7 @@ def prepare(arena: Arena, call: Call) -> ArenaPrepared | None:
         UsageError: the call means nothing on any lane.
     """
     chosen = select(call, arena.size)
-    if call.wire is not None or call.algorithm is not None or call.unordered or not chosen.rank_order:
+    if call.wire is not None or call.algorithm is not None or call.unordered or not chosen.order.is_canonical:
         return None
     if call.operation is Operation.BARRIER:
         return Barrier(arena, call)

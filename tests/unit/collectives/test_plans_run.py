@@ -1,41 +1,23 @@
-"""Every algorithm run with numbers: the simulated world against NumPy in one process."""
+"""Every algorithm that reduces, and barriers, run with numbers: the simulated world against NumPy in one process."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 
 import numpy as np
 import pytest
 
-from ferrorpc.backends.simulated import SimulatedBackend
-from ferrorpc.collectives.algorithms.catalogue import CATALOGUE
+from ferrorpc.collectives.algorithms.catalogue import CATALOGUE, entries
+from ferrorpc.collectives.algorithms.hierarchical import Layout
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.guard import Guard
 from ferrorpc.types import DType, ReduceOp, TensorSpec
-from ferrorpc.wire.frames import Key
+from tests.unit.collectives.world import run
 
 REDUCTIONS = [
-    (operation, entry.name, entry.rank_order)
+    (operation, entry.name, entry.order.is_canonical)
     for operation in (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
     for entry in CATALOGUE[operation]
 ]
-
-
-def run(calls: list[Call], inputs: list[list[np.ndarray]]) -> list[list[np.ndarray]]:
-    """Each rank's results."""
-    backends = SimulatedBackend.create_group(len(calls))
-
-    def body(rank: int) -> list[np.ndarray]:
-        backend = backends[rank]
-        guard = Guard(backend.clock, backend.latch, 20.0)
-        return backend.run(backend.prepare(calls[rank]).start(Key(0, 0, 1), inputs[rank], None, guard))
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        results = list(pool.map(body, range(len(calls))))
-    for backend in backends:
-        backend.close()
-    return results
 
 
 @pytest.mark.parametrize(("operation", "name", "rank_order"), REDUCTIONS, ids=[f"{o.value}-{n}" for o, n, _ in REDUCTIONS])
@@ -86,29 +68,22 @@ def test_compressed_all_reduce_leaves_the_same_bits_everywhere_and_rounds_twice_
         assert np.abs(result[0] - exact).max() <= bound
 
 
-@pytest.mark.parametrize("name", ["tree", "direct"])
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_broadcast_moves_bits_and_shape(name, size):
-    for root in {0, size - 1}:
-        array = np.arange(6, dtype=np.uint16).reshape(2, 3)
-        spec = TensorSpec(DType.BFLOAT16, (2, 3))
-        calls = [Call(Operation.BROADCAST, (spec,) if rank == root else (), root=root, algorithm=name) for rank in range(size)]
-        results = run(calls, [[array] if rank == root else [] for rank in range(size)])
-        for result in results:
-            assert np.array_equal(result[0], array)
-
-
-@pytest.mark.parametrize("name", ["direct", "ring"])
-def test_all_gather_of_uneven_arrays(name):
-    arrays = [np.full((rank, 2), rank, np.int32) for rank in range(5)]
-    calls = [Call(Operation.ALL_GATHER, (TensorSpec(DType.INT32, a.shape),), algorithm=name) for a in arrays]
-    for result in run(calls, [[a] for a in arrays]):
-        for got, sent in zip(result, arrays, strict=True):
-            assert np.array_equal(got, sent)
-            assert got.shape == sent.shape
-
-
 @pytest.mark.parametrize("name", ["direct", "dissemination"])
 @pytest.mark.parametrize("size", [1, 2, 5, 8])
 def test_barriers_end(name, size):
     assert run([Call(Operation.BARRIER, algorithm=name)] * size, [[]] * size) == [[]] * size
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abcab"])
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16], ids=lambda d: d.label)
+def test_hierarchical_all_reduce_folds_hosts_and_then_what_they_have(hosts, dtype):
+    (entry,) = set(entries(Operation.ALL_REDUCE, hosts)) - set(CATALOGUE[Operation.ALL_REDUCE])
+    rng = np.random.default_rng(5)
+    for count in (0, 1, 1000):
+        inputs = [[(rng.standard_normal(count) * 40).astype(dtype.storage)] for _ in hosts]
+        call = Call(Operation.ALL_REDUCE, (TensorSpec(dtype, (count,)),), ReduceOp.MEAN)
+        results = run([call] * len(hosts), inputs, build=entry.build)
+        folded = [reduce(np.add, [inputs[rank][0].astype(np.float32) for rank in ranks]) for ranks in Layout(hosts).members]
+        expected = (reduce(np.add, folded) / np.float32(len(hosts))).astype(dtype.storage)
+        for result in results:
+            assert result[0].tobytes() == expected.tobytes()

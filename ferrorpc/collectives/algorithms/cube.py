@@ -1,0 +1,52 @@
+"""The hypercube that recursive algorithms walk through, for any number of ranks.
+
+A cube of 2^k ranks exchanges along one axis after another. Where p is no power of two, the first 2(p - 2^k) ranks pair up
+beforehand: the odd one of each pair hands its array to the even one, which stands for both, and gets the result back in the
+end. So places of the cube cover contiguous runs of ranks, in order.
+
+Source. Rabenseifner, "Optimization of Collective Reduction Operations", 2004.
+"""
+
+from __future__ import annotations
+
+from ferrorpc.collectives.algorithms.plan import Action, Receive, Region, Send
+
+HAND_OVER = 0
+"""The slot in which the odd rank of a pair hands its array over."""
+HAND_BACK = 1
+"""The slot in which it gets the result."""
+FIRST_ROUND = 2
+"""The first slot that is free for the exchanges of the cube."""
+
+
+class Cube:
+    """Who takes part, in a group of `size` ranks.
+
+    Attributes:
+        steps: axes of the cube, k.
+        count: its places, 2^k.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.steps = size.bit_length() - 1
+        self.count = 1 << self.steps
+        self._paired = 2 * (size - self.count)
+
+    def is_paired(self, rank: int) -> bool:
+        """Whether this rank belongs to a pair."""
+        return rank < self._paired
+
+    def place(self, rank: int) -> int | None:
+        """The place of a rank; None for one that its even neighbour stands for."""
+        if rank >= self._paired:
+            return rank - self._paired // 2
+        return None if rank % 2 else rank // 2
+
+    def rank(self, place: int) -> int:
+        """The rank at a place."""
+        return 2 * place if place < self._paired // 2 else place + self._paired // 2
+
+
+def hand_over(rank: int, own: Region, result: Region) -> tuple[Action, ...]:
+    """What a rank does that has no place of its own."""
+    return (Send(rank - 1, HAND_OVER, own), Receive(rank - 1, HAND_BACK, result))

@@ -1,0 +1,145 @@
+"""Operations whose size only the root knows, where that decides what is done: it is announced first.
+
+A notice goes down a binomial tree. Small arrays travel in it, and the operation is over as soon as a broadcast could be. Of
+larger ones it brings dtype and shape; then every rank knows the same, chooses the same algorithm for that size, and goes on
+with its plan under the same key: the notice has a slot of its own, and what comes early waits in the mailbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from ferrorpc.collectives import select
+from ferrorpc.collectives.algorithms import tree
+from ferrorpc.collectives.algorithms.plan import Plan
+from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.errors import FerroError
+from ferrorpc.guard import Guard
+from ferrorpc.types import DType, TensorSpec
+from ferrorpc.wire import notice
+from ferrorpc.wire.frames import Key
+
+NOTICE_SLOT: Final = 0xFFFF
+"""Beyond the slots of any plan."""
+_KNOWN_MAX: Final = 64
+"""Plans for announced arrays that are kept."""
+
+Array = np.ndarray[Any, Any]
+
+
+def prepare(call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared]) -> Prepared:
+    """A call validated and laid out, after a notice where it needs one.
+
+    Args:
+        run: prepares one call with one plan.
+
+    Raises:
+        UsageError, TensorMismatchError: as `select.plan_for`.
+    """
+    select.check(call)
+    if not select.is_announced(call, size):
+        return run(call, select.plan_for(call, rank, size))
+    return AnnouncedPrepared(call, rank, size, run)
+
+
+class AnnouncedPrepared(Prepared):
+    """A broadcast that begins with a notice.
+
+    Args:
+        call: as this rank made it: only the root brings an array.
+        run: prepares one call with one plan.
+    """
+
+    def __init__(self, call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared]) -> None:
+        if call.root is None:
+            raise AssertionError(f"{call.operation.value} was called without a root")
+        self.is_root = rank == call.root
+        self.call = call
+        self._rank = rank
+        self._size = size
+        self._run = run
+        self._known: dict[TensorSpec, Prepared] = {}
+        inputs = tuple(TensorSpec(DType.UINT8, (notice.size_bytes(spec),)) for spec in call.inputs) if self.is_root else ()
+        self.opening = run(replace(call, inputs=inputs), tree.broadcast(rank, size, call.root, NOTICE_SLOT))
+
+    def known(self, spec: TensorSpec) -> Prepared:
+        """The call, now that all ranks know the array."""
+        found = self._known.get(spec)
+        if found is None:
+            if len(self._known) >= _KNOWN_MAX:
+                self._known.clear()
+            call = replace(self.call, inputs=(spec,))
+            found = self._known[spec] = self._run(call, select.plan_for(call, self._rank, self._size))
+        return found
+
+    def start(self, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard) -> Execution:
+        return AnnouncedExecution(self, key, inputs, outputs, guard)
+
+
+class AnnouncedExecution(Execution):
+    """The notice, then the array if it did not come along."""
+
+    def __init__(
+        self, prepared: AnnouncedPrepared, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard
+    ) -> None:
+        self.guard = guard
+        self.results: list[Array] = []
+        self.specs: list[TensorSpec] = []
+        self._prepared = prepared
+        self._key = key
+        self._inputs = inputs
+        self._outputs = outputs
+        brought = [notice.pack(prepared.call.inputs[0], inputs[0])] if prepared.is_root else []
+        self._phases = [prepared.opening.start(key, brought, None, guard)]
+
+    @property
+    def _phase(self) -> Execution:
+        return self._phases[-1]
+
+    def advance(self) -> bool:
+        while True:
+            phase = self._phase
+            phase.wake = self.wake
+            if not phase.advance():
+                return False
+            if len(self._phases) > 1:
+                self.results, self.specs = phase.results, phase.specs
+                return True
+            spec, data = notice.unpack(phase.results[0])
+            if data is not None:
+                self.results, self.specs = [self._kept(data)], [spec]
+                return True
+            self._phases.append(self._prepared.known(spec).start(self._key, self._inputs, self._outputs, self.guard))
+
+    def _kept(self, data: Array) -> Array:
+        """The array in the caller's memory where that fits, else in memory of its own."""
+        given = self._outputs[0] if self._outputs else None
+        if given is None or given.shape != data.shape or given.dtype != data.dtype:
+            return data.copy()
+        given[...] = data
+        return given
+
+    @property
+    def label(self) -> str:
+        return self._phase.label
+
+    def waiting_on(self) -> list[int]:
+        return self._phase.waiting_on()
+
+    def probe(self) -> None:
+        self._phase.probe()
+
+    def explain(self) -> str:
+        return self._phase.explain()
+
+    def timeout_error(self) -> FerroError:
+        return self._phase.timeout_error()
+
+    def finish(self) -> None:
+        for phase in self._phases:
+            phase.finish()

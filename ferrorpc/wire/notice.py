@@ -1,0 +1,77 @@
+"""A notice: what an array is (dtype and shape), followed by the array itself where that is small.
+
+The first message of an operation whose size only one rank knows. Bytes, little-endian: dtype (1 byte), number of dimensions
+(1 byte), 6 bytes of zeros, each dimension (8 bytes), zeros up to a multiple of 16; then all of the array's bytes or none.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any, Final
+
+import numpy as np
+
+from ferrorpc.errors import CodecError
+from ferrorpc.types import DType, TensorSpec
+from ferrorpc.wire.frames import ALIGNMENT_BYTES, DIMENSION_MAX, NDIM_MAX, TOTAL_BYTES_MAX
+
+INLINE_BYTES: Final = 64 << 10
+"""Arrays up to this size travel with their notice."""
+
+_OPENING: Final = struct.Struct("<BB6x")
+_DIMENSION_BYTES: Final = 8
+_CODES: Final = frozenset(int(dtype) for dtype in DType)
+
+Array = np.ndarray[Any, Any]
+
+
+def size_bytes(spec: TensorSpec) -> int:
+    """How long an array's notice is."""
+    total = math.prod(spec.shape) * spec.dtype.itemsize
+    return _start(len(spec.shape)) + (total if total <= INLINE_BYTES else 0)
+
+
+def pack(spec: TensorSpec, data: Array) -> Array:
+    """The notice of an array (C-contiguous, in its storage dtype), as uint8.
+
+    Raises:
+        CodecError: it has more dimensions than any receiver accepts.
+    """
+    if len(spec.shape) > NDIM_MAX:
+        raise CodecError(f"an array of {len(spec.shape)} dimensions is too long to send; at most {NDIM_MAX} are allowed")
+    head = _OPENING.pack(spec.dtype, len(spec.shape)) + struct.pack(f"<{len(spec.shape)}Q", *spec.shape)
+    start = _start(len(spec.shape))
+    notice = np.zeros(size_bytes(spec), np.uint8)
+    notice[: len(head)] = np.frombuffer(head, np.uint8)
+    if notice.size > start:
+        notice[start:] = data.reshape(-1).view(np.uint8)
+    return notice
+
+
+def unpack(notice: Array) -> tuple[TensorSpec, Array | None]:
+    """What is announced, and the array (a view of the notice, in its storage dtype and shape) if it came along.
+
+    Raises:
+        CodecError: these bytes are no notice.
+    """
+    head = notice[: _start(NDIM_MAX)].tobytes()
+    if len(head) < _OPENING.size:
+        raise CodecError(f"a notice of {notice.size} bytes is too short to be one")
+    code, ndim = _OPENING.unpack_from(head)
+    start = _start(ndim)
+    if code not in _CODES or ndim > NDIM_MAX or notice.size < start:
+        raise CodecError(f"a notice of {notice.size} bytes announces {ndim} dimensions of dtype {code}")
+    shape: tuple[int, ...] = struct.unpack_from(f"<{ndim}Q", head, _OPENING.size)
+    spec = TensorSpec(DType(code), shape)
+    total = math.prod(shape) * spec.dtype.itemsize
+    if max(shape, default=0) >= DIMENSION_MAX or total > TOTAL_BYTES_MAX or notice.size - start not in (0, total):
+        raise CodecError(f"a notice of {notice.size} bytes announces {spec}")
+    if notice.size - start < total:
+        return spec, None
+    return spec, notice[start:].view(spec.dtype.storage).reshape(shape)
+
+
+def _start(ndim: int) -> int:
+    """Where the array begins."""
+    return -(-(_OPENING.size + ndim * _DIMENSION_BYTES) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
