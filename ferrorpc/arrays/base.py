@@ -118,6 +118,10 @@ class Kind(ABC):
         """
 
     @abstractmethod
+    def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> Any | None:
+        """An array of this kind that shares the memory of `data` (as for `wrap`); None where this kind's are elsewhere."""
+
+    @abstractmethod
     def empty(self, shape: Sequence[int], dtype: DType) -> Any:
         """A new array of this kind, its contents undefined."""
 

@@ -41,6 +41,9 @@ class NumpyKind(Kind):
     def wrap(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> np.ndarray[Any, Any]:
         return self.typed(owned(data, spec), spec)
 
+    def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> np.ndarray[Any, Any]:
+        return self.typed(data.reshape(spec.shape), spec)
+
     def typed(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> np.ndarray[Any, Any]:
         """The same memory in the dtype that users know: bfloat16 where storage has uint16."""
         return data.view(_bfloat16()) if spec.dtype is DType.BFLOAT16 else data

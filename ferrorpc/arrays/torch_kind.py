@@ -62,6 +62,9 @@ class TorchKind(Kind):
         tensor = _tensor(owned(data, spec), spec)
         return tensor if self._on_host else tensor.to(self._device)
 
+    def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> Any | None:
+        return _tensor(data.reshape(spec.shape), spec) if self._on_host else None
+
     def empty(self, shape: Sequence[int], dtype: DType) -> Any:
         torch = sys.modules["torch"]
         return torch.empty(tuple(shape), dtype=getattr(torch, dtype.label), device=self._device)

@@ -3,6 +3,10 @@
 Many small messages cost a round trip each, one large one cannot start before the last gradient is there. Buckets lie between.
 Gradients become ready from the last layer to the first, so buckets are filled in reverse order of registration; the first
 one is small, so that the network has something to do early. A bucket holds one dtype.
+
+A bucket is one array. It opens with a header in its own dtype: an element for each gradient, not zero where the rank has used
+that parameter, and one for the rank's weight. Header and gradients are reduced by the same call, so who used what, and what
+the weights sum to, arrives with the means and costs no message.
 """
 
 from __future__ import annotations
@@ -12,18 +16,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from ferrorpc.errors import UsageError
 from ferrorpc.types import DType, TensorSpec
 
 FIRST_BUCKET_BYTES: Final = 1 << 20
+ALIGNMENT_BYTES: Final = 64
+"""Every gradient starts at a multiple of it: a cache line, and the widest vector register there is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one gradient lies: elements [start, stop) of its bucket."""
+    """Where one gradient lies: elements [start, stop) of its bucket.
+
+    Attributes:
+        flag: the element of the header that says whether it was used.
+    """
 
     name: str
     spec: TensorSpec
     bucket: int
+    flag: int
     start: int
     stop: int
 
@@ -34,13 +46,20 @@ class Bucket:
 
     Attributes:
         index: buckets are numbered in the order in which they are expected to be full.
+        header: elements before the first gradient.
         count: elements in all.
     """
 
     index: int
     dtype: DType
     slots: tuple[Slot, ...]
+    header: int
     count: int
+
+    @property
+    def weight(self) -> int:
+        """The element of the header that holds the weight."""
+        return len(self.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,41 +92,61 @@ class _Open:
         self.filled_bytes += nbytes
 
 
-def lay_out(parameters: Sequence[tuple[str, TensorSpec]], cap_bytes: int, first_cap_bytes: int = FIRST_BUCKET_BYTES) -> Layout:
+def lay_out(
+    parameters: Sequence[tuple[str, TensorSpec]],
+    cap_bytes: int,
+    first_cap_bytes: int = FIRST_BUCKET_BYTES,
+    order: Sequence[str] | None = None,
+) -> Layout:
     """The layout of parameters, given in order of registration with names that differ.
 
     Args:
-        cap_bytes: how large a bucket may get; a larger gradient has one of its own.
+        cap_bytes: how many bytes of gradients a bucket may hold; a larger gradient has one of its own.
         first_cap_bytes: the same for the first bucket, if smaller.
+        order: all names, in the order in which their gradients are expected; None for the reverse of registration.
+
+    Raises:
+        UsageError: `order` does not name each parameter once.
     """
+    specs = dict(parameters)
+    names = list(reversed(specs)) if order is None else list(order)
+    if sorted(names) != sorted(specs):
+        strange = sorted(set(names) ^ set(specs)) or sorted(name for name in specs if names.count(name) > 1)
+        raise UsageError(f"order= does not name each parameter once: see {', '.join(strange)}", hint="list every name once")
     full: list[_Open] = []
     filling: dict[DType, _Open] = {}
-    started = 0
-    for name, spec in reversed(parameters):
+    for name in names:
+        spec = specs[name]
         nbytes = math.prod(spec.shape) * spec.dtype.itemsize
         current = filling.get(spec.dtype)
         if current is None or not current.takes(nbytes):
             if current is not None:
                 full.append(current)
-            current = filling[spec.dtype] = _Open(spec.dtype, cap_bytes if started else min(cap_bytes, first_cap_bytes))
-            started += 1
+            cap = cap_bytes if full or filling else min(cap_bytes, first_cap_bytes)
+            current = filling[spec.dtype] = _Open(spec.dtype, cap)
         current.add(name, spec, nbytes)
-    expected = {name: place for place, (name, _) in enumerate(reversed(parameters))}
     full.extend(filling.values())
-    full.sort(key=lambda bucket: expected[bucket.members[-1][0]])
-    return _numbered(full, parameters, cap_bytes)
+    place = {name: number for number, name in enumerate(names)}
+    full.sort(key=lambda bucket: place[bucket.members[-1][0]])
+    facts = [f"bucket cap {cap_bytes} bytes, the first {min(cap_bytes, first_cap_bytes)}", f"{len(specs)} parameters"]
+    facts += [f"{name}: {spec}" for name, spec in specs.items()]
+    facts += [] if order is None else [f"expected: {name}" for name in names]
+    return _numbered(full, "\n".join(facts))
 
 
-def _numbered(full: Iterable[_Open], parameters: Sequence[tuple[str, TensorSpec]], cap_bytes: int) -> Layout:
+def _numbered(full: Iterable[_Open], text: str) -> Layout:
     buckets = []
     slots: dict[str, Slot] = {}
     for index, bucket in enumerate(full):
-        start = 0
-        for name, spec in bucket.members:
+        unit = ALIGNMENT_BYTES // bucket.dtype.itemsize
+        header = stop = _aligned(len(bucket.members) + 1, unit)
+        for flag, (name, spec) in enumerate(bucket.members):
+            start = _aligned(stop, unit)
             stop = start + math.prod(spec.shape)
-            slots[name] = Slot(name, spec, index, start, stop)
-            start = stop
-        buckets.append(Bucket(index, bucket.dtype, tuple(slots[name] for name, _ in bucket.members), start))
-    lines = [f"bucket cap {cap_bytes} bytes", f"{len(parameters)} parameters"]
-    lines += [f"{name}: {spec}" for name, spec in parameters]
-    return Layout(tuple(buckets), slots, "\n".join(lines))
+            slots[name] = Slot(name, spec, index, flag, start, stop)
+        buckets.append(Bucket(index, bucket.dtype, tuple(slots[name] for name, _ in bucket.members), header, stop))
+    return Layout(tuple(buckets), slots, text)
+
+
+def _aligned(count: int, unit: int) -> int:
+    return -(-count // unit) * unit

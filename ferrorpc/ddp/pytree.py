@@ -6,7 +6,7 @@ order of the containers, dicts in their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ferrorpc.errors import UsageError
@@ -15,14 +15,19 @@ from ferrorpc.types import TensorSpec
 SEPARATOR = "/"
 
 
-def flatten(tree: Any) -> dict[str, Any]:
+def flatten(tree: Any, *, with_none: bool = False) -> dict[str, Any]:
     """Path -> leaf. A tree that is one leaf has the path "".
+
+    Args:
+        with_none: None counts as a leaf too.
 
     Raises:
         UsageError: two leaves have the same path, or a dict's key is neither text nor a whole number.
     """
     leaves: dict[str, Any] = {}
     for path, leaf in _walk(tree, ""):
+        if leaf is None and not with_none:
+            continue
         if path in leaves:
             raise UsageError(f"two leaves of the tree are named {path!r}", hint=f"avoid {SEPARATOR!r} in keys")
         leaves[path] = leaf
@@ -30,8 +35,8 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def rebuild(tree: Any, leaves: Mapping[str, Any]) -> Any:
-    """The same containers with each leaf replaced by the one of that path."""
-    return _map(tree, "", lambda path: leaves[path])
+    """The same containers with each leaf replaced by the one of that path; None stays None where there is none."""
+    return _map(tree, "", leaves)
 
 
 def _walk(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -43,25 +48,21 @@ def _walk(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _walk(child, _join(path, key))
 
 
-def _map(tree: Any, path: str, leaf: Callable[[str], Any]) -> Any:
+def _map(tree: Any, path: str, leaves: Mapping[str, Any]) -> Any:
     children = _children(tree)
     if children is None:
-        return leaf(path)
-    mapped = [_map(child, _join(path, key), leaf) for key, child in children]
+        return leaves.get(path) if tree is None else leaves[path]
+    mapped = [_map(child, _join(path, key), leaves) for key, child in children]
     if isinstance(tree, dict):
         return dict(zip(tree, mapped, strict=True))
     if isinstance(tree, list):
         return mapped
-    if isinstance(tree, tuple):
-        return type(tree)(*mapped) if hasattr(tree, "_fields") else tuple(mapped)
-    return None
+    return type(tree)(*mapped) if hasattr(tree, "_fields") else tuple(mapped)
 
 
 def _children(tree: Any) -> list[tuple[str, Any]] | None:
-    """Keys and children of a container; None for a leaf."""
-    if tree is None:
-        return []
-    if isinstance(tree, TensorSpec):
+    """Keys and children of a container; None for a leaf, and for None."""
+    if tree is None or isinstance(tree, TensorSpec):
         return None
     if isinstance(tree, dict):
         return [(_key(key), child) for key, child in tree.items()]

@@ -1,35 +1,35 @@
-"""The bucketed mean: gradients are copied into buckets as they come, and each bucket is reduced as soon as it is full.
+"""The bucketed mean, under every face of data parallelism: a bucket is reduced as soon as its last gradient is there.
 
-Every reducer has a stream of its own, in which operations are numbered by meaning (round, bucket), not by order. So ranks may
-become ready in different orders, and nothing the user calls in between can be mixed up with it.
+Idea. Gradients lie in buckets (bucket.py), which travel while later gradients are still computed. Every reducer has a stream of
+its own, in which operations are numbered by meaning, round x buckets + bucket, not by order. So ranks may become ready in
+different orders, and nothing the user calls in between can be mixed up with it. Bucketing and overlap are those of Li et al.,
+"PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020; numbers in place of an agreed order are not.
 
 The mean is the group's canonical one: gradients added in rank order, then divided by the number of ranks; with weights, each
 gradient times its rank's weight, added in rank order, then divided by the sum of the weights. Half types are added, and
-weighted, in float32 and rounded once.
+weighted, in float32 and rounded once. A rank of weight 0 counts for nothing, whatever its gradients are.
+
+Cost, a round of n bytes of gradients: one copy into the buckets (none for gradients that are computed there), one all_reduce of
+n bytes and 1 + gradients elements for each bucket, no other message.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ferrorpc.agreement import agree
-from ferrorpc.arrays.base import View
-from ferrorpc.arrays.kinds import NUMPY
-from ferrorpc.ddp.bucket import Bucket, Layout, Slot, lay_out
+from ferrorpc.ddp.bucket import Layout, lay_out
+from ferrorpc.ddp.memory import Array, BucketMemory
+from ferrorpc.ddp.round import Round
 from ferrorpc.errors import TensorMismatchError, UsageError
-from ferrorpc.kernels.reduction import kernel
-from ferrorpc.types import DType, ReduceOp, TensorSpec, refusal
+from ferrorpc.types import ReduceOp, TensorSpec, refusal
 from ferrorpc.work import Work
 
 if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
 
-Array = np.ndarray[Any, Any]
 MEBIBYTE = 1 << 20
 
 
@@ -39,142 +39,72 @@ class Reducer:
     Args:
         parameters: name and spec of each, in order of registration. All ranks give the same; that is checked here.
         group: the ranks; every one constructs its reducer at the same point of its program.
-        bucket_cap_mb: how large a bucket may get, in MiB.
+        bucket_cap_mb: how many MiB of gradients a bucket may hold.
         what: what the parameters are, for errors.
+        order: names in the order in which gradients are expected; None for the reverse of registration.
 
     Raises:
-        UsageError: a bad cap, or a dtype that has no mean.
+        UsageError: a bad cap or order, or a dtype that has no mean.
         CollectiveMismatchError: ranks hold different parameters.
     """
 
     def __init__(
-        self, parameters: Sequence[tuple[str, TensorSpec]], group: ProcessGroup, bucket_cap_mb: float, what: str
+        self,
+        parameters: Sequence[tuple[str, TensorSpec]],
+        group: ProcessGroup,
+        bucket_cap_mb: float,
+        what: str,
+        order: Sequence[str] | None = None,
     ) -> None:
-        if not bucket_cap_mb > 0:
-            raise UsageError(f"bucket_cap_mb={bucket_cap_mb} is not positive", hint="leave it away for 25")
         for name, spec in parameters:
             why_not = refusal(ReduceOp.MEAN, spec.dtype)
             if why_not is not None:
                 raise TensorMismatchError(f"{what} {name}: {why_not}")
-        self.layout: Layout = lay_out(parameters, int(bucket_cap_mb * MEBIBYTE))
+        self.layout: Layout = lay_out(parameters, cap_bytes(bucket_cap_mb), order=order)
         agree(group, what, self.layout.text)
+        self.size = group.size
+        self.memory = [BucketMemory(bucket, group) for bucket in self.layout.buckets]
         self._stream = group.stream()
         self._rounds = 0
-        self._spare: dict[tuple[int, DType], Array] = {}
+        self._usual_weight: float | None = None
 
     def begin(self, weight: float | None = None) -> Round:
         """The next round. Every rank begins the same rounds in the same order, all with a weight or all without."""
-        number = self._rounds * (len(self.layout.buckets) + 1)
+        number = self._rounds
         self._rounds += 1
-        return Round(self, number, weight)
+        return Round(self, number, self._usual_weight if weight is None else weight)
 
-    def start(self, number: int, array: Array, op: ReduceOp) -> Work[Any]:
-        """Reduces an array in place, as operation `number` of this reducer's stream."""
-        work: Work[Any] = self._stream.all_reduce(array, number=number, op=op, out=array)
+    def start(self, number: int, bucket: int, array: Array, op: ReduceOp) -> Work[Any]:
+        """Reduces the array of a bucket in place, in round `number`."""
+        work: Work[Any] = self._stream.all_reduce(array, number=number * len(self.memory) + bucket, op=op, out=array)
         return work
 
-    def borrow(self, bucket: Bucket, dtype: DType) -> Array:
-        """Memory for a bucket, from an earlier round where there was one."""
-        spare = self._spare.pop((bucket.index, dtype), None)
-        return NUMPY.empty((bucket.count,), dtype) if spare is None else spare
+    @contextmanager
+    def uneven(self, follow: Callable[[Round], None]) -> Iterator[None]:
+        """Within it ranks may have different numbers of rounds. One that leaves takes part with weight 0 until all have left.
 
-    def give_back(self, bucket: Bucket, dtype: DType, array: Array) -> None:
-        """Takes the memory of a bucket whose round is complete. After a failure it is not given back: it may be in use."""
-        self._spare[bucket.index, dtype] = array
-
-
-class Round:
-    """One mean of all gradients. `put` each once, `wait`, then take each `mean`."""
-
-    def __init__(self, reducer: Reducer, number: int, weight: float | None) -> None:
-        self._reducer = reducer
-        self._number = number
-        self._weight = weight
-        self._arrays: dict[int, tuple[DType, Array]] = {}
-        self._missing = [len(bucket.slots) for bucket in reducer.layout.buckets]
-        self._works: list[Work[Any]] = []
-        self._total: Array | None = None
-        if weight is not None:
-            self._total = np.array([weight], np.float64)
-            self.side(self._total, ReduceOp.SUM)
-
-    def side(self, array: Array, op: ReduceOp) -> None:
-        """Reduces one more small array in place, complete after `wait`. Once a round, and not where there are weights."""
-        self._works.append(self._reducer.start(self._number + len(self._missing), array, op))
-
-    def put(self, name: str, view: View | None) -> None:
-        """This rank's gradient; None counts as zeros. The last one of a bucket sends it on its way."""
-        slot = self._reducer.layout.slots[name]
-        bucket = self._reducer.layout.buckets[slot.bucket]
-        if slot.bucket not in self._arrays:
-            dtype = DType.FLOAT32 if self._weight is not None and bucket.dtype.is_half else bucket.dtype
-            self._arrays[slot.bucket] = dtype, self._reducer.borrow(bucket, dtype)
-        dtype, array = self._arrays[slot.bucket]
-        self._fill(array.view(dtype.storage)[slot.start : slot.stop], slot, view)
-        self._missing[slot.bucket] -= 1
-        if self._missing[slot.bucket] == 0:
-            op = ReduceOp.MEAN if self._weight is None else ReduceOp.SUM
-            self._works.append(self._reducer.start(self._number + slot.bucket, array, op))
-
-    def _fill(self, target: Array, slot: Slot, view: View | None) -> None:
-        if view is None:
-            target[...] = 0
-            return
-        data = view.data.reshape(-1)
-        if self._weight is None:
-            target[...] = data
-            return
-        kernel(ReduceOp.SUM, slot.spec.dtype, 1).load(target, data)
-        with np.errstate(all="ignore"):
-            np.multiply(target, _real(target)(self._weight), out=target)
-
-    def wait(self) -> None:
-        """Returns when every mean is there.
-
-        Raises:
-            UsageError: the weights of all ranks sum to zero (on every rank).
-            FerroError: what ended the generation.
+        Args:
+            follow: called on a rank that has left, after each round of the others: the means are in their places.
         """
+        if self._usual_weight is not None:
+            raise UsageError("an uneven() block is open already", hint="leave it first")
+        self._usual_weight = 1.0
         try:
-            for work in self._works:
-                work.wait()
-        except BaseException:
-            # One cause ends them all; it was raised once, so the others need not log it.
-            for work in self._works:
-                work.on_done(partial(_observe, work))
-            raise
-        if self._total is None:
-            return
-        total = float(self._total[0])
-        if not total > 0 or not math.isfinite(total):
-            raise UsageError(f"the weights of all ranks sum to {total}", hint="at least one rank needs a positive weight")
-        for _, array in self._arrays.values():
-            with np.errstate(all="ignore"):
-                np.divide(array, _real(array)(total), out=array)
+            yield
+            self._follow(follow)
+        finally:
+            self._usual_weight = None
 
-    def mean(self, name: str) -> Array:
-        """The mean of one gradient after `wait`: a new array in storage dtype that owns its memory."""
-        slot = self._reducer.layout.slots[name]
-        dtype, array = self._arrays[slot.bucket]
-        part = array.view(dtype.storage)[slot.start : slot.stop]
-        result = np.empty(slot.spec.shape, slot.spec.dtype.storage)
-        if dtype is slot.spec.dtype:
-            result.reshape(-1)[...] = part
-        else:
-            kernel(ReduceOp.SUM, slot.spec.dtype, 1).finish(result.reshape(-1), part)
-        return result
-
-    def close(self) -> None:
-        """All means were taken: the buckets' memory may be used again."""
-        for index, (dtype, array) in self._arrays.items():
-            self._reducer.give_back(self._reducer.layout.buckets[index], dtype, array)
-        self._arrays.clear()
+    def _follow(self, follow: Callable[[Round], None]) -> None:
+        while self.memory:
+            current = self.begin(0.0)
+            if current.wait() == 0:
+                return
+            follow(current)
 
 
-def _observe(work: Work[Any]) -> None:
-    work.exception()
-
-
-def _real(array: Array) -> type[np.floating[Any]]:
-    """The real type of an array's precision: weights are never complex."""
-    return np.float32 if array.dtype in (np.float32, np.complex64) else np.float64
+def cap_bytes(bucket_cap_mb: float) -> int:
+    """Bytes from MiB. Raises UsageError for what is no size."""
+    if not bucket_cap_mb > 0:
+        raise UsageError(f"bucket_cap_mb={bucket_cap_mb} is not positive", hint="leave it away for 25")
+    return int(bucket_cap_mb * MEBIBYTE)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ferrorpc.arrays.base import Kind, View
-from ferrorpc.arrays.kinds import spec_of, view
+from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of, view
 from ferrorpc.ddp.pytree import flatten, rebuild
-from ferrorpc.ddp.reducer import Reducer, Round
+from ferrorpc.ddp.reducer import Reducer
+from ferrorpc.ddp.round import Round
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import TensorSpec
 
@@ -20,29 +25,46 @@ if TYPE_CHECKING:
 class GradientSynchronizer:
     """Averages trees of gradients over a group, in buckets that travel while later gradients are still computed.
 
+    A gradient that a rank has not (None in its tree, or never ready in a step) counts as zeros there; one that no rank has is
+    None in the result.
+
     Args:
         like: a tree (dicts, lists, tuples, named tuples) of arrays or `TensorSpec`s, as the gradients will be. Leaves are named
             by their paths: "layer3/weight".
         group: every rank constructs its synchroniser at the same point of its program, with the same tree.
-        bucket_cap_mb: how large a bucket may get, in MiB.
+        bucket_cap_mb: how many MiB of gradients a bucket may hold; the first one holds at most 1 MiB.
+        order: paths in the order in which gradients become ready; None for the reverse of the tree's.
+        gradient_as_bucket_view: the means are given out as they lie in the buckets, without a copy. They are overwritten in the
+            next step.
 
     Raises:
         UsageError: two leaves of one name, or a dtype that has no mean.
         CollectiveMismatchError: ranks gave different trees; the message says where they differ.
     """
 
-    def __init__(self, like: Any, group: ProcessGroup, bucket_cap_mb: float = 25) -> None:
+    def __init__(
+        self,
+        like: Any,
+        group: ProcessGroup,
+        bucket_cap_mb: float = 25,
+        *,
+        order: Sequence[str] | None = None,
+        gradient_as_bucket_view: bool = False,
+    ) -> None:
         self._like = like
+        self._views = gradient_as_bucket_view
         leaves = flatten(like)
         self._specs = {name: leaf if isinstance(leaf, TensorSpec) else spec_of(leaf) for name, leaf in leaves.items()}
-        self._reducer = Reducer(list(self._specs.items()), group, bucket_cap_mb, "gradients")
+        self._kinds = {name: NUMPY if isinstance(leaf, TensorSpec) else kind_of(leaf) for name, leaf in leaves.items()}
+        self._reducer = Reducer(list(self._specs.items()), group, bucket_cap_mb, "gradients", order)
+        self._abort = group.abort
         self._open: SynchronizerStep | None = None
 
     def __call__(self, grads: Any, weight: float | None = None) -> Any:
         """The mean of the ranks' gradients: a tree like `grads`, of new arrays of the same kinds.
 
         Args:
-            grads: a tree with the leaves of `like`, arrays of the same dtypes and shapes.
+            grads: a tree with the leaves of `like`, arrays of the same dtypes and shapes, or None.
             weight: this rank's share, such as its number of tokens or samples: the mean is sum(weight * grad) / sum(weight).
                 On all ranks or on none.
 
@@ -50,13 +72,15 @@ class GradientSynchronizer:
             UsageError: leaves are missing or unknown, or a weight is negative. Nothing was sent then.
             TensorMismatchError: a leaf's dtype or shape is not that of `like`. Nothing was sent then.
         """
-        leaves = flatten(grads)
+        everything = flatten(grads, with_none=True).items()
+        leaves = {name: leaf for name, leaf in everything if leaf is not None or name in self._specs}
         self._check_names(leaves)
-        views = {name: self._read(name, leaf) for name, leaf in leaves.items()}
+        views = {name: self._read(name, leaf) for name, leaf in leaves.items() if leaf is not None}
         with self.step(weight) as step:
             for name in reversed(self._specs):
-                step.put(name, views[name])
-        return rebuild(grads, step.leaves)
+                if name in views:
+                    step._put(name, views[name])
+        return rebuild(grads, step._leaves)
 
     def step(self, weight: float | None = None) -> SynchronizerStep:
         """A step of a hand-written backward pass, as a context manager.
@@ -64,6 +88,8 @@ class GradientSynchronizer:
             with sync.step(weight=tokens) as step:
                 step.ready("layer3/weight", grad)     # each name once, in any order, as soon as it is computed
             step.grads                                # the means, a tree like `like`
+
+        Leaving it by an exception ends the generation: the other ranks, which wait for this one's gradients, get the error.
 
         Raises:
             UsageError: the previous step is still open, or the weight is negative or not finite.
@@ -75,15 +101,41 @@ class GradientSynchronizer:
         self._open = SynchronizerStep(self, self._reducer.begin(weight))
         return self._open
 
-    def _closed(self) -> None:
-        self._open = None
+    @contextmanager
+    def uneven(self, follow: Callable[[Any], Any] | None = None) -> Iterator[None]:
+        """Within it ranks may take different numbers of steps; a rank that leaves counts with weight 0 until all have left.
 
-    def _check_names(self, names: Any) -> None:
+        Steps without a weight weigh 1: the mean is over the ranks that still step.
+
+        Args:
+            follow: called on a rank that has left, with the means of each later step: what the loop does with them, such as the
+                optimizer's step, so that weights stay the same everywhere. Without it they do not: share them afterwards.
+        """
+
+        def followed(current: Round) -> None:
+            if follow is not None:
+                follow(rebuild(self._like, self._means(current, self._kinds)))
+
+        with self._reducer.uneven(followed):
+            yield
+
+    def _means(self, current: Round, kinds: Mapping[str, Kind]) -> dict[str, Any]:
+        """Name -> mean, None where nobody used it."""
+        means: dict[str, Any] = {}
+        for name, spec in self._specs.items():
+            means[name] = None
+            if current.used(name):
+                place, kind = current.place(name).reshape(spec.shape), kinds[name]
+                shared = kind.alias(place, spec) if self._views else None
+                means[name] = kind.wrap(place.copy(), spec) if shared is None else shared
+        return means
+
+    def _check_names(self, names: Mapping[str, Any]) -> None:
         missing = [name for name in self._specs if name not in names]
         unknown = [name for name in names if name not in self._specs]
         if missing or unknown:
             parts = [f"missing: {', '.join(missing)}"] * bool(missing) + [f"unknown: {', '.join(unknown)}"] * bool(unknown)
-            raise UsageError(f"the gradients are not those of `like`; {'; '.join(parts)}", hint="pass each leaf once")
+            raise UsageError(f"the gradients are not those of `like`; {'; '.join(parts)}", hint="pass each leaf, or None")
 
     def _read(self, name: str, grad: Any) -> View:
         got = view(grad)
@@ -98,51 +150,92 @@ class SynchronizerStep:
     def __init__(self, owner: GradientSynchronizer, current: Round) -> None:
         self._owner = owner
         self._round = current
-        self._kinds: dict[str, Kind] = {}
-        self._leaves: dict[str, Any] | None = None
+        self._added: set[str] = set()
+        self._kinds = dict(owner._kinds)
+        self._means: dict[str, Any] | None = None
 
-    def ready(self, name: str, grad: Any) -> None:
-        """This rank's gradient of one leaf. It is copied: the array may be changed as soon as this returns.
+    def place(self, name: str) -> Any:
+        """The memory of one gradient in its bucket, its contents undefined: compute the gradient there (`out=`) and call
+        `ready(name)`, and it is never copied. An array of the kind that `like` has; None where that is on a device.
 
         Raises:
-            UsageError: an unknown name, one that was there before, or a step that is over.
+            UsageError: an unknown name, one that was ready before, or a step that is over.
+        """
+        spec = self._check(name)
+        return self._kinds[name].alias(self._round.place(name), spec)
+
+    def add(self, name: str, part: Any) -> None:
+        """A part of a gradient, such as a microbatch's: parts add up until it is `ready`. Raises as `ready`."""
+        spec = self._check(name)
+        got = self._owner._read(name, part)
+        self._kinds[name] = got.kind
+        total, given = (NUMPY.typed(data.reshape(spec.shape), spec) for data in (self._round.place(name), got.data))
+        if name in self._added:
+            with np.errstate(all="ignore"):
+                np.add(total, given, out=total)
+        else:
+            np.copyto(total, given)
+        self._added.add(name)
+
+    def ready(self, name: str, grad: Any = None) -> None:
+        """This rank's gradient of one leaf is complete. It is copied: the array may be changed as soon as this returns.
+
+        Args:
+            grad: the gradient, or its last part where others were added; None if all was added, or computed in its `place`.
+
+        Raises:
+            UsageError: an unknown name, one that was ready before, or a step that is over.
             TensorMismatchError: dtype or shape are not those of `like`.
         """
+        self._check(name)
+        if grad is not None and name not in self._added:
+            self._put(name, self._owner._read(name, grad))
+            return
+        if grad is not None:
+            self.add(name, grad)
+        self._put_place(name)
+
+    def _check(self, name: str) -> TensorSpec:
         specs = self._owner._specs
         if name not in specs:
             raise UsageError(f"there is no gradient {name!r}", hint=f"names are {', '.join(list(specs)[:8])}")
-        self.put(name, self._owner._read(name, grad))
-
-    def put(self, name: str, got: View) -> None:
-        """As `ready`, for a gradient that was read and checked."""
         if self._owner._open is not self:
             raise UsageError("this step is over", hint="begin a new one with sync.step()")
-        if name in self._kinds:
-            raise UsageError(f"gradient {name!r} was ready before in this step", hint="add up its parts first")
+        if self._round.has(name):
+            raise UsageError(f"gradient {name!r} was ready before in this step", hint="add() its parts, then ready()")
+        return specs[name]
+
+    def _put(self, name: str, got: View) -> None:
         self._kinds[name] = got.kind
         self._round.put(name, got)
 
+    def _put_place(self, name: str) -> None:
+        """What lies in its place already."""
+        self._put(name, View(self._kinds[name], self._owner._specs[name], self._round.place(name), True, None))
+
     @property
-    def leaves(self) -> dict[str, Any]:
-        """Name -> mean, once the step is over. Raises UsageError before."""
-        if self._leaves is None:
+    def _leaves(self) -> dict[str, Any]:
+        if self._means is None:
             raise UsageError("the step is not over yet", hint="take step.grads behind the `with` block")
-        return self._leaves
+        return self._means
 
     @property
     def grads(self) -> Any:
         """The means as a tree like `like`, once the step is over. Raises UsageError before."""
-        return rebuild(self._owner._like, self.leaves)
+        return rebuild(self._owner._like, self._leaves)
 
     def __enter__(self) -> SynchronizerStep:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._owner._closed()
+        self._owner._open = None
         if error is not None:
+            self._round.abandon()
+            if isinstance(error, Exception):
+                self._owner._abort(error)
             return
-        self._owner._check_names(self._kinds)
-        self._round.wait()
-        specs = self._owner._specs
-        self._leaves = {name: kind.wrap(self._round.mean(name), specs[name]) for name, kind in self._kinds.items()}
-        self._round.close()
+        for name in self._added:
+            if not self._round.has(name):
+                self._put_place(name)
+        self._round.finish()
+        self._means = self._owner._means(self._round, self._kinds)

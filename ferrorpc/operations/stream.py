@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from ferrorpc.arrays.kinds import view
+from ferrorpc.arrays.base import View
+from ferrorpc.arrays.kinds import kind_of, view
 from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.guard import Clock
 from ferrorpc.operations.arguments import one_result, seconds_of
-from ferrorpc.operations.dispatch import Dispatch
+from ferrorpc.operations.dispatch import Dispatch, Signature
+from ferrorpc.operations.results import Result
 from ferrorpc.types import ReduceOp
 from ferrorpc.work import Work
 
@@ -16,13 +21,19 @@ class Stream:
     """Operations that ranks may start in different orders, because each has a number that says which it is.
 
     For data parallelism and others that know, without counting, which operation of one rank belongs to which of another.
-    Made by `ProcessGroup.stream`.
+    Made by `ProcessGroup.stream`. Every operation takes a number, from 0, that is used once on every rank; those of the same
+    number belong together.
     """
 
     def __init__(self, dispatch: Dispatch, channels: int | None) -> None:
         self._dispatch = dispatch
         self._number = dispatch.open_stream(channels)
         self._unordered = channels is None and dispatch.backend.arena is not None
+
+    @property
+    def clock(self) -> Clock:
+        """The clock of the group's operations."""
+        return self._dispatch.backend.clock
 
     def all_reduce(
         self,
@@ -35,19 +46,47 @@ class Stream:
         wire: str | None = None,
         algorithm: str | None = None,
     ) -> Work[Any]:
-        """As `ProcessGroup.all_reduce(async_op=True)`; operations with the same number belong together.
-
-        Args:
-            number: from 0; used once on every rank.
-        """
-        self._dispatch.check_open()
-        seconds = seconds_of(timeout, self._dispatch.timeout)
+        """As `ProcessGroup.all_reduce(async_op=True)`."""
         source, chosen = view(x), ReduceOp.named(op)
-        signature = (Operation.ALL_REDUCE, (source.spec,), chosen, None, wire, algorithm)
-        prepared = self._dispatch.prepared(
-            (*signature, "unordered") if self._unordered else signature,
-            lambda: Call(*signature, unordered=self._unordered),
+        specs = (source.spec,)
+        return self._start(
+            (Operation.ALL_REDUCE, specs, chosen, None, wire, algorithm),
+            lambda: Call(Operation.ALL_REDUCE, specs, chosen, None, wire, algorithm),
+            [source],
+            one_result(out, source.kind, source.spec, [source]),
+            number,
+            timeout,
         )
-        result = one_result(out, source.kind, source.spec, [source])
-        execution = self._dispatch.start(prepared, [source], result, seconds, stream=self._number, number=number)
-        return self._dispatch.submit(execution, result)
+
+    def broadcast(self, x: Any, number: int, *, root: int, timeout: float | None = None) -> Work[Any]:
+        """As `ProcessGroup.broadcast(x, out=x, async_op=True)`: x is read on rank `root` and written on the others."""
+        rank = self._dispatch.backend.rank
+        source = view(x)
+        sources = [source] if rank == root else []
+        specs = tuple([each.spec for each in sources])
+        return self._start(
+            (Operation.BROADCAST, specs, root),
+            lambda: Call(Operation.BROADCAST, specs, root=root),
+            sources,
+            one_result(x, kind_of(x), source.spec, sources),
+            number,
+            timeout,
+        )
+
+    def _start(
+        self,
+        signature: Signature,
+        call: Callable[[], Call],
+        sources: list[View],
+        result: Result,
+        number: int,
+        timeout: float | None,
+    ) -> Work[Any]:
+        dispatch = self._dispatch
+        dispatch.check_open()
+        seconds = seconds_of(timeout, dispatch.timeout)
+        if self._unordered:
+            signature = (*signature, "unordered")
+        prepared = dispatch.prepared(signature, lambda: replace(call(), unordered=self._unordered))
+        execution = dispatch.start(prepared, sources, result, seconds, stream=self._number, number=number)
+        return dispatch.submit(execution, result)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given, strategies as st
 
-from ferrorpc.ddp.bucket import FIRST_BUCKET_BYTES, lay_out
+from ferrorpc.ddp.bucket import ALIGNMENT_BYTES, FIRST_BUCKET_BYTES, lay_out
+from ferrorpc.errors import UsageError
 from ferrorpc.types import DType, TensorSpec
 
 MIB = 1 << 20
@@ -23,14 +25,25 @@ def names(layout) -> list[list[str]]:
 def test_buckets_are_filled_from_the_last_parameter_to_the_first():
     layout = lay_out([("a", f32(10)), ("b", f32(20)), ("c", f32(30))], cap_bytes=MIB)
     assert names(layout) == [["c", "b", "a"]]
-    assert [(s.start, s.stop) for s in layout.buckets[0].slots] == [(0, 30), (30, 50), (50, 60)]
+    assert [(s.flag, s.start, s.stop) for s in layout.buckets[0].slots] == [(0, 16, 46), (1, 48, 68), (2, 80, 90)]
+    assert (layout.buckets[0].weight, layout.buckets[0].header, layout.buckets[0].count) == (3, 16, 90)
 
 
 def test_the_first_bucket_is_small_and_the_others_go_to_the_cap():
     quarter = f32(MIB // 16)  # a quarter of a MiB
     layout = lay_out([(f"p{i}", quarter) for i in range(20)], cap_bytes=2 * MIB)
     assert [len(bucket.slots) for bucket in layout.buckets] == [4, 8, 8]
-    assert layout.buckets[0].count * 4 == FIRST_BUCKET_BYTES
+    assert (layout.buckets[0].count - layout.buckets[0].header) * 4 == FIRST_BUCKET_BYTES
+
+
+def test_another_order_than_the_reverse_may_be_expected():
+    parameters = [("a", f32(100)), ("b", f32(100)), ("c", f32(100))]
+    layout = lay_out(parameters, cap_bytes=800, order=["b", "c", "a"])
+    assert names(layout) == [["b", "c"], ["a"]]
+    assert layout.text != lay_out(parameters, cap_bytes=800).text
+    for order in (["a", "b"], ["a", "b", "c", "c"], ["a", "b", "x"]):
+        with pytest.raises(UsageError, match="order="):
+            lay_out(parameters, cap_bytes=800, order=order)
 
 
 def test_a_cap_below_the_first_buckets_own_holds_for_all():
@@ -53,8 +66,8 @@ def test_dtypes_never_share_a_bucket_and_buckets_are_in_the_order_they_get_full(
 def test_nothing_gives_no_buckets_and_empty_parameters_have_a_place():
     assert lay_out([], cap_bytes=MIB).buckets == ()
     layout = lay_out([("none", f32(0)), ("scalar", f32())], cap_bytes=MIB)
-    assert (layout.slots["none"].start, layout.slots["none"].stop) == (1, 1)
-    assert layout.buckets[0].count == 1
+    assert (layout.slots["none"].start, layout.slots["none"].stop) == (32, 32)
+    assert layout.slots["scalar"].stop == 17
 
 
 def test_text_tells_names_dtypes_shapes_order_and_cap_apart():
@@ -86,14 +99,18 @@ def test_every_parameter_has_exactly_one_place_and_no_bucket_passes_the_cap(shap
     assert sorted(layout.slots) == sorted(name for name, _ in parameters)
     assert [bucket.index for bucket in layout.buckets] == list(range(len(layout.buckets)))
     for bucket in layout.buckets:
-        position = 0
+        position = bucket.header
+        assert bucket.weight < bucket.header
+        assert [slot.flag for slot in bucket.slots] == list(range(len(bucket.slots)))
         for slot in bucket.slots:
             assert slot == layout.slots[slot.name]
             assert slot.spec.dtype is bucket.dtype
             assert slot.bucket == bucket.index
-            assert slot.start == position
+            assert position <= slot.start < position + ALIGNMENT_BYTES
+            assert slot.start * bucket.dtype.itemsize % ALIGNMENT_BYTES == 0
             position = slot.start + math.prod(slot.spec.shape)
             assert slot.stop == position
         assert position == bucket.count
-        assert len(bucket.slots) == 1 or bucket.count * bucket.dtype.itemsize <= cap
+        held = sum(slot.stop - slot.start for slot in bucket.slots)
+        assert len(bucket.slots) == 1 or held * bucket.dtype.itemsize <= cap
     assert layout == lay_out(parameters, cap_bytes=cap)

@@ -1,0 +1,87 @@
+"""A module's buffers: state that is no parameter, such as running statistics, and how ranks keep it alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ferrorpc.agreement import agree
+from ferrorpc.arrays.kinds import NUMPY, spec_of, view, view_out
+from ferrorpc.ddp.bucket import Bucket, lay_out
+from ferrorpc.ddp.memory import Array
+from ferrorpc.ddp.share import SHARED_BYTES
+from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.types import ReduceOp, TensorSpec, refusal
+from ferrorpc.work import Work
+
+if TYPE_CHECKING:
+    from ferrorpc.group import ProcessGroup
+
+MODES: Final = ("broadcast", "mean", "local")
+
+
+def named_buffers(module: Any) -> dict[str, Any]:
+    """The module's buffers by name; none where it does not name them."""
+    named = getattr(module, "named_buffers", None)
+    return dict(named()) if callable(named) else {}
+
+
+class Buffers:
+    """Exchanges a module's buffers once a step, while gradients travel.
+
+    Args:
+        mode: "broadcast": all take rank 0's. "mean": floating ones become the mean over ranks, others rank 0's. "local": each
+            rank keeps its own.
+
+    Raises:
+        UsageError: an unknown mode.
+        CollectiveMismatchError: ranks hold different buffers.
+    """
+
+    def __init__(self, module: Any, group: ProcessGroup, mode: str) -> None:
+        if mode not in MODES:
+            raise UsageError(f"buffers={mode!r} is no mode", hint=f"use one of: {', '.join(MODES)}")
+        self._module = module
+        self._mode = mode
+        self._rank = group.rank
+        found = {} if mode == "local" else named_buffers(module)
+        self.layout = lay_out([(name, spec_of(array)) for name, array in found.items()], SHARED_BYTES, SHARED_BYTES)
+        agree(group, "buffers", f"mode {mode}\n{self.layout.text}")
+        self._stream = group.stream()
+        self._exchanges = 0
+        self._flying: list[tuple[Bucket, Array, Work[Any]]] = []
+
+    def begin(self) -> None:
+        """Sends this step's buffers on their way. They may change until `finish` writes them."""
+        if not self.layout.buckets:
+            return
+        found = named_buffers(self._module)
+        self._flying = []
+        for bucket in self.layout.buckets:
+            packed = np.zeros(bucket.count, bucket.dtype.storage)
+            for slot in bucket.slots:
+                got = view(found.get(slot.name))
+                if got.spec != slot.spec:
+                    raise TensorMismatchError(f"buffer {slot.name!r} is {got.spec}, but was {slot.spec} when it was wrapped")
+                packed[slot.start : slot.stop] = got.data.reshape(-1)
+            self._flying.append((bucket, packed, self._start(bucket, packed)))
+        self._exchanges += 1
+
+    def _start(self, bucket: Bucket, packed: Array) -> Work[Any]:
+        number = self._exchanges * len(self.layout.buckets) + bucket.index
+        if self._mode == "mean" and refusal(ReduceOp.MEAN, bucket.dtype) is None:
+            typed = NUMPY.typed(packed, TensorSpec(bucket.dtype, packed.shape))
+            return self._stream.all_reduce(typed, number, op=ReduceOp.MEAN, out=typed)
+        return self._stream.broadcast(packed, number, root=0)
+
+    def finish(self) -> None:
+        """Writes what came, in place. Raises what ended the generation."""
+        found = named_buffers(self._module) if self._flying else {}
+        for bucket, packed, work in self._flying:
+            work.wait()
+            for slot in bucket.slots:
+                place = view_out(found[slot.name], slot.spec)
+                place.data.reshape(-1)[...] = packed[slot.start : slot.stop]
+                place.commit()
+        self._flying = []

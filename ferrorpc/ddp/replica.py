@@ -1,0 +1,234 @@
+"""One rank's copy of a module: its parameters, their gradients in buckets, its buffers. What all module wrappers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ferrorpc.arrays.base import View
+from ferrorpc.arrays.kinds import kind_of, spec_of, view, view_out
+from ferrorpc.ddp.buffers import Buffers, named_buffers
+from ferrorpc.ddp.memory import Array
+from ferrorpc.ddp.parameter import HasGradient
+from ferrorpc.ddp.reducer import Reducer
+from ferrorpc.ddp.round import Round
+from ferrorpc.ddp.share import share
+from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.types import TensorSpec
+
+if TYPE_CHECKING:
+    from ferrorpc.group import ProcessGroup
+
+
+class Replica:
+    """The parameters of a module that train, and how their gradients become means.
+
+    Args:
+        module: its parameters are updated in place, never replaced.
+        group: every rank constructs its replica at the same point of its program.
+        bucket_cap_mb: how many MiB of gradients a bucket may hold.
+        init_sync: begin with the weights and buffers of rank 0.
+        buffers: a mode of `Buffers`.
+        views: after a step `.grad` is the mean as it lies in its bucket, where the kind of array permits.
+
+    Raises:
+        UsageError: the module has no named_parameters(), or one of them is a bare array.
+        CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
+    """
+
+    def __init__(
+        self, module: Any, group: ProcessGroup, bucket_cap_mb: float, init_sync: bool, buffers: str, views: bool
+    ) -> None:
+        self.module = module
+        self.group = group
+        self.syncs = True
+        """Whether gradients are averaged now; not under `no_sync`."""
+        self._views = views
+        self._known = named_parameters(module)
+        self.parameters = {name: parameter for name, parameter in self._known.items() if _trains(parameter)}
+        specs = [(name, _spec(name, parameter.data)) for name, parameter in self.parameters.items()]
+        self.reducer = Reducer(specs, group, bucket_cap_mb, "parameters")
+        self._buffers = Buffers(module, group, buffers)
+        self._aliases: dict[str, Any] = {}
+        self._is_uneven = False
+        self._rounds = 0
+        if init_sync:
+            self.share(0)
+
+    def share(self, root: int) -> None:
+        """Gives every rank the weights and buffers of rank `root`, in place. Collective."""
+        arrays = {name: parameter.data for name, parameter in named_parameters(self.module).items()}
+        arrays.update({f"buffer {name}": array for name, array in named_buffers(self.module).items()})
+        share(arrays, self.group, root)
+
+    def check(self) -> None:
+        """Raises UsageError when the module has other parameters than it was wrapped with, or thawed one since."""
+        now = named_parameters(self.module)
+        for name in (*now, *self._known):
+            if now.get(name) is not self._known.get(name):
+                what = "was added" if name not in self._known else "was taken away" if name not in now else "was replaced"
+                raise UsageError(
+                    f"parameter {name!r} {what} after the module was wrapped", hint="wrap the module when it is complete"
+                )
+            if name not in self.parameters and _trains(now[name]):
+                raise UsageError(
+                    f"parameter {name!r} was frozen when the module was wrapped, but requires a gradient now",
+                    hint="wrap the module again, or leave it frozen",
+                )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it gradients add up on each rank and none is averaged. All ranks alike."""
+        before, self.syncs = self.syncs, False
+        try:
+            yield
+        finally:
+            self.syncs = before
+
+    def accumulate(self, count: int) -> Iterator[int]:
+        """0 to count - 1; gradients of all but the last only add up."""
+        if count < 1:
+            raise UsageError(f"accumulate({count}) has no last part", hint="pass 1 or more")
+        for index in range(count - 1):
+            with self.no_sync():
+                yield index
+        yield count - 1
+
+    # One step: begin, contribute what is there, finish.
+
+    def begin(self, weight: float | None) -> Round:
+        """The next mean of all gradients."""
+        self._rounds += 1
+        if not self._is_uneven:
+            self._buffers.begin()
+        return self.reducer.begin(weight)
+
+    def contribute(self, current: Round, name: str, used: bool = True) -> None:
+        """Puts a parameter's gradient into the round; it must have one. Raises as `gradient`."""
+        current.put(name, self.gradient(name), used)
+        if self._views:
+            self._give_alias(current, name)
+
+    def gradient(self, name: str) -> View:
+        """Reads a parameter's gradient. Raises TensorMismatchError when its dtype or shape is not the parameter's."""
+        got = view(self.parameters[name].grad)
+        wanted = self.reducer.layout.slots[name].spec
+        if got.spec != wanted:
+            raise TensorMismatchError(f"the gradient of {name!r} is {got.spec}, but the parameter was {wanted}")
+        return got
+
+    def finish(self, current: Round, used: Collection[str]) -> None:
+        """Contributes the other parameters; returns when every gradient is the mean. One that nobody used stays as it was.
+
+        Args:
+            used: those of the others that this rank has used. A gradient of one that it has not used, left from before, counts
+                with the mean where some rank has used it.
+        """
+        kept: dict[str, Array] = {}
+        for name, parameter in reversed(self.parameters.items()):
+            if parameter.grad is None or current.has(name):
+                continue
+            if name not in used and parameter.grad is self._aliases.get(name):
+                kept[name] = current.place(name).copy()
+            self.contribute(current, name, name in used)
+        current.finish()
+        self._store(current)
+        for name, before in kept.items():
+            if not current.used(name):
+                current.place(name)[...] = before
+        self._buffers.finish()
+
+    def _store(self, current: Round) -> None:
+        for name, parameter in self.parameters.items():
+            if current.used(name) and not (self._views and self._give_alias(current, name)):
+                spec = self.reducer.layout.slots[name].spec
+                _write_gradient(parameter, spec, current.place(name).reshape(spec.shape))
+
+    def _give_alias(self, current: Round, name: str) -> bool:
+        """Makes a parameter's gradient the bucket's memory. False where its kind of array is not on the host."""
+        if name not in self._aliases:
+            spec = self.reducer.layout.slots[name].spec
+            self._aliases[name] = kind_of(self.parameters[name].data).alias(current.place(name), spec)
+        alias = self._aliases[name]
+        if alias is not None and self.parameters[name].grad is not alias:
+            self.parameters[name].grad = alias
+        return alias is not None
+
+    @contextmanager
+    def uneven(self, follow: Callable[[], Any] | None) -> Iterator[None]:
+        """Within it ranks may have different numbers of steps; see `DistributedDataParallel.uneven`."""
+
+        def followed(current: Round) -> None:
+            if follow is not None:
+                self._store(current)
+                follow()
+
+        first = self._rounds
+        self._is_uneven = True
+        try:
+            with self.reducer.uneven(followed):
+                yield
+        finally:
+            self._is_uneven = False
+        counts = self.group.all_gather(np.int64(self._rounds - first))
+        root = int(np.argmax([int(count) for count in counts]))
+        if follow is None:
+            self.share(root)
+        else:
+            share(named_buffers(self.module), self.group, root)
+
+
+def _write_gradient(parameter: HasGradient, spec: TensorSpec, mean: Array) -> None:
+    """Into the gradient that is there; a new one where there is none, or it cannot be written."""
+    if parameter.grad is not None:
+        try:
+            place = view_out(parameter.grad, spec)
+        except (TensorMismatchError, UsageError):
+            pass  # read-only, broadcast, or a number: its dtype and shape were checked before
+        else:
+            place.data[...] = mean
+            place.commit()
+            return
+    parameter.grad = kind_of(parameter.data).wrap(mean.copy(), spec)
+
+
+def _trains(parameter: Any) -> bool:
+    return bool(getattr(parameter, "requires_grad", True))
+
+
+def named_parameters(module: Any) -> dict[str, HasGradient]:
+    """The module's parameters by name, each object once, in the module's order.
+
+    Raises:
+        UsageError: it has no named_parameters(), two of one name, or a bare array among them.
+    """
+    if not hasattr(module, "named_parameters"):
+        raise UsageError(
+            f"{type(module).__name__} has no named_parameters()",
+            hint="give it parameters(), named_parameters(), forward(), train() and eval()",
+        )
+    found: dict[str, HasGradient] = {}
+    seen: set[int] = set()
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, HasGradient):
+            raise UsageError(
+                f"parameter {name!r} is a bare {type(parameter).__name__}, without .data and .grad",
+                hint="wrap it: ferrorpc.Parameter(array)",
+            )
+        if id(parameter) in seen:
+            continue
+        if name in found:
+            raise UsageError(f"two parameters are named {name!r}")
+        seen.add(id(parameter))
+        found[name] = parameter
+    return found
+
+
+def _spec(name: str, data: Any) -> TensorSpec:
+    try:
+        return spec_of(data)
+    except UsageError as problem:
+        raise type(problem)(f"parameter {name!r}: {problem.message}", hint=problem.hint) from None

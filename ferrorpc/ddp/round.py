@@ -1,0 +1,206 @@
+"""One mean of all gradients: each bucket leaves when its last gradient is there, and is waited for at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ferrorpc.arrays.base import View
+from ferrorpc.ddp.bucket import Bucket, Slot
+from ferrorpc.ddp.memory import Array, BucketMemory
+from ferrorpc.errors import UsageError
+from ferrorpc.kernels.reduction import kernel
+from ferrorpc.types import ReduceOp
+from ferrorpc.work import Work
+
+if TYPE_CHECKING:
+    from ferrorpc.ddp.reducer import Reducer
+
+_NAMES_SHOWN = 4
+
+
+class Flight:
+    """One bucket on its way round the group: operations one after the other, each begun when the one before is complete."""
+
+    def __init__(self, bucket: Bucket, operations: Generator[Work[Any], Any, None]) -> None:
+        self.bucket = bucket
+        self._operations = operations
+        self._work: Work[Any] | None = next(operations)
+
+    def advance(self) -> None:
+        """Begins what can be begun without waiting."""
+        while self._work is not None and self._work.done():
+            self._take()
+
+    def wait(self) -> None:
+        """Returns when the last operation is complete."""
+        while self._work is not None:
+            self._take()
+
+    def abandon(self) -> None:
+        """Nobody will wait for it: its error, which somebody has seen elsewhere, need not be logged."""
+        if self._work is not None:
+            self._work.on_done(partial(_observe, self._work))
+
+    def _take(self) -> None:
+        assert self._work is not None
+        result = self._work.wait()
+        try:
+            self._work = self._operations.send(result)
+        except StopIteration:
+            self._work = None
+
+
+class Round:
+    """One mean. `put` each gradient, or write it to its `place` and `put` that; then `finish`.
+
+    Args:
+        number: of this round, from 0.
+        weight: this rank's share of a weighted mean; None for an even one, on all ranks or on none.
+    """
+
+    def __init__(self, reducer: Reducer, number: int, weight: float | None) -> None:
+        self.number = number
+        self.weight = weight
+        self._reducer = reducer
+        self._missing = [len(bucket.slots) for bucket in reducer.layout.buckets]
+        self._put: set[str] = set()
+        self._flights: list[Flight] = []
+        self._used: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Whether this gradient was put."""
+        return name in self._put
+
+    def sent(self, name: str) -> bool:
+        """Whether the bucket of this gradient has left."""
+        return self._missing[self._reducer.layout.slots[name].bucket] == 0
+
+    def put(self, name: str, gradient: View | None, used: bool = True) -> None:
+        """This rank's gradient of one parameter, once a round. The last one of a bucket sends it on its way.
+
+        Args:
+            gradient: None counts as zeros. It is copied unless it lies in its place already.
+            used: whether this rank has used the parameter.
+        """
+        slot = self._reducer.layout.slots[name]
+        memory = self._reducer.memory[slot.bucket]
+        counts = gradient is not None and self.weight != 0
+        self._write(slot, memory, gradient if counts else None)
+        self._travelling(memory)[slot.flag] = counts and used
+        self._put.add(name)
+        self._missing[slot.bucket] -= 1
+        if self._missing[slot.bucket] == 0:
+            self._send(memory)
+        for flight in self._flights:
+            flight.advance()
+
+    def _travelling(self, memory: BucketMemory) -> Array:
+        """What the messages carry: weighted halves are not rounded before they are divided."""
+        return memory.array if self.weight is None else memory.wide
+
+    def _write(self, slot: Slot, memory: BucketMemory, gradient: View | None) -> None:
+        target = memory.place(slot)
+        if gradient is None:
+            self._travelling(memory)[slot.start : slot.stop] = 0
+            return
+        if self.weight is None:
+            if not _is_same(gradient.data, target):
+                source = gradient.data if gradient.origin is None else gradient.origin
+                np.copyto(target.reshape(slot.spec.shape), source)
+            return
+        wide = memory.wide[slot.start : slot.stop]
+        if not _is_same(gradient.data, wide):
+            kernel(ReduceOp.SUM, slot.spec.dtype, 1).load(wide, gradient.data.reshape(-1))
+        with np.errstate(all="ignore"):
+            np.multiply(wide, _real(wide)(self.weight), out=wide)
+
+    def _send(self, memory: BucketMemory) -> None:
+        array = self._travelling(memory)
+        array[memory.bucket.weight] = 0 if self.weight is None else self.weight
+        self._flights.append(Flight(memory.bucket, self._operations(memory, array)))
+
+    def _operations(self, memory: BucketMemory, array: Array) -> Generator[Work[Any], Any, None]:
+        op = ReduceOp.MEAN if self.weight is None else ReduceOp.SUM
+        yield self._reducer.start(self.number, memory.bucket.index, array, op)
+
+    def finish(self) -> None:
+        """Counts what was not put as unused, and returns when every mean is in its place.
+
+        Raises:
+            UsageError: the weights of all ranks sum to zero (on every rank).
+            FerroError: what ended the generation.
+        """
+        if self.wait() == 0:
+            raise UsageError("the weights of all ranks sum to zero", hint="at least one rank needs a positive weight")
+
+    def wait(self) -> float:
+        """As `finish`, and returns what the weights sum to; where that is zero there are no means."""
+        for name in self._reducer.layout.slots:
+            if name not in self._put:
+                self.put(name, None)
+        total = float(self._reducer.size)
+        for flight in self._flights:
+            try:
+                flight.wait()
+            except BaseException as error:
+                self.abandon()
+                error.add_note(f"while averaging {_told(flight.bucket)}, round {self.number}")
+                raise
+            total = self._settle(self._reducer.memory[flight.bucket.index])
+        return total
+
+    def abandon(self) -> None:
+        """This round will not be finished."""
+        for flight in self._flights:
+            flight.abandon()
+
+    def _settle(self, memory: BucketMemory) -> float:
+        """A bucket has come home: notes who was used, divides by the weights. Returns what those sum to."""
+        bucket, array = memory.bucket, self._travelling(memory)
+        self._used.update(slot.name for slot in bucket.slots if array[slot.flag] != 0)
+        if self.weight is None:
+            return float(self._reducer.size)
+        total = float(array[bucket.weight].real)
+        if total == 0:
+            return total
+        if not math.isfinite(total):
+            raise UsageError(f"the weights of all ranks sum to {total}", hint="weigh by samples or tokens, in smaller units")
+        with np.errstate(all="ignore"):
+            np.divide(array[bucket.header :], _real(array)(total), out=array[bucket.header :])
+        memory.narrow()
+        return total
+
+    def used(self, name: str) -> bool:
+        """After `finish`: whether any rank has used the parameter. Where none has, there is no mean."""
+        return name in self._used
+
+    def place(self, name: str) -> Array:
+        """Where a gradient may be written before it is put, and where its mean is after `finish`: one-dimensional, storage
+        dtype. It is the bucket's memory, and belongs to the next round as soon as that begins."""
+        slot = self._reducer.layout.slots[name]
+        return self._reducer.memory[slot.bucket].place(slot)
+
+
+def _told(bucket: Bucket) -> str:
+    names = [slot.name for slot in bucket.slots]
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"bucket {bucket.index} ({', '.join(names[:_NAMES_SHOWN])}{more})"
+
+
+def _observe(work: Work[Any]) -> None:
+    work.exception()
+
+
+def _is_same(one: Array, other: Array) -> bool:
+    """Whether two C-contiguous arrays of equal length and dtype are the same memory."""
+    return bool(one.__array_interface__["data"] == other.__array_interface__["data"])
+
+
+def _real(array: Array) -> type[np.floating[Any]]:
+    """The real type of an array's precision: weights are never complex."""
+    return np.float32 if array.dtype in (np.float32, np.complex64) else np.float64

@@ -1,0 +1,104 @@
+"""Autograd's events turned into rounds of the reducer: a gradient is sent on its way as soon as autograd has accumulated it.
+
+A post-accumulate hook on every parameter says that its gradient is complete; a callback that autograd runs when a backward pass
+is over waits for what is still under way. The pass in which an output of `forward` gets its gradient is the one that counts.
+Passes inside it (re-entrant checkpoints run one for each segment) may bring a parameter's gradient in several portions, so
+what arrives in them leaves only at the end. The first step sends everything at the end: it learns which parameters those are.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ferrorpc.ddp.replica import Replica
+from ferrorpc.ddp.round import Round
+from ferrorpc.errors import UsageError
+
+
+class Backward:
+    """Watches the backward passes of one replica.
+
+    Attributes:
+        weight: this rank's share in the next mean; None for an even one.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self.weight: float | None = None
+        self._replica = replica
+        self._round: Round | None = None
+        self._task = -1
+        self._used: set[str] = set()
+        self._is_first = True
+        self._in_portions: set[str] = set()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[attr-defined]
+            for name, parameter in replica.parameters.items()
+        ]
+
+    def end(self) -> None:
+        """Lets go of the parameters: their gradients are their own again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def watch(self, outputs: Any) -> None:
+        """Looks out for the backward pass of what a forward pass returned: tensors in any containers.
+
+        Raises:
+            UsageError: the backward pass before has begun and not ended. The generation ends too: others wait for it.
+        """
+        if self._round is not None and _current_task() < 0:
+            self._round.abandon()
+            self._round = None
+            error = UsageError(
+                "a backward pass of this module ended before all gradients were there (by an error that was caught?)",
+                hint="let the error end the process, or all ranks call group.reform() and wrap the module again",
+            )
+            self._replica.group.abort(error)
+            raise error
+        for output in tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+                output.register_hook(self._begun)
+
+    def _begun(self, gradient: torch.Tensor) -> None:
+        """An output got its gradient."""
+        if self._replica.syncs and self._round is None:
+            self._begin()
+
+    def _begin(self) -> Round:
+        self._round = self._replica.begin(self.weight)
+        self._task = _current_task()
+        torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+        return self._round
+
+    def _arrived(self, name: str, parameter: torch.Tensor) -> None:
+        """A parameter's gradient was added to its `.grad`."""
+        self._used.add(name)
+        if not self._replica.syncs:
+            return
+        current = self._begin() if self._round is None else self._round
+        if current.has(name):
+            raise UsageError(
+                f"parameter {name!r} got a gradient again after the first one was sent: a re-entrant checkpoint uses it too",
+                hint="pass use_reentrant=False to torch.utils.checkpoint",
+            )
+        if _current_task() != self._task:
+            self._in_portions.add(name)
+        elif not self._is_first and name not in self._in_portions:
+            self._replica.contribute(current, name)
+
+    def _ended(self) -> None:
+        """The backward pass is over."""
+        assert self._round is not None
+        current, self._round = self._round, None
+        used, self._used = self._used, set()
+        self._is_first = False
+        self._replica.finish(current, used)
+
+
+def _current_task() -> int:
+    """The number of the backward pass that runs on this thread; -1 where none does."""
+    return int(torch._C._current_graph_task_id())

@@ -1,0 +1,136 @@
+"""DistributedDataParallel for torch modules: gradients are averaged while the backward pass still runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrorpc.ddp.replica import Replica
+from ferrorpc.torch.backward import Backward
+
+if TYPE_CHECKING:
+    from ferrorpc.group import ProcessGroup
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """A torch module whose gradients are averaged over a group.
+
+        ddp = DistributedDataParallel(module, group)   # all ranks begin with rank 0's weights
+        criterion(ddp(x), target).backward()           # .grad is the mean over all ranks, the same bits on each
+        optimizer.step()
+
+    Ranks may use different parameters, in different orders: what a rank has not used counts as zeros there, and the gradient
+    of a parameter that no rank has used stays as it was. Names in `state_dict()` and `named_parameters()` are the module's own.
+
+    Args:
+        module: kept as `.module`.
+        group: every rank constructs its wrapper at the same point of its program.
+        bucket_cap_mb: how many MiB of gradients a bucket may hold; the first one holds at most 1 MiB.
+        init_sync: whether to begin with the weights and buffers of rank 0.
+        buffers: what a synchronised step does with buffers: "broadcast" gives all ranks rank 0's, "mean" averages floating ones
+            (others are rank 0's), "local" leaves them.
+        gradient_as_bucket_view: `.grad` is the mean as it lies in its bucket, without a copy of its own. The next backward pass
+            overwrites it.
+
+    Raises:
+        CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
+        TensorMismatchError: a parameter's dtype has no mean.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        group: ProcessGroup,
+        bucket_cap_mb: float = 25,
+        init_sync: bool = True,
+        *,
+        buffers: str = "broadcast",
+        gradient_as_bucket_view: bool = True,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view)
+        self._backward = Backward(self._replica)
+        weakref.finalize(self, self._backward.end)
+        self.register_load_state_dict_pre_hook(_add_own_prefix)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass, on this rank's share of the batch.
+
+        Raises:
+            UsageError: parameters were added to the module since it was wrapped, or the backward pass before did not end.
+        """
+        if torch.is_grad_enabled():
+            self._replica.check()
+        outputs = self.module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._backward.watch(outputs)
+        return outputs
+
+    def broadcast_parameters(self, root: int = 0) -> None:
+        """Gives every rank the weights and buffers of rank `root`, in place. Collective."""
+        self._replica.share(root)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it gradients add up over backward passes, and none is averaged. All ranks alike."""
+        return self._replica.no_sync()
+
+    def accumulate(self, count: int) -> Iterator[int]:
+        """For a batch in `count` parts: `for part in ddp.accumulate(4)` goes through 0 to 3, and only the last one's backward
+        pass averages. Gradients add up, so weigh each part's loss by its share. Counts may differ between ranks."""
+        return self._replica.accumulate(count)
+
+    @contextmanager
+    def weighted(self, weight: float) -> Iterator[None]:
+        """Backward passes within it have this share in the mean, such as this rank's number of tokens or samples:
+        sum(weight * grad) / sum(weight). On all ranks or on none."""
+        before, self._backward.weight = self._backward.weight, weight
+        try:
+            yield
+        finally:
+            self._backward.weight = before
+
+    def uneven(self, follow: Callable[[], Any] | None = None) -> AbstractContextManager[None]:
+        """Within it ranks may have different numbers of batches: one that has left counts with weight 0.
+
+        A rank waits at the end of the block until all have left it. Means are over the ranks that still take part. Buffers
+        are not exchanged within; at the end all take those of the (lowest) rank with the most steps.
+
+        Args:
+            follow: called on a rank that has left, after each later step, with the means in `.grad`: what the loop does after
+                `backward()`, such as `optimizer.step`, so that weights and optimizer stay the same on all ranks. Without it the
+                weights, too, are taken from the rank with the most steps.
+        """
+        return self._replica.uneven(follow)
+
+    # Names are the module's own: a checkpoint does not tell whether the module was wrapped.
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """Into the module. Names may begin with "module.", as torch's own wrapper has them."""
+        prefix = "module."
+        foreign = state_dict.keys() - self.module.state_dict().keys()
+        if foreign and all(name.startswith(prefix) for name in state_dict):
+            state_dict = {name.removeprefix(prefix): value for name, value in state_dict.items()}
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The module's own."""
+        yield from self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's own."""
+        yield from self.module.named_buffers(*args, **kwargs)
+
+
+def _add_own_prefix(ddp: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Inside another module the wrapper is loaded as torch's modules are: "module." is put where torch expects it."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        state[f"{prefix}module.{name.removeprefix(prefix)}"] = state.pop(name)

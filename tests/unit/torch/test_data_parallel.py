@@ -1,0 +1,228 @@
+"""torch modules whose gradients are averaged while autograd still computes others, against one process."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from ferrorpc.errors import CollectiveMismatchError
+from ferrorpc.testing import FaultPlan, run_world
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from torch import nn  # noqa: E402
+
+from ferrorpc.torch import DistributedDataParallel  # noqa: E402
+from tests.unit.torch.models import SMALL_MB, batch, check_close, check_same, gradients, network, reference  # noqa: E402
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("views", [True, False])
+def test_gradients_are_those_of_one_process_step_after_step(size: int, views: bool) -> None:
+    def body(group):
+        ddp = DistributedDataParallel(network(), group, bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=views)
+        found = []
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(batch(group.rank, step)).square().sum().backward()
+            found.append(gradients(ddp))
+        return found
+
+    results = run_world(size, body, faults=FaultPlan(delay_seconds=(0.0, 0.01)))
+    for step in range(3):
+        steps = [found[step] for found in results]
+        check_same(steps)
+        check_close(steps[0], reference(size, lambda m, rank, s=step: m(batch(rank, s)).square().sum().backward()))
+
+
+def test_an_optimizer_keeps_identical_weights_on_all_ranks() -> None:
+    def body(group):
+        module = network(seed=group.rank)
+        ddp = DistributedDataParallel(module, group, bucket_cap_mb=SMALL_MB)
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+        losses = []
+        for step in range(20):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            loss = ddp(batch(group.rank)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
+        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+    check_same(run_world(3, body))
+
+
+def test_several_forward_passes_may_share_one_backward_pass() -> None:
+    def local(module, rank):
+        (module(batch(rank)).square().sum() + module(batch(rank, 1)).sum()).backward()
+
+    def body(group):
+        ddp = DistributedDataParallel(network(), group, bucket_cap_mb=SMALL_MB)
+        for _ in range(2):
+            ddp.zero_grad()
+            local(ddp, group.rank)
+        return gradients(ddp)
+
+    results = run_world(2, body)
+    check_same(results)
+    check_close(results[0], reference(2, local))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_weighted_by_tokens(dtype: torch.dtype) -> None:
+    weights = [3.0, 1.0]
+
+    def local(module, rank):
+        module(batch(rank).to(dtype)).square().mean().backward()
+
+    def body(group):
+        ddp = DistributedDataParallel(network().to(dtype), group, bucket_cap_mb=SMALL_MB)
+        for _ in range(2):
+            ddp.zero_grad()
+            with ddp.weighted(weights[group.rank]):
+                local(ddp, group.rank)
+        return gradients(ddp)
+
+    results = run_world(2, body)
+    check_same(results)
+    modules = [network().to(dtype) for _ in range(2)]
+    for rank, module in enumerate(modules):
+        local(module, rank)
+    for name, found in results[0].items():
+        one, two = (dict(m.named_parameters())[name].grad.float() * weights[rank] for rank, m in enumerate(modules))
+        wanted = ((one + two) / 4).to(dtype)
+        assert torch.equal(found, wanted), name
+
+
+def test_names_in_a_checkpoint_do_not_tell_that_the_module_was_wrapped() -> None:
+    def body(group):
+        plain = network(seed=3)
+        ddp = DistributedDataParallel(network(seed=4), group)
+        assert list(ddp.state_dict()) == list(plain.state_dict())
+        assert [name for name, _ in ddp.named_parameters()] == [name for name, _ in plain.named_parameters()]
+        ddp.load_state_dict(plain.state_dict())
+        check_same([plain.state_dict(), ddp.state_dict()])
+        theirs = {f"module.{name}": tensor + 1 for name, tensor in plain.state_dict().items()}
+        ddp.load_state_dict(theirs)
+        assert torch.equal(ddp.state_dict()["0.weight"], plain.state_dict()["0.weight"] + 1)
+        outer = nn.ModuleDict({"part": ddp})
+        assert list(outer.state_dict()) == [f"part.{name}" for name in plain.state_dict()]
+        outer.load_state_dict({f"part.{name}": tensor for name, tensor in plain.state_dict().items()})
+        check_same([plain.state_dict(), ddp.state_dict()])
+        with pytest.raises(RuntimeError, match="nonsense"):
+            outer.load_state_dict({"part.nonsense": torch.zeros(1)})
+
+    run_world(1, body)
+
+
+class Counting(nn.Module):
+    """Buffers of three dtypes that differ by rank after a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = network(1, (6, 2))
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.shape[0]
+        return self.norm(self.layer(x))
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "mean", "local"])
+def test_buffers_are_rank_zeros_or_the_mean_or_each_ranks_own(mode: str) -> None:
+    def body(group):
+        ddp = DistributedDataParallel(Counting(), group, buffers=mode)
+        for step in range(2):
+            ddp(batch(group.rank, step, rows=2 + 2 * group.rank)).square().sum().backward()
+        return {name: buffer.clone() for name, buffer in ddp.named_buffers()}
+
+    first, second = run_world(2, body)
+    if mode == "local":
+        assert (first["seen"].item(), second["seen"].item()) == (4, 8)
+        assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"])
+        return
+    check_same([first, second])
+    assert first["seen"].item() == (4 if mode == "broadcast" else 6)
+    assert first["norm.num_batches_tracked"].item() == 2
+
+
+def test_a_backward_pass_that_does_not_go_through_an_output_is_averaged_too() -> None:
+    def body(group):
+        module = network()
+        ddp = DistributedDataParallel(module, group, bucket_cap_mb=SMALL_MB)
+        for _ in range(2):
+            ddp.zero_grad()
+            (module[0].weight.sum() * (group.rank + 1)).backward()
+        return gradients(ddp)
+
+    results = run_world(2, body)
+    check_same(results)
+    assert torch.equal(results[0]["0.weight"], torch.full((16, 6), 1.5))
+    assert all(gradient is None for name, gradient in results[0].items() if name != "0.weight")
+
+
+def test_outputs_in_containers_and_outputs_without_gradients() -> None:
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = network(1, (6, 2))
+
+        def forward(self, x):
+            y = self.layer(x)
+            return {"logits": y, "aux": [y.detach(), (y * 2, None, 3)]}
+
+    def body(group):
+        ddp = DistributedDataParallel(Many(), group)
+        with torch.no_grad():
+            assert not ddp(batch(0))["logits"].requires_grad
+        ddp(batch(group.rank))["aux"][1][0].sum().backward()
+        return gradients(ddp)
+
+    results = run_world(2, body)
+    check_same(results)
+    wanted = reference(2, lambda m, rank: (2 * m(batch(rank))).sum().backward(), lambda: network(1, (6, 2)))
+    check_close({name.removeprefix("layer."): g for name, g in results[0].items()}, wanted)
+
+
+def test_gradients_lie_in_the_buckets_and_nowhere_else() -> None:
+    def body(group):
+        ddp = DistributedDataParallel(network(), group)
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(batch(group.rank)).square().sum().backward()
+        (memory,) = ddp._replica.reducer.memory
+        first, last = memory.array.ctypes.data, memory.array.ctypes.data + memory.array.nbytes
+        assert all(first <= parameter.grad.data_ptr() < last for parameter in ddp.parameters())
+
+    run_world(2, body)
+
+
+def test_ranks_that_wrap_different_modules_learn_where_they_differ() -> None:
+    def body(group):
+        with pytest.raises(CollectiveMismatchError, match=r"4\.weight: float32\[3,12\]"):
+            DistributedDataParallel(network(widths=(6, 16, 12, 3 + group.rank)), group)
+
+    run_world(2, body)
+
+
+def test_a_wrapper_that_is_gone_leaves_the_module_alone_and_it_may_be_wrapped_again() -> None:
+    def body(group):
+        module = network()
+        ddp = DistributedDataParallel(module, group)
+        ddp(batch(group.rank)).square().sum().backward()
+        del ddp
+        gc.collect()
+        module.zero_grad()
+        module(batch(group.rank)).square().sum().backward()
+        alone = gradients(module)
+        module.zero_grad()
+        again = DistributedDataParallel(module, group)
+        again(batch(group.rank)).square().sum().backward()
+        return alone, gradients(again)
+
+    results = run_world(2, body)
+    assert not torch.equal(results[0][0]["0.weight"], results[1][0]["0.weight"])
+    check_same([averaged for _, averaged in results])
