@@ -247,3 +247,67 @@ def test_parameter_takes_numbers_and_shows_itself():
     assert Parameter(1.5).data.shape == ()
     assert repr(Parameter(np.zeros((2, 3)), name="w")) == "<Parameter w: float64[2, 3], no gradient>"
     assert repr(Parameter([1, 2], grad=np.zeros(2))) == "<Parameter int64[2], with gradient>"
+
+
+def test_weights_of_ranks_count_in_the_mean():
+    def body(group):
+        module = Plain(w=np.zeros(2))
+        ddp = DistributedDataParallel(module, group)
+        module["w"].grad = np.full(2, 4.0 * group.rank)
+        ddp.sync_gradients(weight=1 + 2 * group.rank)
+        return module["w"].grad.tolist()
+
+    assert run_world(2, body) == [[3.0, 3.0]] * 2
+
+
+def test_gradients_may_be_the_buckets_memory():
+    def body(group):
+        module = Plain(used=np.zeros((2, 2)), rarely=np.zeros(2))
+        ddp = DistributedDataParallel(module, group, gradient_as_bucket_view=True)
+        module["used"].grad, module["rarely"].grad = np.full((2, 2), float(group.rank)), np.full(2, 8.0 * group.rank)
+        ddp.sync_gradients()
+        held = module["used"].grad
+        held += 1  # accumulates in place, as the next step's gradient
+        module["rarely"].grad = None
+        ddp.sync_gradients()
+        assert module["used"].grad is held
+        return held.tolist(), module["rarely"].grad
+
+    assert run_world(2, body) == [([[1.5] * 2] * 2, None)] * 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("broadcast", [[1, 2]] * 2), ("mean", [[1.5, 2]] * 2), ("local", [[1, 2], [2, 3]])]
+)
+def test_buffers_travel_with_each_step(mode, expected):
+    class Buffered(Plain):
+        def __init__(self) -> None:
+            super().__init__(w=np.zeros(2))
+            self.running, self.count = np.zeros(1), np.zeros((), np.int64)
+
+        def named_buffers(self):
+            return [("running", self.running), ("count", self.count)]
+
+    def body(group):
+        module = Buffered()
+        ddp = DistributedDataParallel(module, group, buffers=mode)
+        module["w"].grad = np.ones(2)
+        module.running += 1 + group.rank
+        module.count += 2 + group.rank
+        ddp.sync_gradients()
+        found = [float(module.running[0]), int(module.count)]
+        module.running = np.zeros(3)
+        if mode != "local":
+            with pytest.raises(TensorMismatchError, match="buffer 'running'"):
+                ddp.sync_gradients()
+        return found
+
+    assert run_world(2, body) == expected
+
+
+def test_an_unknown_mode_of_buffers_is_refused():
+    def body(group):
+        with pytest.raises(UsageError, match="broadcast, mean, local"):
+            DistributedDataParallel(Plain(), group, buffers="sometimes")
+
+    run_world(1, body)

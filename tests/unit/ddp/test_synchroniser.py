@@ -224,3 +224,51 @@ def test_ranks_with_different_trees_learn_where_they_differ():
             GradientSynchronizer(like, group)
 
     run_world(2, body)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("weight", [None, 2])
+def test_a_gradient_computed_in_its_place_is_not_copied(dtype, weight):
+    def body(group):
+        sync = GradientSynchronizer(
+            {"a": np.zeros((2, 3), dtype), "b": np.zeros(2, dtype)}, group, gradient_as_bucket_view=True
+        )
+        places = []
+        for number in range(2):
+            with sync.step(weight) as step:
+                place = step.place("a")
+                np.add(np.ones((2, 3), dtype), np.full((2, 3), group.rank + number, dtype), out=place)
+                step.ready("a")
+                with pytest.raises(UsageError, match="ready before"):
+                    step.place("a")
+                step.ready("b", np.full(2, 4, dtype))
+            assert step.grads["a"].__array_interface__["data"] == place.__array_interface__["data"]
+            assert step.grads["a"].dtype == dtype
+            places.append(step.grads["a"].astype(float).tolist())
+        return places
+
+    assert run_world(2, body) == [[[[1.5] * 3] * 2, [[2.5] * 3] * 2]] * 2
+
+
+def test_parts_of_a_gradient_add_up_in_its_bucket():
+    def body(group):
+        sync = GradientSynchronizer({"a": np.zeros(2, ml_dtypes.bfloat16), "b": np.zeros(2)}, group)
+        with sync.step() as step:
+            step.add("a", np.full(2, 1, ml_dtypes.bfloat16))
+            step.add("b", np.full(2, 10.0))
+            step.add("a", np.full(2, 2, ml_dtypes.bfloat16))
+            step.ready("a", np.full(2, group.rank, ml_dtypes.bfloat16))
+            step.add("b", np.full(2, 20.0))
+        return step.grads["a"].astype(float).tolist(), step.grads["b"].tolist()
+
+    assert run_world(2, body) == [([3.5, 3.5], [30.0, 30.0])] * 2
+
+
+def test_means_belong_to_the_caller_unless_views_were_asked_for():
+    def body(group):
+        sync = GradientSynchronizer({"a": np.zeros(2)}, group)
+        first = sync({"a": np.ones(2)})["a"]
+        sync({"a": np.zeros(2)})
+        return first.tolist(), first.flags.owndata
+
+    assert run_world(2, body) == [([1.0, 1.0], True)] * 2

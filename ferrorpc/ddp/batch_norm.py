@@ -1,0 +1,139 @@
+"""Batch normalisation over the batches of all ranks, as functions of arrays. Batches may differ in size, and be empty.
+
+Idea. Each rank brings, for every channel, how many values it has, their mean, and the sum of their squared distances from it.
+Every rank gathers all of them and combines them in rank order, so statistics are the same bits everywhere, and nothing is
+lost to cancellation as it is with a sum of squares.
+
+Source. Ioffe and Szegedy, "Batch Normalization", 2015; statistics are combined as in Chan, Golub and LeVeque, "Updating Formulae
+and a Pairwise Algorithm for Computing Sample Variances", 1979.
+
+Cost, for c channels on p ranks: one all_gather of 1 + 2 c float64 forward, one all_reduce of 2 c float64 backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ferrorpc.arrays.base import Kind, View
+from ferrorpc.arrays.kinds import NUMPY, view
+from ferrorpc.ddp.memory import Array
+from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.types import TensorSpec
+
+if TYPE_CHECKING:
+    from ferrorpc.group import ProcessGroup
+
+
+class Moments(NamedTuple):
+    """Statistics of each channel over all ranks: the same on every one.
+
+    Attributes:
+        mean: float64 of shape (channels,).
+        variance: the biased one, as normalisation uses it; float64 of shape (channels,).
+        values: how many a channel has on all ranks together.
+    """
+
+    mean: Array
+    variance: Array
+    values: int
+
+
+class Normalised(NamedTuple):
+    """What `batch_norm` gives, and what its gradient needs.
+
+    Attributes:
+        y: (x - mean) / sqrt(variance + epsilon); of x's kind, dtype and shape.
+        moments: for running statistics.
+    """
+
+    y: Any
+    moments: Moments
+    scaled: Array
+    """y in float64, channels first."""
+    deviation: Array
+    axis: int
+
+
+def batch_norm(x: Any, group: ProcessGroup, *, axis: int = 1, epsilon: float = 1e-5) -> Normalised:
+    """Normalises each channel by its statistics over the batches of all ranks. Collective.
+
+    Args:
+        x: this rank's batch: an array of real floats whose shape may differ from other ranks' except along `axis`.
+        axis: where the channels are.
+
+    Raises:
+        UsageError: no rank has a value.
+        TensorMismatchError: x is not of real floats, or has no such axis; ranks have different numbers of channels.
+    """
+    source = _checked(x, axis)
+    values = _channels_first(source, axis)
+    moments = _moments(values, group)
+    deviation = np.sqrt(moments.variance + epsilon)
+    scaled = (values - moments.mean[:, None]) / deviation[:, None]
+    y = _wrapped(scaled, source.kind, source.spec, axis)
+    return Normalised(y, moments, scaled, deviation, axis)
+
+
+def batch_norm_gradient(grad_y: Any, forward: Normalised, group: ProcessGroup) -> Any:
+    """The gradient at x of the sum of all ranks' losses, from the gradient at `forward.y`. Collective.
+
+    Raises:
+        TensorMismatchError: grad_y is not as y was.
+    """
+    given, made = _checked(grad_y, forward.axis), view(forward.y)
+    if given.spec != made.spec:
+        raise TensorMismatchError(f"grad_y is {given.spec}, but y was {made.spec}")
+    gradient = _channels_first(given, forward.axis)
+    sums = np.stack([gradient.sum(axis=1), (gradient * forward.scaled).sum(axis=1)])
+    means = group.all_reduce(sums, out=sums) / forward.moments.values
+    centred = gradient - means[0][:, None] - forward.scaled * means[1][:, None]
+    return _wrapped(centred / forward.deviation[:, None], given.kind, given.spec, forward.axis)
+
+
+def _moments(values: Array, group: ProcessGroup) -> Moments:
+    """Of float64 values of shape (channels, values of this rank)."""
+    own = values.shape[1]
+    mean = values.mean(axis=1) if own else np.zeros(len(values))
+    squares = np.square(values - mean[:, None]).sum(axis=1)
+    everyones = group.all_gather(np.concatenate([[float(own)], mean, squares]))
+    if any(each.shape != everyones[0].shape for each in everyones):
+        channels = ", ".join(str(each.size // 2) for each in everyones)
+        raise TensorMismatchError(f"ranks have different numbers of channels: {channels}", hint="is `axis` right?")
+    count, mean, squares = 0.0, np.zeros_like(mean), np.zeros_like(squares)
+    for each in everyones:
+        if each[0] == 0:
+            continue
+        more, (their_mean, their_squares) = each[0], np.split(each[1:], 2)
+        distance = their_mean - mean
+        squares = squares + their_squares + distance * distance * (count * more / (count + more))
+        mean = mean + distance * (more / (count + more))
+        count += more
+    if count == 0:
+        raise UsageError("no rank has a value to normalise", hint="at least one rank needs a batch")
+    return Moments(mean, squares / count, int(count))
+
+
+def _checked(x: Any, axis: int) -> View:
+    source = view(x)
+    if not source.spec.dtype.is_float or not -len(source.spec.shape) <= axis < len(source.spec.shape):
+        raise TensorMismatchError(
+            f"{source.spec} has no channels of real floats along axis {axis}", hint="pass floats, and axis= where channels are"
+        )
+    return source
+
+
+def _channels_first(source: View, axis: int) -> Array:
+    """float64 of shape (channels, the rest)."""
+    typed = np.moveaxis(NUMPY.typed(source.data, source.spec), axis, 0)
+    return typed.astype(np.float64).reshape(len(typed), int(np.prod(typed.shape[1:])))
+
+
+def _wrapped(values: Array, kind: Kind, spec: TensorSpec, axis: int) -> Any:
+    """Back to kind, dtype and shape."""
+    moved = (spec.shape[axis], *(size for place, size in enumerate(spec.shape) if place != axis % len(spec.shape)))
+    result = NUMPY.empty(spec.shape, spec.dtype)
+    with np.errstate(over="ignore"):
+        result[...] = np.moveaxis(values.reshape(moved), 0, axis)
+    return kind.wrap(result.view(spec.dtype.storage), spec)
