@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ferrorpc.backends.grpc import GrpcBackend as GrpcBackend
     from ferrorpc.backends.simulated import SimulatedBackend as SimulatedBackend
     from ferrorpc.bootstrap.process_group import init_process_group as init_process_group
+    from ferrorpc.ddp import hooks as hooks
     from ferrorpc.ddp.module import DistributedDataParallel as DistributedDataParallel
     from ferrorpc.ddp.parameter import Parameter as Parameter
     from ferrorpc.ddp.synchroniser import GradientSynchronizer as GradientSynchronizer
@@ -74,6 +75,7 @@ _HOMES = {
     "DistributedDataParallel": "ferrorpc.ddp.module",
     "GradientSynchronizer": "ferrorpc.ddp.synchroniser",
     "Parameter": "ferrorpc.ddp.parameter",
+    "hooks": "ferrorpc.ddp",
     "Pipeline": "ferrorpc.pipeline.runtime",
     "schedules": "ferrorpc.pipeline",
     "ErrorCode": "ferrorpc.errors",

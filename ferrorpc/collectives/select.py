@@ -24,6 +24,7 @@ from ferrorpc.collectives.algorithms.plan import Plan
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import DType, refusal
+from ferrorpc.wire.codecs import codec
 from ferrorpc.wire.notice import INLINE_BYTES
 
 RANK_ORDER_RANKS: Final = 16
@@ -84,6 +85,15 @@ def seconds(cost: Cost) -> float:
 def bytes_of(call: Call) -> int:
     """Bytes of all arrays this rank brings."""
     return sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in call.inputs)
+
+
+def sent_bytes(call: Call, size: int) -> int:
+    """Bytes the busiest rank sends in a call, codec included. Raises as `plan_for`."""
+    plain = select(call, size).cost(size, bytes_of(call)).sent_bytes
+    if call.wire is None or not plain:
+        return int(plain)
+    count = math.prod(call.inputs[0].shape)
+    return int(plain * codec(call.wire).encoded_bytes(count) / bytes_of(call))
 
 
 def explain(call: Call, size: int) -> str:

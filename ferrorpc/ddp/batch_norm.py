@@ -4,7 +4,7 @@ Idea. Each rank brings, for every channel, how many values it has, their mean, a
 Every rank gathers all of them and combines them in rank order, so statistics are the same bits everywhere, and nothing is
 lost to cancellation as it is with a sum of squares.
 
-Source. Ioffe and Szegedy, "Batch Normalization", 2015; statistics are combined as in Chan, Golub and LeVeque, "Updating Formulae
+Source. Ioffe and Szegedy, "Batch Normalization", 2015; how statistics are combined: Chan, Golub and LeVeque, "Updating Formulae
 and a Pairwise Algorithm for Computing Sample Variances", 1979.
 
 Cost, for c channels on p ranks: one all_gather of 1 + 2 c float64 forward, one all_reduce of 2 c float64 backward.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class DistributedDataParallel:
         init_sync: whether to begin with the weights (and buffers) of rank 0.
         buffers: what `sync_gradients` does with buffers, where the module names them: "broadcast" gives all ranks rank 0's,
             "mean" averages floating ones (others are rank 0's), "local" leaves them.
+        hook: what buckets travel as: see `ferrorpc.hooks`.
         gradient_as_bucket_view: `.grad` becomes the mean as it lies in its bucket, without a copy. The next
             `sync_gradients` overwrites it.
 
@@ -52,10 +54,11 @@ class DistributedDataParallel:
         init_sync: bool = True,
         *,
         buffers: str = "broadcast",
+        hook: Hook | None = None,
         gradient_as_bucket_view: bool = False,
     ) -> None:
         self.module = module
-        self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view)
+        self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, on this rank's share of the batch."""
@@ -90,6 +93,11 @@ class DistributedDataParallel:
     def broadcast_parameters(self, root: int = 0) -> None:
         """Gives every rank the weights (and buffers, where the module has them) of rank `root`, in place. Collective."""
         self._replica.share(root)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the busiest rank has sent for gradients so far."""
+        return self._replica.reducer.traffic.sent_bytes
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it `sync_gradients` does nothing: gradients add up over several batches. All ranks alike."""

@@ -17,15 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ferrorpc.agreement import agree
 from ferrorpc.ddp.bucket import Layout, lay_out
-from ferrorpc.ddp.memory import Array, BucketMemory
+from ferrorpc.ddp.hooks.base import Hook
+from ferrorpc.ddp.lane import Lane, Traffic
+from ferrorpc.ddp.memory import BucketMemory
 from ferrorpc.ddp.round import Round
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import ReduceOp, TensorSpec, refusal
-from ferrorpc.work import Work
 
 if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
@@ -42,6 +43,8 @@ class Reducer:
         bucket_cap_mb: how many MiB of gradients a bucket may hold.
         what: what the parameters are, for errors.
         order: names in the order in which gradients are expected; None for the reverse of registration.
+        hook: how buckets of float32 and of half types are summed; None for as they are. With a hook, rounds without a weight
+            weigh 1.
 
     Raises:
         UsageError: a bad cap or order, or a dtype that has no mean.
@@ -55,16 +58,20 @@ class Reducer:
         bucket_cap_mb: float,
         what: str,
         order: Sequence[str] | None = None,
+        hook: Hook | None = None,
     ) -> None:
         for name, spec in parameters:
             why_not = refusal(ReduceOp.MEAN, spec.dtype)
             if why_not is not None:
                 raise TensorMismatchError(f"{what} {name}: {why_not}")
         self.layout: Layout = lay_out(parameters, cap_bytes(bucket_cap_mb), order=order)
-        agree(group, what, self.layout.text)
+        agree(group, what, self.layout.text + ("" if hook is None else f"\nhook: {hook.text}"))
         self.size = group.size
+        self.hook = hook
+        self.traffic = Traffic(group.size)
         self.memory = [BucketMemory(bucket, group) for bucket in self.layout.buckets]
         self._stream = group.stream()
+        self.clock = self._stream.clock
         self._rounds = 0
         self._usual_weight: float | None = None
 
@@ -72,12 +79,14 @@ class Reducer:
         """The next round. Every rank begins the same rounds in the same order, all with a weight or all without."""
         number = self._rounds
         self._rounds += 1
-        return Round(self, number, self._usual_weight if weight is None else weight)
+        if weight is None:
+            weight = self._usual_weight if self.hook is None else 1.0
+        return Round(self, number, weight)
 
-    def start(self, number: int, bucket: int, array: Array, op: ReduceOp) -> Work[Any]:
-        """Reduces the array of a bucket in place, in round `number`."""
-        work: Work[Any] = self._stream.all_reduce(array, number=number * len(self.memory) + bucket, op=op, out=array)
-        return work
+    def lane(self, number: int, bucket: int) -> Lane:
+        """The operations of a bucket in round `number`: the header's and the hook's where there is one."""
+        operations = 1 if self.hook is None else 1 + self.hook.operations
+        return Lane(self._stream, (number * len(self.memory) + bucket) * operations, self.traffic)
 
     @contextmanager
     def uneven(self, follow: Callable[[Round], None]) -> Iterator[None]:

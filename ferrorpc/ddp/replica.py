@@ -11,6 +11,7 @@ import numpy as np
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import kind_of, spec_of, view, view_out
 from ferrorpc.ddp.buffers import Buffers, named_buffers
+from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.memory import Array
 from ferrorpc.ddp.parameter import HasGradient
 from ferrorpc.ddp.reducer import Reducer
@@ -32,6 +33,7 @@ class Replica:
         bucket_cap_mb: how many MiB of gradients a bucket may hold.
         init_sync: begin with the weights and buffers of rank 0.
         buffers: a mode of `Buffers`.
+        hook: what buckets travel as.
         views: after a step `.grad` is the mean as it lies in its bucket, where the kind of array permits.
 
     Raises:
@@ -40,7 +42,14 @@ class Replica:
     """
 
     def __init__(
-        self, module: Any, group: ProcessGroup, bucket_cap_mb: float, init_sync: bool, buffers: str, views: bool
+        self,
+        module: Any,
+        group: ProcessGroup,
+        bucket_cap_mb: float,
+        init_sync: bool,
+        buffers: str,
+        views: bool,
+        hook: Hook | None,
     ) -> None:
         self.module = module
         self.group = group
@@ -50,7 +59,7 @@ class Replica:
         self._known = named_parameters(module)
         self.parameters = {name: parameter for name, parameter in self._known.items() if _trains(parameter)}
         specs = [(name, _spec(name, parameter.data)) for name, parameter in self.parameters.items()]
-        self.reducer = Reducer(specs, group, bucket_cap_mb, "parameters")
+        self.reducer = Reducer(specs, group, bucket_cap_mb, "parameters", hook=hook)
         self._buffers = Buffers(module, group, buffers)
         self._aliases: dict[str, Any] = {}
         self._is_uneven = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,10 @@ import numpy as np
 
 from ferrorpc.arrays.base import View
 from ferrorpc.ddp.bucket import Bucket, Slot
+from ferrorpc.ddp.hooks.base import Part
 from ferrorpc.ddp.memory import Array, BucketMemory
 from ferrorpc.errors import UsageError
+from ferrorpc.guard import FOREVER
 from ferrorpc.kernels.reduction import kernel
 from ferrorpc.types import ReduceOp
 from ferrorpc.work import Work
@@ -24,35 +26,36 @@ _NAMES_SHOWN = 4
 
 
 class Flight:
-    """One bucket on its way round the group: operations one after the other, each begun when the one before is complete."""
+    """One bucket on its way round the group: operations one after the other, each begun when the one before is complete.
 
-    def __init__(self, bucket: Bucket, operations: Generator[Work[Any], Any, None]) -> None:
+    Args:
+        wake: called, from any thread, when `advance` may get further.
+    """
+
+    def __init__(self, bucket: Bucket, operations: Generator[Work[Any], Any, None], wake: Callable[[], None]) -> None:
         self.bucket = bucket
         self._operations = operations
-        self._work: Work[Any] | None = next(operations)
+        self._wake = wake
+        self._work: Work[Any] | None = None
+        self._begin(next(operations))
 
-    def advance(self) -> None:
-        """Begins what can be begun without waiting."""
+    def _begin(self, work: Work[Any]) -> None:
+        self._work = work
+        work.on_done(self._wake)
+
+    def advance(self) -> bool:
+        """Begins what can be begun without waiting. True when the last operation is complete."""
         while self._work is not None and self._work.done():
-            self._take()
-
-    def wait(self) -> None:
-        """Returns when the last operation is complete."""
-        while self._work is not None:
-            self._take()
+            try:
+                self._begin(self._operations.send(self._work.wait()))
+            except StopIteration:
+                self._work = None
+        return self._work is None
 
     def abandon(self) -> None:
         """Nobody will wait for it: its error, which somebody has seen elsewhere, need not be logged."""
         if self._work is not None:
             self._work.on_done(partial(_observe, self._work))
-
-    def _take(self) -> None:
-        assert self._work is not None
-        result = self._work.wait()
-        try:
-            self._work = self._operations.send(result)
-        except StopIteration:
-            self._work = None
 
 
 class Round:
@@ -70,6 +73,7 @@ class Round:
         self._missing = [len(bucket.slots) for bucket in reducer.layout.buckets]
         self._put: set[str] = set()
         self._flights: list[Flight] = []
+        self._parker = reducer.clock.parker()
         self._used: set[str] = set()
 
     def has(self, name: str) -> bool:
@@ -97,7 +101,7 @@ class Round:
         if self._missing[slot.bucket] == 0:
             self._send(memory)
         for flight in self._flights:
-            flight.advance()
+            self._advance(flight)
 
     def _travelling(self, memory: BucketMemory) -> Array:
         """What the messages carry: weighted halves are not rounded before they are divided."""
@@ -116,17 +120,24 @@ class Round:
         wide = memory.wide[slot.start : slot.stop]
         if not _is_same(gradient.data, wide):
             kernel(ReduceOp.SUM, slot.spec.dtype, 1).load(wide, gradient.data.reshape(-1))
-        with np.errstate(all="ignore"):
-            np.multiply(wide, _real(wide)(self.weight), out=wide)
+        if self.weight != 1:
+            with np.errstate(all="ignore"):
+                np.multiply(wide, _real(wide)(self.weight), out=wide)
 
     def _send(self, memory: BucketMemory) -> None:
         array = self._travelling(memory)
         array[memory.bucket.weight] = 0 if self.weight is None else self.weight
-        self._flights.append(Flight(memory.bucket, self._operations(memory, array)))
+        self._flights.append(Flight(memory.bucket, self._operations(memory, array), self._parker.unpark))
 
     def _operations(self, memory: BucketMemory, array: Array) -> Generator[Work[Any], Any, None]:
-        op = ReduceOp.MEAN if self.weight is None else ReduceOp.SUM
-        yield self._reducer.start(self.number, memory.bucket.index, array, op)
+        bucket, hook = memory.bucket, self._reducer.hook
+        lane = self._reducer.lane(self.number, bucket.index)
+        if hook is None or array.dtype != np.float32:
+            yield lane.all_reduce(array, ReduceOp.MEAN if self.weight is None else ReduceOp.SUM)
+            return
+        header = lane.all_reduce(array[: bucket.header])
+        yield from hook.exchange(Part(f"bucket{bucket.index}", array[bucket.header :], matrices(bucket)), lane)
+        yield header
 
     def finish(self) -> None:
         """Counts what was not put as unused, and returns when every mean is in its place.
@@ -144,15 +155,24 @@ class Round:
             if name not in self._put:
                 self.put(name, None)
         total = float(self._reducer.size)
-        for flight in self._flights:
-            try:
-                flight.wait()
-            except BaseException as error:
-                self.abandon()
-                error.add_note(f"while averaging {_told(flight.bucket)}, round {self.number}")
-                raise
-            total = self._settle(self._reducer.memory[flight.bucket.index])
+        while self._flights:
+            # All of them go on while any is waited for: which one comes home first differs from rank to rank.
+            under_way = [flight for flight in self._flights if not self._advance(flight)]
+            for flight in self._flights:
+                if flight not in under_way:
+                    total = self._settle(self._reducer.memory[flight.bucket.index])
+            if len(under_way) == len(self._flights):
+                self._parker.park(FOREVER)  # each operation has its own deadline
+            self._flights = under_way
         return total
+
+    def _advance(self, flight: Flight) -> bool:
+        try:
+            return flight.advance()
+        except BaseException as error:
+            self.abandon()
+            error.add_note(f"while averaging {_told(flight.bucket)}, round {self.number}")
+            raise
 
     def abandon(self) -> None:
         """This round will not be finished."""
@@ -184,6 +204,17 @@ class Round:
         dtype. It is the bucket's memory, and belongs to the next round as soon as that begins."""
         slot = self._reducer.layout.slots[name]
         return self._reducer.memory[slot.bucket].place(slot)
+
+
+def matrices(bucket: Bucket) -> tuple[tuple[int, int, int], ...]:
+    """(start behind the header, rows, columns) of each gradient that is a matrix, or can be read as one of its first
+    dimension by all others."""
+    found = []
+    for slot in bucket.slots:
+        rows = slot.spec.shape[0] if len(slot.spec.shape) > 1 else 0
+        if slot.stop > slot.start and rows:
+            found.append((slot.start - bucket.header, rows, (slot.stop - slot.start) // rows))
+    return tuple(found)
 
 
 def _told(bucket: Bucket) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of, view
+from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.pytree import flatten, rebuild
 from ferrorpc.ddp.reducer import Reducer
 from ferrorpc.ddp.round import Round
@@ -36,6 +37,7 @@ class GradientSynchronizer:
         order: paths in the order in which gradients become ready; None for the reverse of the tree's.
         gradient_as_bucket_view: the means are given out as they lie in the buckets, without a copy. They are overwritten in the
             next step.
+        hook: what buckets travel as: see `ferrorpc.hooks`. With one, steps without a weight weigh 1.
 
     Raises:
         UsageError: two leaves of one name, or a dtype that has no mean.
@@ -50,13 +52,14 @@ class GradientSynchronizer:
         *,
         order: Sequence[str] | None = None,
         gradient_as_bucket_view: bool = False,
+        hook: Hook | None = None,
     ) -> None:
         self._like = like
         self._views = gradient_as_bucket_view
         leaves = flatten(like)
         self._specs = {name: leaf if isinstance(leaf, TensorSpec) else spec_of(leaf) for name, leaf in leaves.items()}
         self._kinds = {name: NUMPY if isinstance(leaf, TensorSpec) else kind_of(leaf) for name, leaf in leaves.items()}
-        self._reducer = Reducer(list(self._specs.items()), group, bucket_cap_mb, "gradients", order)
+        self._reducer = Reducer(list(self._specs.items()), group, bucket_cap_mb, "gradients", order, hook)
         self._abort = group.abort
         self._open: SynchronizerStep | None = None
 
@@ -118,6 +121,11 @@ class GradientSynchronizer:
 
         with self._reducer.uneven(followed):
             yield
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the busiest rank has sent for gradients so far."""
+        return self._reducer.traffic.sent_bytes
 
     def _means(self, current: Round, kinds: Mapping[str, Kind]) -> dict[str, Any]:
         """Name -> mean, None where nobody used it."""

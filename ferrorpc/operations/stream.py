@@ -10,7 +10,7 @@ from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import kind_of, view
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.guard import Clock
-from ferrorpc.operations.arguments import one_result, seconds_of
+from ferrorpc.operations.arguments import list_result, one_result, seconds_of
 from ferrorpc.operations.dispatch import Dispatch, Signature
 from ferrorpc.operations.results import Result
 from ferrorpc.types import ReduceOp
@@ -71,6 +71,15 @@ class Stream:
             one_result(x, kind_of(x), source.spec, sources),
             number,
             timeout,
+        )
+
+    def all_gather(self, x: Any, number: int, *, timeout: float | None = None) -> Work[Any]:
+        """As `ProcessGroup.all_gather(async_op=True)`."""
+        source = view(x)
+        specs = (source.spec,)
+        result = list_result(None, source.kind, self._dispatch.backend.size, [source])
+        return self._start(
+            (Operation.ALL_GATHER, specs), lambda: Call(Operation.ALL_GATHER, specs), [source], result, number, timeout
         )
 
     def _start(

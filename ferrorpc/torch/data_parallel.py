@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.torch.backward import Backward
 
@@ -33,6 +34,7 @@ class DistributedDataParallel(torch.nn.Module):
         init_sync: whether to begin with the weights and buffers of rank 0.
         buffers: what a synchronised step does with buffers: "broadcast" gives all ranks rank 0's, "mean" averages floating ones
             (others are rank 0's), "local" leaves them.
+        hook: what buckets travel as: see `ferrorpc.hooks`.
         gradient_as_bucket_view: `.grad` is the mean as it lies in its bucket, without a copy of its own. The next backward pass
             overwrites it.
 
@@ -49,11 +51,12 @@ class DistributedDataParallel(torch.nn.Module):
         init_sync: bool = True,
         *,
         buffers: str = "broadcast",
+        hook: Hook | None = None,
         gradient_as_bucket_view: bool = True,
     ) -> None:
         super().__init__()
         self.module = module
-        self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view)
+        self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook)
         self._backward = Backward(self._replica)
         weakref.finalize(self, self._backward.end)
         self.register_load_state_dict_pre_hook(_add_own_prefix)
@@ -74,6 +77,11 @@ class DistributedDataParallel(torch.nn.Module):
     def broadcast_parameters(self, root: int = 0) -> None:
         """Gives every rank the weights and buffers of rank `root`, in place. Collective."""
         self._replica.share(root)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the busiest rank has sent for gradients so far."""
+        return self._replica.reducer.traffic.sent_bytes
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it gradients add up over backward passes, and none is averaged. All ranks alike."""

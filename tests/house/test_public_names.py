@@ -34,6 +34,7 @@ FACE = {
     "errors",
     "testing",
     "schedules",
+    "hooks",
 }
 ERRORS = set(errors.__all__)
 

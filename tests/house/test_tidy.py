@@ -17,6 +17,7 @@ FACES = (
     "ferrorpc/__init__.py",
     "ferrorpc/testing/__init__.py",
     "ferrorpc/torch/__init__.py",
+    "ferrorpc/ddp/hooks/__init__.py",
     "ferrorpc/pipeline/schedules/__init__.py",
 )
 LEFTOVER = re.compile(

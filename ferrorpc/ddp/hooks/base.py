@@ -1,0 +1,79 @@
+"""What a communication hook is: how the gradients of one bucket become their sum over all ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ferrorpc.ddp.lane import Lane
+from ferrorpc.ddp.memory import Array
+from ferrorpc.errors import UsageError
+from ferrorpc.work import Work
+
+Exchange: TypeAlias = Generator[Work[Any], Any, Array | None]
+"""Yields each operation it waits for and gets its result back; returns what of this rank's values was delivered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a hook sums.
+
+    Attributes:
+        key: the same in every round and on every rank: what a hook remembers goes by it.
+        values: float32 of shape (n,); becomes the sum.
+        matrices: (start, rows, columns) of each run of values that is a matrix, row by row.
+        wants_delivered: the exchange is to return what of `values`, as they were, this rank has delivered: float32 of shape
+            (n,). Otherwise it returns None.
+    """
+
+    key: str
+    values: Array
+    matrices: tuple[tuple[int, int, int], ...] = ()
+    wants_delivered: bool = False
+
+
+class Hook(ABC):
+    """Exchanges buckets by other messages than their own bytes. One object serves one synchroniser or module.
+
+    Attributes:
+        operations: how many operations one bucket takes at most.
+    """
+
+    operations: int = 1
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """What all ranks must agree on, in words."""
+
+    @abstractmethod
+    def exchange(self, part: Part, lane: Lane) -> Exchange:
+        """Replaces `part.values` by their sum over all ranks, which must have the same bits on each."""
+
+    def state(self) -> dict[str, Array]:
+        """What the hook remembers from round to round, this rank's: copies, to be saved with the weights."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Array]) -> None:
+        """Goes on from what `state` gave, on the same rank of a group of the same size.
+
+        Raises:
+            UsageError: it is another hook's.
+        """
+        if state:
+            raise UsageError(f"{self.text} remembers nothing, but was given {', '.join(state)}", hint="is it the same hook?")
+
+
+class Plain(Hook):
+    """The values' own bytes."""
+
+    @property
+    def text(self) -> str:
+        return "plain"
+
+    def exchange(self, part: Part, lane: Lane) -> Exchange:
+        delivered = part.values.copy() if part.wants_delivered else None
+        yield lane.all_reduce(part.values)
+        return delivered

@@ -1,0 +1,159 @@
+"""Gradient matrices as products of two thin ones.
+
+Idea. A gradient matrix M (rows x columns) is close to one of low rank r. With a matrix Q (columns x r) that all share, each
+computes P = M Q; the ranks' sum of P is orthogonalised; each computes Q = M^T P; their sum is the new Q, and P Q^T stands for
+the sum of all M. Q of one round starts the next (a step of power iteration each round), so it follows the gradient. What is no
+matrix, or would not shrink at least to half, travels as it is, together with the P.
+
+Source. Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019.
+
+Cost: (rows + columns) r values in two messages instead of rows x columns in one; 3 rows x columns x r multiplications, a fourth
+for error feedback. P Q^T is added up from outer products, element by element, so that ranks whose processors or
+matrix libraries differ still get the same bits.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, Plain
+from ferrorpc.ddp.lane import Lane
+from ferrorpc.ddp.memory import Array
+from ferrorpc.errors import UsageError
+from ferrorpc.work import Work
+
+RANK_MAX: Final = 4
+_PREFIX = "q/"
+_LEAST_SAVING = 2
+_TINY = np.float32(1e-30)
+
+
+class PowerSGD(Hook):
+    """Matrices by factors of rank `rank` (1 to 4). Meant to go inside `ErrorFeedback`.
+
+    Args:
+        hook: how the factors (and what is no matrix) are summed; None for as they are.
+    """
+
+    def __init__(self, rank: int = 1, hook: Hook | None = None) -> None:
+        if rank not in range(1, RANK_MAX + 1):
+            raise UsageError(f"rank={rank} is not 1 to {RANK_MAX}", hint="1 or 2 is enough for most models")
+        self._rank = rank
+        self._hook = Plain() if hook is None else hook
+        self.operations = 2 * self._hook.operations
+        self._starts: dict[str, Array] = {}
+
+    @property
+    def text(self) -> str:
+        return f"power sgd(rank {self._rank}, {self._hook.text})"
+
+    def exchange(self, part: Part, lane: Lane) -> Exchange:
+        values, rank = part.values, self._rank
+        chosen = [each for each in part.matrices if (each[1] + each[2]) * rank * _LEAST_SAVING <= each[1] * each[2]]
+        matrices = [values[start : start + rows * columns].reshape(rows, columns) for start, rows, columns in chosen]
+        keys = [f"{part.key}/{start}" for start, _, _ in chosen]
+        rest = _outside(values, chosen)
+        thin = [_product(matrix, self._start(key, matrix.shape[1])) for key, matrix in zip(keys, matrices, strict=True)]
+        sums, sent_rest = yield from self._sum(f"{part.key}/p", [*rest, *thin], part.wants_delivered, lane)
+        bases = [_orthogonal(flat.reshape(-1, rank)) for flat in sums[len(rest) :]]
+        own = [_product(matrix.T, basis) for matrix, basis in zip(matrices, bases, strict=True)]
+        qs, sent_qs = yield from self._sum(f"{part.key}/q", own, part.wants_delivered, lane)
+        for run, summed in zip(rest, sums, strict=False):
+            run[...] = summed
+        for key, matrix, basis, flat in zip(keys, matrices, bases, qs, strict=True):
+            q = flat.reshape(-1, rank)
+            _expand(basis, q, matrix)
+            self._starts[key] = _fresh(key, q)
+        if not part.wants_delivered:
+            return None
+        delivered = np.empty_like(values)
+        for run, sent in zip(_outside(delivered, chosen), sent_rest, strict=False):
+            run[...] = sent
+        for (start, rows, columns), basis, sent in zip(chosen, bases, sent_qs, strict=True):
+            _expand(basis, sent.reshape(-1, rank), delivered[start : start + rows * columns].reshape(rows, columns))
+        return delivered
+
+    def _sum(
+        self, key: str, arrays: list[Array], wants_delivered: bool, lane: Lane
+    ) -> Generator[Work[Any], Any, tuple[list[Array], list[Array]]]:
+        """The sums of arrays over all ranks, flat, by one exchange; and what of this rank's was delivered."""
+        if not arrays:
+            return [], []
+        message = np.concatenate([array.reshape(-1) for array in arrays])
+        delivered = yield from self._hook.exchange(Part(key, message, wants_delivered=wants_delivered), lane)
+        cuts = np.cumsum([array.size for array in arrays])[:-1]
+        return np.split(message, cuts), [] if delivered is None else np.split(delivered, cuts)
+
+    def _start(self, key: str, columns: int) -> Array:
+        start = self._starts.get(key)
+        if start is None:
+            start = self._starts[key] = _random(key, columns, self._rank)
+        if start.shape != (columns, self._rank):
+            message = f"{_PREFIX}{key} has shape {start.shape}, but ({columns}, {self._rank}) is needed"
+            raise UsageError(message, hint="is it another model's?")
+        return start
+
+    def state(self) -> dict[str, Array]:
+        return {_PREFIX + key: start.copy() for key, start in self._starts.items()} | self._hook.state()
+
+    def load_state(self, state: Mapping[str, Array]) -> None:
+        own = {name for name in state if name.startswith(_PREFIX)}
+        self._hook.load_state({name: array for name, array in state.items() if name not in own})
+        self._starts = {name.removeprefix(_PREFIX): np.array(state[name], np.float32) for name in own}
+
+
+def _outside(values: Array, chosen: list[tuple[int, int, int]]) -> list[Array]:
+    """The runs of values that are in none of these matrices."""
+    stops = [0, *[start + rows * columns for start, rows, columns in chosen]]
+    starts = [*[start for start, _, _ in chosen], values.size]
+    return [values[stop:start] for stop, start in zip(stops, starts, strict=True)]
+
+
+def _random(key: str, columns: int, rank: int) -> Array:
+    """The first Q, the same on every rank."""
+    return np.random.default_rng(zlib.crc32(key.encode())).standard_normal((columns, rank)).astype(np.float32)
+
+
+def _fresh(key: str, q: Array) -> Array:
+    """Q as the next round starts with it: a column that is zero, or not finite, would never come back by itself."""
+    lengths = np.abs(q).sum(axis=0)
+    lost = ~(np.isfinite(lengths) & (lengths > _TINY))
+    if lost.any():
+        q = np.where(lost, _random(key, *q.shape), q)
+    return np.ascontiguousarray(q)
+
+
+def _product(left: Array, right: Array) -> Array:
+    """left @ right, of this rank's values."""
+    with np.errstate(all="ignore"):
+        return np.asarray(left @ right)
+
+
+def _orthogonal(p: Array) -> Array:
+    """The columns of P made orthonormal, by the modified Gram-Schmidt process; columns of zeros stay zeros.
+
+    Sums are NumPy's own, not a matrix library's, so equal P have equal results on every machine.
+    """
+    columns = [np.ascontiguousarray(column) for column in p.T]
+    with np.errstate(all="ignore"):
+        for index, column in enumerate(columns):
+            largest = np.abs(column).max(initial=0)
+            if largest == 0:
+                continue
+            column /= largest  # so that no square underflows or overflows
+            for other in columns[:index]:
+                column -= (column * other).sum() * other
+            column /= np.sqrt((column * column).sum())
+    return np.stack(columns, axis=1)
+
+
+def _expand(basis: Array, q: Array, out: Array) -> None:
+    """out[:] = basis @ q.T, each element added up in the order of columns."""
+    with np.errstate(all="ignore"):
+        np.multiply.outer(basis[:, 0], q[:, 0], out=out)
+        for index in range(1, q.shape[1]):
+            out += np.multiply.outer(basis[:, index], q[:, index])
