@@ -38,6 +38,7 @@ class DistributedDataParallel:
         buffers: what `sync_gradients` does with buffers, where the module names them: "broadcast" gives all ranks rank 0's,
             "mean" averages floating ones (others are rank 0's), "local" leaves them.
         hook: what buckets travel as: see `ferrorpc.hooks`.
+        check_every: as `check_weights`, in every so many steps; 0 for never.
         gradient_as_bucket_view: `.grad` becomes the mean as it lies in its bucket, without a copy. The next
             `sync_gradients` overwrites it.
 
@@ -55,10 +56,11 @@ class DistributedDataParallel:
         *,
         buffers: str = "broadcast",
         hook: Hook | None = None,
+        check_every: int = 0,
         gradient_as_bucket_view: bool = False,
     ) -> None:
         self.module = module
-        self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook)
+        self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook, check_every)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, on this rank's share of the batch."""
@@ -98,6 +100,14 @@ class DistributedDataParallel:
     def sent_bytes(self) -> int:
         """Bytes that the busiest rank has sent for gradients so far."""
         return self._replica.reducer.traffic.sent_bytes
+
+    def check_weights(self) -> None:
+        """Compares the weights of all ranks, as hashes, through the coordinator. Collective.
+
+        Raises:
+            CollectiveMismatchError: they differ. It names the ranks that are not as most are, and the first parameter.
+        """
+        self._replica.compare("now")
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it `sync_gradients` does nothing: gradients add up over several batches. All ranks alike."""

@@ -72,6 +72,7 @@ class Reducer:
         self.memory = [BucketMemory(bucket, group) for bucket in self.layout.buckets]
         self._stream = group.stream()
         self.clock = self._stream.clock
+        self.number = self._stream.number
         self._rounds = 0
         self._usual_weight: float | None = None
 

@@ -11,6 +11,7 @@ import numpy as np
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import kind_of, spec_of, view, view_out
 from ferrorpc.ddp.buffers import Buffers, named_buffers
+from ferrorpc.ddp.drift import compare
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.memory import Array
 from ferrorpc.ddp.parameter import HasGradient
@@ -34,6 +35,7 @@ class Replica:
         init_sync: begin with the weights and buffers of rank 0.
         buffers: a mode of `Buffers`.
         hook: what buckets travel as.
+        check_every: compare weights between ranks after every so many steps; 0 for never.
         views: after a step `.grad` is the mean as it lies in its bucket, where the kind of array permits.
 
     Raises:
@@ -50,12 +52,16 @@ class Replica:
         buffers: str,
         views: bool,
         hook: Hook | None,
+        check_every: int,
     ) -> None:
         self.module = module
         self.group = group
         self.syncs = True
         """Whether gradients are averaged now; not under `no_sync`."""
+        if check_every < 0:
+            raise UsageError(f"check_every={check_every} is no number of steps", hint="pass 0 for never, or such as 100")
         self._views = views
+        self._check_every = check_every
         self._known = named_parameters(module)
         self.parameters = {name: parameter for name, parameter in self._known.items() if _trains(parameter)}
         specs = [(name, _spec(name, parameter.data)) for name, parameter in self.parameters.items()]
@@ -63,6 +69,8 @@ class Replica:
         self._buffers = Buffers(module, group, buffers)
         self._aliases: dict[str, Any] = {}
         self._is_uneven = False
+        self._weights_differ = False
+        """Whether a rank may have stopped following, so that there is nothing to compare."""
         self._rounds = 0
         if init_sync:
             self.share(0)
@@ -72,6 +80,15 @@ class Replica:
         arrays = {name: parameter.data for name, parameter in named_parameters(self.module).items()}
         arrays.update({f"buffer {name}": array for name, array in named_buffers(self.module).items()})
         share(arrays, self.group, root)
+
+    def compare(self, when: str) -> None:
+        """Raises CollectiveMismatchError when ranks hold different weights. Collective."""
+        arrays = {name: parameter.data for name, parameter in self._known.items()}
+        compare(arrays, self.group, self.reducer.number, when)
+
+    def _compare_in_turn(self, current: Round) -> None:
+        if self._check_every and (current.number + 1) % self._check_every == 0:
+            self.compare(f"in step {current.number + 1}")
 
     def check(self) -> None:
         """Raises UsageError when the module has other parameters than it was wrapped with, or thawed one since."""
@@ -149,6 +166,8 @@ class Replica:
             if not current.used(name):
                 current.place(name)[...] = before
         self._buffers.finish()
+        if not self._weights_differ:
+            self._compare_in_turn(current)
 
     def _store(self, current: Round) -> None:
         for name, parameter in self.parameters.items():
@@ -173,15 +192,16 @@ class Replica:
         def followed(current: Round) -> None:
             if follow is not None:
                 self._store(current)
+                self._compare_in_turn(current)
                 follow()
 
         first = self._rounds
-        self._is_uneven = True
+        self._is_uneven, self._weights_differ = True, follow is None
         try:
             with self.reducer.uneven(followed):
                 yield
         finally:
-            self._is_uneven = False
+            self._is_uneven = self._weights_differ = False
         counts = self.group.all_gather(np.int64(self._rounds - first))
         root = int(np.argmax([int(count) for count in counts]))
         if follow is None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of, view
+from ferrorpc.ddp.drift import compare
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.pytree import flatten, rebuild
 from ferrorpc.ddp.reducer import Reducer
@@ -60,7 +61,7 @@ class GradientSynchronizer:
         self._specs = {name: leaf if isinstance(leaf, TensorSpec) else spec_of(leaf) for name, leaf in leaves.items()}
         self._kinds = {name: NUMPY if isinstance(leaf, TensorSpec) else kind_of(leaf) for name, leaf in leaves.items()}
         self._reducer = Reducer(list(self._specs.items()), group, bucket_cap_mb, "gradients", order, hook)
-        self._abort = group.abort
+        self._group = group
         self._open: SynchronizerStep | None = None
 
     def __call__(self, grads: Any, weight: float | None = None) -> Any:
@@ -126,6 +127,17 @@ class GradientSynchronizer:
     def sent_bytes(self) -> int:
         """Bytes that the busiest rank has sent for gradients so far."""
         return self._reducer.traffic.sent_bytes
+
+    def check_weights(self, weights: Any) -> None:
+        """Compares the weights of all ranks, as hashes, through the coordinator. Collective.
+
+        Args:
+            weights: a tree of arrays, the same on all ranks.
+
+        Raises:
+            CollectiveMismatchError: they differ. It names the ranks that are not as most are, and the first leaf.
+        """
+        compare(flatten(weights), self._group, self._reducer.number, "now")
 
     def _means(self, current: Round, kinds: Mapping[str, Kind]) -> dict[str, Any]:
         """Name -> mean, None where nobody used it."""
@@ -240,7 +252,7 @@ class SynchronizerStep:
         if error is not None:
             self._round.abandon()
             if isinstance(error, Exception):
-                self._owner._abort(error)
+                self._owner._group.abort(error)
             return
         for name in self._added:
             if not self._round.has(name):

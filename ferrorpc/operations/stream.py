@@ -31,6 +31,11 @@ class Stream:
         self._unordered = channels is None and dispatch.backend.arena is not None
 
     @property
+    def number(self) -> int:
+        """Of this stream: the same on every rank, and no other stream of the group has it."""
+        return self._number
+
+    @property
     def clock(self) -> Clock:
         """The clock of the group's operations."""
         return self._dispatch.backend.clock

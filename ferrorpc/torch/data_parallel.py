@@ -35,6 +35,7 @@ class DistributedDataParallel(torch.nn.Module):
         buffers: what a synchronised step does with buffers: "broadcast" gives all ranks rank 0's, "mean" averages floating ones
             (others are rank 0's), "local" leaves them.
         hook: what buckets travel as: see `ferrorpc.hooks`.
+        check_every: as `check_weights`, in every so many steps; 0 for never.
         gradient_as_bucket_view: `.grad` is the mean as it lies in its bucket, without a copy of its own. The next backward pass
             overwrites it.
 
@@ -52,11 +53,12 @@ class DistributedDataParallel(torch.nn.Module):
         *,
         buffers: str = "broadcast",
         hook: Hook | None = None,
+        check_every: int = 0,
         gradient_as_bucket_view: bool = True,
     ) -> None:
         super().__init__()
         self.module = module
-        self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook)
+        self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook, check_every)
         self._backward = Backward(self._replica)
         weakref.finalize(self, self._backward.end)
         self.register_load_state_dict_pre_hook(_add_own_prefix)
@@ -82,6 +84,14 @@ class DistributedDataParallel(torch.nn.Module):
     def sent_bytes(self) -> int:
         """Bytes that the busiest rank has sent for gradients so far."""
         return self._replica.reducer.traffic.sent_bytes
+
+    def check_weights(self) -> None:
+        """Compares the weights of all ranks, as hashes, through the coordinator. Collective.
+
+        Raises:
+            CollectiveMismatchError: they differ. It names the ranks that are not as most are, and the first parameter.
+        """
+        self._replica.compare("now")
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it gradients add up over backward passes, and none is averaged. All ranks alike."""
