@@ -15,6 +15,7 @@ n bytes and 1 + gradients elements for each bucket, no other message.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -77,7 +78,13 @@ class Reducer:
         self._usual_weight: float | None = None
 
     def begin(self, weight: float | None = None) -> Round:
-        """The next round. Every rank begins the same rounds in the same order, all with a weight or all without."""
+        """The next round. Every rank begins the same rounds in the same order, all with a weight or all without.
+
+        Raises:
+            UsageError: the weight is negative or not finite.
+        """
+        if weight is not None and not (math.isfinite(weight) and weight >= 0):
+            raise UsageError(f"weight={weight} is no share", hint="pass a number of samples or tokens, 0 or more")
         number = self._rounds
         self._rounds += 1
         if weight is None:

@@ -127,10 +127,11 @@ class Replica:
 
     def begin(self, weight: float | None) -> Round:
         """The next mean of all gradients."""
+        current = self.reducer.begin(weight)
         self._rounds += 1
         if not self._is_uneven:
             self._buffers.begin()
-        return self.reducer.begin(weight)
+        return current
 
     def contribute(self, current: Round, name: str, used: bool = True) -> None:
         """Puts a parameter's gradient into the round; it must have one. Raises as `gradient`."""

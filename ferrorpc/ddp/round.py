@@ -80,10 +80,6 @@ class Round:
         """Whether this gradient was put."""
         return name in self._put
 
-    def sent(self, name: str) -> bool:
-        """Whether the bucket of this gradient has left."""
-        return self._missing[self._reducer.layout.slots[name].bucket] == 0
-
     def put(self, name: str, gradient: View | None, used: bool = True) -> None:
         """This rank's gradient of one parameter, once a round. The last one of a bucket sends it on its way.
 
@@ -143,28 +139,32 @@ class Round:
         """Counts what was not put as unused, and returns when every mean is in its place.
 
         Raises:
-            UsageError: the weights of all ranks sum to zero (on every rank).
+            UsageError: the weights of all ranks sum to zero, or to no number (on every rank).
             FerroError: what ended the generation.
         """
         if self.wait() == 0:
             raise UsageError("the weights of all ranks sum to zero", hint="at least one rank needs a positive weight")
 
     def wait(self) -> float:
-        """As `finish`, and returns what the weights sum to; where that is zero there are no means."""
+        """As `finish`, but returns what the weights sum to where that is zero, too; then there are no means."""
         for name in self._reducer.layout.slots:
             if name not in self._put:
                 self.put(name, None)
-        total = float(self._reducer.size)
+        totals = [float(self._reducer.size)]
         while self._flights:
             # All of them go on while any is waited for: which one comes home first differs from rank to rank.
             under_way = [flight for flight in self._flights if not self._advance(flight)]
             for flight in self._flights:
                 if flight not in under_way:
-                    total = self._settle(self._reducer.memory[flight.bucket.index])
+                    totals.append(self._settle(self._reducer.memory[flight.bucket.index]))
             if len(under_way) == len(self._flights):
                 self._parker.park(FOREVER)  # each operation has its own deadline
             self._flights = under_way
-        return total
+        if not all(map(math.isfinite, totals)):
+            raise UsageError(
+                f"the weights of all ranks sum to {max(totals)}", hint="weigh by samples or tokens, in smaller units"
+            )
+        return totals[-1]
 
     def _advance(self, flight: Flight) -> bool:
         try:
@@ -186,10 +186,8 @@ class Round:
         if self.weight is None:
             return float(self._reducer.size)
         total = float(array[bucket.weight].real)
-        if total == 0:
+        if total == 0 or not math.isfinite(total):
             return total
-        if not math.isfinite(total):
-            raise UsageError(f"the weights of all ranks sum to {total}", hint="weigh by samples or tokens, in smaller units")
         with np.errstate(all="ignore"):
             np.divide(array[bucket.header :], _real(array)(total), out=array[bucket.header :])
         memory.narrow()

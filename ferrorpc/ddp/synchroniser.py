@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -98,8 +97,6 @@ class GradientSynchronizer:
         Raises:
             UsageError: the previous step is still open, or the weight is negative or not finite.
         """
-        if weight is not None and not (math.isfinite(weight) and weight >= 0):
-            raise UsageError(f"weight={weight} is no share", hint="pass a number of samples or tokens, 0 or more")
         if self._open is not None:
             raise UsageError("the previous step is still open", hint="leave its `with` block first")
         self._open = SynchronizerStep(self, self._reducer.begin(weight))

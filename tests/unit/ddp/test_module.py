@@ -254,6 +254,8 @@ def test_weights_of_ranks_count_in_the_mean():
         module = Plain(w=np.zeros(2))
         ddp = DistributedDataParallel(module, group)
         module["w"].grad = np.full(2, 4.0 * group.rank)
+        with pytest.raises(UsageError, match="weight=nan is no share"):
+            ddp.sync_gradients(weight=float("nan"))
         ddp.sync_gradients(weight=1 + 2 * group.rank)
         return module["w"].grad.tolist()
 
