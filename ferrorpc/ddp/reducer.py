@@ -71,7 +71,9 @@ class Reducer:
         self.hook = hook
         self.traffic = Traffic(group.size)
         self.memory = [BucketMemory(bucket, group) for bucket in self.layout.buckets]
-        self._stream = group.stream()
+        self._operations = 1 if hook is None else 1 + hook.operations
+        # A bucket's operations of one kind start round after round: that is the promise which shared memory needs.
+        self._stream = group.stream(channels=max(1, len(self.memory) * self._operations))
         self.clock = self._stream.clock
         self.number = self._stream.number
         self._rounds = 0
@@ -93,8 +95,7 @@ class Reducer:
 
     def lane(self, number: int, bucket: int) -> Lane:
         """The operations of a bucket in round `number`: the header's and the hook's where there is one."""
-        operations = 1 if self.hook is None else 1 + self.hook.operations
-        return Lane(self._stream, (number * len(self.memory) + bucket) * operations, self.traffic)
+        return Lane(self._stream, (number * len(self.memory) + bucket) * self._operations, self.traffic)
 
     @contextmanager
     def uneven(self, follow: Callable[[Round], None]) -> Iterator[None]:
