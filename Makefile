@@ -32,7 +32,7 @@ $(READY): pyproject.toml
 	$(SAY) "setup 2/3: a pip that knows dependency groups"
 	@$(PIP) install -q --upgrade "pip>=25.1"
 	$(SAY) "setup 3/3: ferrorpc, the libraries of the examples and the tools (about a minute the first time)"
-	@$(PIP) install -q --editable ".[examples]" --group dev
+	@$(PIP) install -q --editable ".[examples,ui]" --group dev
 	@touch $(READY)
 
 demo: $(READY)  ## train on handwritten digits with 4 processes over gRPC

@@ -132,7 +132,7 @@ SETTINGS: Final = (
     Setting("port", DEFAULT_PORT, port, "port of a coordinator that rank 0 starts"),
     Setting("listen", f"127.0.0.1:{DEFAULT_PORT}", host_port, "host:port a coordinator listens on; port 0 takes a free one"),
     Setting("data_dir", None, str, "directory of a coordinator's journal; without one a restart forgets everything"),
-    Setting("http_port", None, port, "port of a coordinator's /metrics and /healthz; none without it"),
+    Setting("http_port", None, port, "port of a coordinator's status page, /metrics and /healthz; none without it"),
     Setting("timeout", 60.0, seconds, "seconds for a rendezvous and for each operation"),
     Setting("heartbeat_interval", 0.5, seconds, "seconds between beats"),
     Setting(

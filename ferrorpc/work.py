@@ -33,6 +33,8 @@ class Work(Generic[Result]):
         self._error: BaseException | None = None
         self.locate: Callable[[BaseException], BaseException] | None = None
         """What an error goes through before the caller sees it; set before the handle is handed out."""
+        self.waited: Callable[[float], None] | None = None
+        """Told how many seconds a caller had to wait; set before the handle is handed out."""
 
     def done(self) -> bool:
         """Whether the operation has ended, well or badly."""
@@ -54,19 +56,26 @@ class Work(Generic[Result]):
             FerroError: whatever ended the operation.
         """
         if not self._done:
-            parker = self._clock.parker()
-            self.on_done(parker.unpark)
-            until = FOREVER if timeout is None else self._clock.now() + timeout
-            while not self._done:
-                if not parker.park(until) and not self._done:
-                    raise CollectiveTimeoutError(
-                        [], f"{self.label} still runs after {timeout:g} s", hint="call wait() again: nothing was lost"
-                    )
+            began = self._clock.now()
+            try:
+                self._park(FOREVER if timeout is None else began + timeout, timeout)
+            finally:
+                if self.waited is not None:
+                    self.waited(self._clock.now() - began)
         self._observed = True
         error = self._located(self._error)
         if error is not None:
             raise error
         return self._result  # type: ignore[return-value]
+
+    def _park(self, until: float, timeout: float | None) -> None:
+        parker = self._clock.parker()
+        self.on_done(parker.unpark)
+        while not self._done:
+            if not parker.park(until) and not self._done:
+                raise CollectiveTimeoutError(
+                    [], f"{self.label} still runs after {timeout:g} s", hint="call wait() again: nothing was lost"
+                )
 
     def _located(self, error: BaseException | None) -> BaseException | None:
         return error if error is None or self.locate is None else self.locate(error)

@@ -48,6 +48,7 @@ class GrpcBackend(MessageBackend):
         neighbours.start(session.report_link_lost)
         board = Board(neighbours, assignment.rank) if len(neighbours.ranks) > 1 else None
         super().__init__(transport, session, timeout=timeout, board=board)
+        session.carry(transport.traffic)
         self._line = session
         self._server = server
         self._path = path

@@ -2,44 +2,67 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from typing import TYPE_CHECKING
 
 import click
 
+from ferrorpc.cli.board import Earlier, as_text
 from ferrorpc.cli.client import address_of, call, connect, token
-from ferrorpc.cli.table import table
 from ferrorpc.config import Config
 
 if TYPE_CHECKING:
-    from ferrorpc.v1.identity_pb2 import Member
-    from ferrorpc.v1.session_pb2 import BarrierStatus, GenerationStatus, StatusResponse
+    from ferrorpc.v1.session_pb2 import StatusResponse
     from ferrorpc.v1.session_pb2_grpc import CoordinatorServiceStub
 
 _WATCH_SECONDS = 1.0
-_CLEAR_SCREEN = "\x1b[H\x1b[2J"
-_GENERATIONS_SHOWN = 8
+_RATES_SECONDS = 4.0
+"""What rates are taken over, or a little more."""
+_HOME = "\x1b[H"
+_CLEAR_LINE_END = "\x1b[K"
+_CLEAR_BELOW = "\x1b[J"
+_ROWS_FOR_THE_REST = 30
+_ROWS_MIN = 8
 
 
 @click.command("status")
 @click.option("--coordinator", "--addr", "address", metavar="HOST:PORT", help="Default: FERRORPC_COORDINATOR, else port 29700.")
 @click.option("--job", help="The job's name; default FERRORPC_JOB.")
-@click.option("--watch", is_flag=True, help="Show it again every second, until interrupted.")
+@click.option("--watch", is_flag=True, help="Show it again every second, with rates, until interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="The coordinator's answer as JSON, one object a line.")
 def command(address: str | None, job: str | None, watch: bool, as_json: bool) -> None:
-    """Show a job: its members and what they do, open barriers and who is missing, generations and why each began."""
+    """Show a job: its members and what they do, open barriers and who is missing, generations and why each began, events."""
     config = Config({"job": job})
     where = address_of(address, config)
     with connect(where, config) as stub:
-        while True:
+        if not watch:
             response = _ask(stub, where, config)
-            text = as_json_text(response) if as_json else as_text(response)
-            clear = _CLEAR_SCREEN if watch and not as_json and sys.stdout.isatty() else ""
-            click.echo(clear + text)
-            if not watch:
-                return
-            time.sleep(_WATCH_SECONDS)
+            click.echo(as_json_text(response) if as_json else as_text(response))
+            return
+        _watch(stub, where, config, as_json=as_json)
+
+
+def _watch(stub: CoordinatorServiceStub, where: str, config: Config, *, as_json: bool) -> None:
+    """Until interrupted. On a terminal each answer takes the place of the one before, without a flicker."""
+    past: list[tuple[float, StatusResponse]] = []
+    screen = sys.stdout.isatty() and not as_json
+    while True:
+        response, now = _ask(stub, where, config), time.monotonic()
+        while len(past) > 1 and now - past[1][0] >= _RATES_SECONDS:
+            del past[0]
+        earlier = Earlier(past[0][1], now - past[0][0]) if past else None
+        past.append((now, response))
+        if as_json:
+            click.echo(as_json_text(response))
+        elif screen:
+            rows = max(_ROWS_MIN, shutil.get_terminal_size().lines - _ROWS_FOR_THE_REST)
+            lines = as_text(response, earlier, rows).splitlines()
+            click.echo(_HOME + "".join(f"{line}{_CLEAR_LINE_END}\n" for line in lines) + _CLEAR_BELOW, nl=False)
+        else:
+            click.echo(as_text(response, earlier))
+        time.sleep(_WATCH_SECONDS)
 
 
 def _ask(stub: CoordinatorServiceStub, where: str, config: Config) -> StatusResponse:
@@ -56,60 +79,3 @@ def as_json_text(response: StatusResponse) -> str:
 
     fields = MessageToDict(response, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     return json.dumps(fields)
-
-
-def as_text(response: StatusResponse) -> str:
-    """The answer as a page of plain text."""
-    position = response.position
-    kept = "journal on disk" if response.durable else "in memory"
-    parts = [
-        f"job {response.job}  generation {position.generation}  cluster {position.cluster_id} epoch {position.epoch}  "
-        f"({kept}, coordinator {response.version})",
-        f"store: {response.store_keys} keys, {response.store_bytes} bytes",
-    ]
-    if response.waiting_reason:
-        parts.append(f"waiting: {response.waiting_reason}")
-    parts.append(_members(list(response.members)))
-    if response.barriers:
-        parts.append("open barriers\n" + "\n".join(_barrier(barrier) for barrier in response.barriers))
-    if response.generations:
-        shown = list(response.generations)[-_GENERATIONS_SHOWN:]
-        parts.append("generations\n" + "\n".join(_generation(generation) for generation in shown))
-    return "\n\n".join(parts)
-
-
-def _members(members: list[Member]) -> str:
-    if not members:
-        return "no members"
-    rows = [_member_row(member) for member in sorted(members, key=lambda m: (m.rank < 0, m.rank, m.name))]
-    header = ("rank", "name", "state", "host", "step", "last beat", "doing", "why")
-    return table(header, rows, right=frozenset({"rank", "step", "last beat"}))
-
-
-def _member_row(member: Member) -> tuple[str, ...]:
-    from ferrorpc.v1.identity_pb2 import MemberState
-
-    state = MemberState.Name(member.state).removeprefix("MEMBER_STATE_").lower()
-    return (
-        str(member.rank) if member.rank >= 0 else "-",
-        member.name,
-        state,
-        member.host or "-",
-        str(member.step),
-        f"{member.beat_age_ms / 1000:.1f} s",
-        member.activity or "-",
-        member.reason,
-    )
-
-
-def _barrier(barrier: BarrierStatus) -> str:
-    missing = ", ".join(map(str, barrier.missing_ranks)) or "none"
-    return (
-        f"  {barrier.name} #{barrier.ordinal} of generation {barrier.generation}: {len(barrier.arrived_ranks)} arrived, "
-        f"missing ranks {missing}, open for {barrier.age_ms / 1000:.1f} s"
-    )
-
-
-def _generation(generation: GenerationStatus) -> str:
-    end = f"; ended: {generation.end_reason}" if generation.end_reason else ""
-    return f"  {generation.generation}: {generation.size} members, {generation.reason}{end}"

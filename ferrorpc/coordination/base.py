@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ferrorpc.coordination.activity import Traffic
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.types import Assignment
@@ -139,6 +140,14 @@ class Session(ABC):
     @abstractmethod
     def note(self, activity: str) -> None:
         """Tells the next beat what this rank does, and counts a step. Cheap: called for every operation."""
+
+    def operated(self, seconds: float) -> None:
+        """Counts time that went into operations or into waiting for them. Cheap; a seat that does not beat counts nothing."""
+        return
+
+    def carry(self, traffic: Callable[[], Traffic]) -> None:
+        """Where beats read what was sent to whom in this generation. Nobody is told by a seat that does not beat."""
+        return
 
     @abstractmethod
     def leave(self, reason: str = "") -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from ferrorpc.config import Config
 from ferrorpc.coordination import farewell, limits
+from ferrorpc.coordination.activity import Activity, Traffic
 from ferrorpc.coordination.base import MemberReport, Membership, Session
 from ferrorpc.coordination.causes import cause_on, needed_one_who_left
 from ferrorpc.coordination.channel import connector, read_token
@@ -82,8 +83,7 @@ class RemoteSession(Session):
             token=read_token(config["token_file"]),
         )
         self._latch_before = Latch()
-        self._step = 0
-        self._activity = ""
+        self._activity = Activity()
         self._ordinals: dict[tuple[int, str], int] = {}
         self._pending: tuple[str, ...] = ()
         self._links_lost: set[tuple[int, int]] = set()
@@ -199,8 +199,13 @@ class RemoteSession(Session):
         return list(self._pending)
 
     def note(self, activity: str) -> None:
-        self._activity = activity
-        self._step += 1
+        self._activity.note(activity)
+
+    def operated(self, seconds: float) -> None:
+        self._activity.operated(seconds)
+
+    def carry(self, traffic: Callable[[], Traffic]) -> None:
+        self._activity.carry(traffic)
 
     def leave(self, reason: str = "") -> None:
         if self.left:
@@ -248,9 +253,13 @@ class RemoteSession(Session):
             payload=payload,
         )
         others = [rank for rank in participants if rank != membership.assignment.rank]
-        response = self._ask_generation(
-            f"barrier {name!r}", seconds, lambda message: BarrierTimeoutError(others, message), barrier=request
-        )
+        began = self.clock.now()
+        try:
+            response = self._ask_generation(
+                f"barrier {name!r}", seconds, lambda message: BarrierTimeoutError(others, message), barrier=request
+            )
+        finally:
+            self._activity.operated(self.clock.now() - began)
         return list(response.payloads)
 
     def exchange_nccl_id(
@@ -293,7 +302,7 @@ class RemoteSession(Session):
 
     def beat(self) -> wire.Beat:
         """What this member does now."""
-        return wire.Beat(step=self._step, activity=self._activity[:200], generation=self._generation)
+        return self._activity.beat(self._generation)
 
     def result(self, position: identity_pb2.Position, result: wire.Result) -> None:
         """Enters the next generation before anything that happens in it can be pushed."""

@@ -116,12 +116,17 @@ class Dispatch:
 
     def run(self, execution: Execution) -> None:
         """Drives an execution on this thread; errors are as this group's ranks see them."""
+        backend, session = self.backend, self.backend.session
+        began = backend.clock.now()
         try:
-            self.backend.run(execution)
+            backend.run(execution)
         except FerroError as error:
             if self._is_part:
                 raise self.located(error) from None
             raise
+        finally:
+            if session is not None:
+                session.operated(backend.clock.now() - began)
 
     def submit(self, execution: Execution, result: Result) -> Work[Any]:
         """A Work for the result; it is in flight until it is done."""
@@ -129,6 +134,8 @@ class Dispatch:
         work = self.backend.submit(execution, result.of)
         if self._is_part:
             work.locate = self.located
+        if self.backend.session is not None:
+            work.waited = self.backend.session.operated
         with self._lock:
             self._flying[id(work)] = work
         work.on_done(lambda: self._landed(work))

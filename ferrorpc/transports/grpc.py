@@ -111,6 +111,11 @@ class GrpcTransport(Transport):
             probe = transport_pb2.Probe(group=group, stream=stream, number=number, signature=signature)
             lane.outbox.put(transport_pb2.DataMessage(probe=probe).SerializeToString())
 
+    def traffic(self) -> dict[int, tuple[str, int]]:
+        """World rank of a peer -> ("grpc", bytes sent to it)."""
+        with self._lock:
+            return {peer: ("grpc", lane.outbox.carried_bytes) for peer, lane in self._lanes.items()}
+
     def close(self, timeout: float) -> None:
         with self._lock:
             if self._closing:

@@ -25,6 +25,8 @@ class Outbox:
         self._lock = threading.Lock()
         self._frames = 0
         self._frame_bytes = 0
+        self.carried_bytes = 0
+        """Payload of every frame for which room was ever made."""
         self._waiting: list[Callable[[], None]] = []
         self._finished = False
 
@@ -38,6 +40,7 @@ class Outbox:
                 return False
             self._frames += 1
             self._frame_bytes += size_bytes
+            self.carried_bytes += size_bytes
             return True
 
     def put_frame(self, message: bytes, size_bytes: int) -> None:

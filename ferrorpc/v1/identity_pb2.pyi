@@ -123,6 +123,9 @@ class Member(google.protobuf.message.Message):
     BEAT_AGE_MS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     ACTIVITY_FIELD_NUMBER: builtins.int
+    STEP_AGE_MS_FIELD_NUMBER: builtins.int
+    OPERATION_MS_FIELD_NUMBER: builtins.int
+    LINKS_FIELD_NUMBER: builtins.int
     name: builtins.str
     incarnation: builtins.int
     """Numbered by the coordinator: the n-th process to bear this name."""
@@ -140,8 +143,16 @@ class Member(google.protobuf.message.Message):
     """Why it is stalled, suspect, dead or gone; empty otherwise."""
     activity: builtins.str
     """What its last beat said it was doing, such as "all_reduce #12"."""
+    step_age_ms: builtins.int
+    """Milliseconds since its step counter last moved."""
+    operation_ms: builtins.int
+    """Milliseconds it has spent in operations altogether, waiting included."""
     @property
     def labels(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Label]: ...
+    @property
+    def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Link]:
+        """What it has sent in its present generation, the busiest links first."""
+
     def __init__(
         self,
         *,
@@ -156,7 +167,34 @@ class Member(google.protobuf.message.Message):
         beat_age_ms: builtins.int = ...,
         reason: builtins.str = ...,
         activity: builtins.str = ...,
+        step_age_ms: builtins.int = ...,
+        operation_ms: builtins.int = ...,
+        links: collections.abc.Iterable[Global___Link] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["activity", b"activity", "address", b"address", "beat_age_ms", b"beat_age_ms", "host", b"host", "incarnation", b"incarnation", "labels", b"labels", "name", b"name", "rank", b"rank", "reason", b"reason", "state", b"state", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["activity", b"activity", "address", b"address", "beat_age_ms", b"beat_age_ms", "host", b"host", "incarnation", b"incarnation", "labels", b"labels", "links", b"links", "name", b"name", "operation_ms", b"operation_ms", "rank", b"rank", "reason", b"reason", "state", b"state", "step", b"step", "step_age_ms", b"step_age_ms"]) -> None: ...
 
 Global___Member: typing_extensions.TypeAlias = Member
+
+@typing.final
+class Link(google.protobuf.message.Message):
+    """What a rank has sent to another, over its life in one generation."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PEER_RANK_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    SENT_BYTES_FIELD_NUMBER: builtins.int
+    peer_rank: builtins.int
+    kind: builtins.str
+    """How it travels, such as "grpc" or "shared_memory"."""
+    sent_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        peer_rank: builtins.int = ...,
+        kind: builtins.str = ...,
+        sent_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "peer_rank", b"peer_rank", "sent_bytes", b"sent_bytes"]) -> None: ...
+
+Global___Link: typing_extensions.TypeAlias = Link

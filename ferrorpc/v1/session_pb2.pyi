@@ -206,18 +206,28 @@ class Beat(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     ACTIVITY_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
+    OPERATION_MS_FIELD_NUMBER: builtins.int
+    LINKS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Counts this member's operations, so that a member that beats but does not move is seen."""
     activity: builtins.str
     generation: builtins.int
+    operation_ms: builtins.int
+    """Milliseconds spent in operations so far, waiting included."""
+    @property
+    def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ferrorpc.v1.identity_pb2.Link]:
+        """Links on which something was sent since they were last told of; at most 32 a beat, and not in every beat."""
+
     def __init__(
         self,
         *,
         step: builtins.int = ...,
         activity: builtins.str = ...,
         generation: builtins.int = ...,
+        operation_ms: builtins.int = ...,
+        links: collections.abc.Iterable[ferrorpc.v1.identity_pb2.Link] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["activity", b"activity", "generation", b"generation", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["activity", b"activity", "generation", b"generation", "links", b"links", "operation_ms", b"operation_ms", "step", b"step"]) -> None: ...
 
 Global___Beat: typing_extensions.TypeAlias = Beat
 
@@ -529,6 +539,8 @@ class StatusResponse(google.protobuf.message.Message):
     DURABLE_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     WAITING_REASON_FIELD_NUMBER: builtins.int
+    OCCURRENCES_FIELD_NUMBER: builtins.int
+    STRAGGLERS_FIELD_NUMBER: builtins.int
     job: builtins.str
     store_keys: builtins.int
     store_bytes: builtins.int
@@ -544,6 +556,14 @@ class StatusResponse(google.protobuf.message.Message):
     def barriers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BarrierStatus]: ...
     @property
     def generations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GenerationStatus]: ...
+    @property
+    def occurrences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Occurrence]:
+        """What happened lately, oldest first."""
+
+    @property
+    def stragglers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Straggler]:
+        """Who came last to the last named barriers that were released, whoever was waited for longest first."""
+
     def __init__(
         self,
         *,
@@ -557,11 +577,73 @@ class StatusResponse(google.protobuf.message.Message):
         durable: builtins.bool = ...,
         version: builtins.str = ...,
         waiting_reason: builtins.str = ...,
+        occurrences: collections.abc.Iterable[Global___Occurrence] | None = ...,
+        stragglers: collections.abc.Iterable[Global___Straggler] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["position", b"position"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["barriers", b"barriers", "durable", b"durable", "generations", b"generations", "job", b"job", "members", b"members", "position", b"position", "store_bytes", b"store_bytes", "store_keys", b"store_keys", "version", b"version", "waiting_reason", b"waiting_reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["barriers", b"barriers", "durable", b"durable", "generations", b"generations", "job", b"job", "members", b"members", "occurrences", b"occurrences", "position", b"position", "store_bytes", b"store_bytes", "store_keys", b"store_keys", "stragglers", b"stragglers", "version", b"version", "waiting_reason", b"waiting_reason"]) -> None: ...
 
 Global___StatusResponse: typing_extensions.TypeAlias = StatusResponse
+
+@typing.final
+class Occurrence(google.protobuf.message.Message):
+    """Something that happened to the job, for people."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    AGE_MS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """Counts the occurrences of a job since the coordinator started."""
+    kind: builtins.str
+    """"stalled", "suspect", "back", "dead", "left", "generation", "broken", "ended", "barrier" or "rendezvous"."""
+    text: builtins.str
+    rank: builtins.int
+    """The world rank it is about, -1 for none."""
+    generation: builtins.int
+    age_ms: builtins.int
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        kind: builtins.str = ...,
+        text: builtins.str = ...,
+        rank: builtins.int = ...,
+        generation: builtins.int = ...,
+        age_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "generation", b"generation", "kind", b"kind", "number", b"number", "rank", b"rank", "text", b"text"]) -> None: ...
+
+Global___Occurrence: typing_extensions.TypeAlias = Occurrence
+
+@typing.final
+class Straggler(google.protobuf.message.Message):
+    """A rank that came last to barriers."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    BARRIERS_FIELD_NUMBER: builtins.int
+    WAITED_MS_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    barriers: builtins.int
+    """To how many of the last hundred barriers it came last."""
+    waited_ms: builtins.int
+    """How long the others had to wait for it alone: from the second-last arrival to its own, summed over those barriers."""
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        barriers: builtins.int = ...,
+        waited_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["barriers", b"barriers", "rank", b"rank", "waited_ms", b"waited_ms"]) -> None: ...
+
+Global___Straggler: typing_extensions.TypeAlias = Straggler
 
 @typing.final
 class BarrierStatus(google.protobuf.message.Message):
@@ -573,14 +655,20 @@ class BarrierStatus(google.protobuf.message.Message):
     ARRIVED_RANKS_FIELD_NUMBER: builtins.int
     MISSING_RANKS_FIELD_NUMBER: builtins.int
     AGE_MS_FIELD_NUMBER: builtins.int
+    ARRIVED_AFTER_MS_FIELD_NUMBER: builtins.int
     name: builtins.str
     generation: builtins.int
     ordinal: builtins.int
     age_ms: builtins.int
+    """Since the first arrival."""
     @property
     def arrived_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def missing_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def arrived_after_ms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """How long after the first arrival each of `arrived_ranks` came."""
+
     def __init__(
         self,
         *,
@@ -590,8 +678,9 @@ class BarrierStatus(google.protobuf.message.Message):
         arrived_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         missing_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         age_ms: builtins.int = ...,
+        arrived_after_ms: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "arrived_ranks", b"arrived_ranks", "generation", b"generation", "missing_ranks", b"missing_ranks", "name", b"name", "ordinal", b"ordinal"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "arrived_after_ms", b"arrived_after_ms", "arrived_ranks", b"arrived_ranks", "generation", b"generation", "missing_ranks", b"missing_ranks", "name", b"name", "ordinal", b"ordinal"]) -> None: ...
 
 Global___BarrierStatus: typing_extensions.TypeAlias = BarrierStatus
 
@@ -603,11 +692,17 @@ class GenerationStatus(google.protobuf.message.Message):
     SIZE_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     END_REASON_FIELD_NUMBER: builtins.int
+    AGE_MS_FIELD_NUMBER: builtins.int
+    LASTED_MS_FIELD_NUMBER: builtins.int
     generation: builtins.int
     size: builtins.int
     reason: builtins.str
     end_reason: builtins.str
     """Set once it broke."""
+    age_ms: builtins.int
+    """How long ago it began; unknown where that was before the coordinator's last start."""
+    lasted_ms: builtins.int
+    """How long it lasted; unset while it goes on, or where it is unknown."""
     def __init__(
         self,
         *,
@@ -615,8 +710,15 @@ class GenerationStatus(google.protobuf.message.Message):
         size: builtins.int = ...,
         reason: builtins.str = ...,
         end_reason: builtins.str = ...,
+        age_ms: builtins.int | None = ...,
+        lasted_ms: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["end_reason", b"end_reason", "generation", b"generation", "reason", b"reason", "size", b"size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_age_ms", b"_age_ms", "_lasted_ms", b"_lasted_ms", "age_ms", b"age_ms", "lasted_ms", b"lasted_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_age_ms", b"_age_ms", "_lasted_ms", b"_lasted_ms", "age_ms", b"age_ms", "end_reason", b"end_reason", "generation", b"generation", "lasted_ms", b"lasted_ms", "reason", b"reason", "size", b"size"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_age_ms", b"_age_ms"]) -> typing.Literal["age_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_lasted_ms", b"_lasted_ms"]) -> typing.Literal["lasted_ms"] | None: ...
 
 Global___GenerationStatus: typing_extensions.TypeAlias = GenerationStatus
 

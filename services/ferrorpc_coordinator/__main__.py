@@ -1,6 +1,7 @@
 """The coordinator's process: `python -m ferrorpc_coordinator --listen 127.0.0.1:29700 --data-dir DIR`.
 
-When it is ready it writes one line to stdout: `listening HOST:PORT cluster CLUSTER_ID`. SIGTERM drains it and it exits 0.
+When it is ready it writes one line to stdout: `listening HOST:PORT cluster CLUSTER_ID`, and then ` http HOST:PORT` where it has
+such a port. SIGTERM drains it and it exits 0.
 Exit code 64: it was told something that cannot work. 70: it failed; with a data directory a restart loses nothing.
 """
 
@@ -89,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tls-key", metavar="FILE", help="its key")
     parser.add_argument("--token-file", metavar="FILE", help="clients must bring the secret in this file")
     parser.add_argument("--insecure", action="store_true", help="listen beyond loopback without TLS")
-    parser.add_argument("--http-port", metavar="PORT", type=int, help="serve /metrics and /healthz here; 0 takes a free one")
+    parser.add_argument("--http-port", metavar="PORT", type=int, help="serve the status page and /metrics here")
     parser.add_argument("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR")
     parser.add_argument("--log-format", metavar="FORMAT", help="text or json")
     parser.add_argument(
@@ -99,13 +100,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _announce(announcement: Announcement, descriptor: int | None) -> None:
-    line = f"listening {announcement.address} cluster {announcement.cluster_id}\n"
+    http = f" http {announcement.http_address}" if announcement.http_address else ""
+    line = f"listening {announcement.address} cluster {announcement.cluster_id}{http}\n"
     sys.stdout.write(line)
     sys.stdout.flush()
     if descriptor is not None:
         os.write(descriptor, line.encode())
         os.close(descriptor)
-    logger.info("epoch %d; metrics on port %s", announcement.epoch, announcement.http_port)
+    page = f"; status page at http://{announcement.http_address}" if announcement.http_address else ""
+    logger.info("epoch %d%s", announcement.epoch, page)
 
 
 def _tls(config: Config) -> Tls | None:

@@ -19,14 +19,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from ferrorpc.errors import CoordinatorUnavailableError
 from ferrorpc.v1 import error_pb2, session_pb2
 from ferrorpc_coordinator.journal import Journal, Row
 from ferrorpc_coordinator.metrics import Counters
 from ferrorpc_coordinator.outbox import Outbox
-from ferrorpc_coordinator.state.effects import Close, Effect, Persist, Reply, Send, SendMany, UnaryResponse
+from ferrorpc_coordinator.state.effects import Close, Effect, Note, Persist, Reply, Send, SendMany, UnaryResponse
 from ferrorpc_coordinator.state.events import (
     Called,
     Cancelled,
@@ -40,6 +40,9 @@ from ferrorpc_coordinator.state.events import (
 )
 
 _log = logging.getLogger("ferrorpc.coordinator.driver")
+_story = logging.getLogger("ferrorpc.coordinator.job")
+_CALM: Final = frozenset({"generation", "ended", "left", "back"})
+"""Kinds of notes that are no cause for concern."""
 
 Outgoing = Send | SendMany | Reply | Close
 
@@ -180,14 +183,9 @@ class Driver:
         except Exception as error:
             self._stop(error)
             raise
-        if self._journal is not None:
-            for effect in effects:
-                if isinstance(effect, Persist):
-                    self._rows[effect.table, effect.key] = (effect.table, effect.key, effect.value)
+        outgoing = self._keep(effects)
         needs = self._filling if self._rows else self._written
-        for effect in effects:
-            if isinstance(effect, Persist):
-                continue
+        for effect in outgoing:
             if needs > self._durable:
                 self._held.append((needs, effect))
             else:
@@ -196,6 +194,18 @@ class Driver:
             self._settle_scheduled = True
             self._idle.clear()
             self._loop.call_soon(self._settle)
+
+    def _keep(self, effects: list[Effect]) -> list[Outgoing]:
+        """Takes what stays in this process, rows and notes; returns the rest."""
+        outgoing: list[Outgoing] = []
+        for effect in effects:
+            if isinstance(effect, Note):
+                _tell(effect)
+            elif not isinstance(effect, Persist):
+                outgoing.append(effect)
+            elif self._journal is not None:
+                self._rows[effect.table, effect.key] = (effect.table, effect.key, effect.value)
+        return outgoing
 
     def _settle(self) -> None:
         """Once a turn of the event loop: hands over a group of rows and arms the timer."""
@@ -285,3 +295,10 @@ class Driver:
         if outbox is not None and not outbox.push(data):
             _log.warning("stream %d leaves too much unread and is cut off; it may resume", stream)
             self._loop.call_soon(self.disconnect, stream)
+
+
+def _tell(note: Note) -> None:
+    """Writes a note to the log, with what it is about as fields."""
+    level = logging.INFO if note.kind in _CALM else logging.WARNING
+    about = {"event": note.kind, "job": note.job, "rank": note.rank, "generation": note.generation}
+    _story.log(level, "job %s: %s", note.job, note.text, extra=about)

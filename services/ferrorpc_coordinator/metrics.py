@@ -1,27 +1,19 @@
 """What the coordinator counts, and how Prometheus gets to read it.
 
-Counting is an addition to a plain attribute on the event loop. The Prometheus client is loaded only when a metrics port is
-given; it reads the numbers when it is scraped, on a thread of its own, and changes nothing.
+Counting is an addition to a plain attribute on the event loop. The Prometheus client is loaded only when an HTTP port is
+given; it reads the numbers when it is scraped, and changes nothing.
 """
 
 from __future__ import annotations
 
-import logging
-import socket
-import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from ferrorpc.errors import ConfigError
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
 
-if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
-
-_log = logging.getLogger("ferrorpc.coordinator.metrics")
 _BOUNDS_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -116,71 +108,12 @@ class Gauges:
     jobs: Mapping[str, JobGauges]
 
 
-class Exporter:
-    """Serves /metrics and /healthz over HTTP on a thread of its own.
+class Collector:
+    """The metric families, as a registry of the Prometheus client asks for them at each scrape. On the event loop only."""
 
-    Args:
-        counters: read at each scrape.
-        gauges: called at each scrape, on the HTTP server's thread; it must be safe there.
-        healthy: called for /healthz, likewise.
-    """
-
-    def __init__(self, counters: Counters, gauges: Callable[[], Gauges], healthy: Callable[[], bool]) -> None:
+    def __init__(self, counters: Counters, gauges: Callable[[], Gauges]) -> None:
         self._counters = counters
         self._gauges = gauges
-        self._healthy = healthy
-        self._server: WSGIServer | None = None
-
-    def start(self, host: str, port: int) -> int:
-        """Listens; returns the port.
-
-        Raises:
-            ConfigError: the port cannot be bound.
-        """
-        from socketserver import ThreadingMixIn
-        from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
-
-        from prometheus_client import CollectorRegistry, make_wsgi_app
-
-        class QuietHandler(WSGIRequestHandler):
-            timeout = 5.0
-
-            def log_message(self, format: str, *args: Any) -> None:
-                _log.debug(format, *args)
-
-        class Server(ThreadingMixIn, WSGIServer):
-            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            daemon_threads = True
-
-        registry = CollectorRegistry()
-        registry.register(self)
-        metrics = make_wsgi_app(registry)
-
-        def application(environ: dict[str, Any], start_response: Any) -> Any:
-            path = environ.get("PATH_INFO", "")
-            if path == "/metrics":
-                return metrics(environ, start_response)
-            status, text = ("404 Not Found", b"see /metrics and /healthz\n")
-            if path == "/healthz":
-                status, text = ("200 OK", b"ok\n") if self._healthy() else ("503 Service Unavailable", b"draining\n")
-            start_response(status, [("Content-Type", "text/plain"), ("Content-Length", str(len(text)))])
-            return [text]
-
-        try:
-            self._server = make_server(host, port, application, Server, QuietHandler)
-        except OSError as error:
-            raise ConfigError(
-                f"the HTTP port {host}:{port} cannot be used: {error.strerror}", hint="give another --http-port"
-            ) from None
-        threading.Thread(target=self._server.serve_forever, name="ferrorpc-http", daemon=True).start()
-        return int(self._server.server_port)
-
-    def stop(self) -> None:
-        """Closes the port."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
 
     def collect(self) -> Iterator[Any]:
         """The metric families, as a Prometheus collector yields them."""

@@ -27,10 +27,12 @@ from ferrorpc.wire import options as wire_options
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.health import Health
 from ferrorpc_coordinator.journal import Journal
-from ferrorpc_coordinator.metrics import Counters, Exporter, Gauges, JobGauges
+from ferrorpc_coordinator.metrics import Collector, Counters, Gauges, JobGauges
 from ferrorpc_coordinator.servicers import SERVICE, CoordinatorServicer
 from ferrorpc_coordinator.state.coordinator import Coordinator
 from ferrorpc_coordinator.state.settings import Settings
+from ferrorpc_coordinator.web.server import HttpServer
+from ferrorpc_coordinator.web.source import Source
 
 DRAIN_SECONDS: Final = 1.0
 """How long streams may take to be written out and closed before they are cut."""
@@ -68,12 +70,13 @@ class Announcement:
     address: str
     cluster_id: str
     epoch: int
-    http_port: int | None
+    http_address: str = ""
+    """Of the status page; empty for none."""
 
 
 def require_safe(options: Options) -> None:
     """Raises ConfigError where anyone on the network could reach a coordinator that protects nothing."""
-    host = options.listen.rpartition(":")[0]
+    host = _host_of(options)
     if options.tls is not None or options.insecure or _is_loopback(host):
         return
     raise ConfigError(
@@ -116,7 +119,7 @@ class _Service:
         self._server.add_generic_rpc_handlers((servicer.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._stopping = asyncio.Event()
-        self._exporter: Exporter | None = None
+        self._http: HttpServer | None = None
 
     async def run(self, announce: Callable[[Announcement], None]) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -125,13 +128,14 @@ class _Service:
             self._driver.begin()
             await self._or_failure(self._driver.settled())
             await self._server.start()
-            http_port = self._start_exporter()
-            announce(Announcement(self._address, self._coordinator.cluster_id, self._coordinator.epoch, http_port))
+            self._http = self._start_http()
+            http_address = f"{_host_of(self._options)}:{self._http.port}" if self._http is not None else ""
+            announce(Announcement(self._address, self._coordinator.cluster_id, self._coordinator.epoch, http_address))
             await self._or_failure(self._stopping.wait())
             await self._drain()
         finally:
-            if self._exporter is not None:
-                self._exporter.stop()
+            if self._http is not None:
+                await self._http.stop()
             self._driver.close()
             await self._server.stop(grace=DRAIN_SECONDS)
 
@@ -151,26 +155,22 @@ class _Service:
             async with asyncio.timeout(DRAIN_SECONDS):
                 await self._or_failure(self._driver.settled())
 
-    def _start_exporter(self) -> int | None:
+    def _start_http(self) -> HttpServer | None:
         if self._options.http_port is None:
             return None
-        self._exporter = Exporter(self._counters, self._gauges, lambda: not self._stopping.is_set())
-        return self._exporter.start(self._options.listen.rpartition(":")[0].strip("[]"), self._options.http_port)
+        collector = Collector(self._counters, self._gauges)
+        source = Source(self._coordinator, collector, lambda: not self._stopping.is_set(), self._options.settings.token)
+        return HttpServer.start(source, _host_of(self._options).strip("[]"), self._options.http_port)
 
     def _gauges(self) -> Gauges:
-        """On the HTTP thread: has the event loop read the state."""
-
-        async def read() -> Gauges:
-            journal, settings = self._journal, self._options.settings
-            statuses = [job.status(settings.version, settings.durable) for job in self._coordinator.jobs.values()]
-            return Gauges(
-                sessions=self._driver.sessions,
-                journal_commits=0 if journal is None else journal.commits,
-                journal_full=self._driver.refuses_writes,
-                jobs={status.job: JobGauges.of(status) for status in statuses},
-            )
-
-        return asyncio.run_coroutine_threadsafe(read(), self._loop).result(timeout=5.0)
+        journal, settings = self._journal, self._options.settings
+        statuses = [job.status(settings.version, settings.durable) for job in self._coordinator.jobs.values()]
+        return Gauges(
+            sessions=self._driver.sessions,
+            journal_commits=0 if journal is None else journal.commits,
+            journal_full=self._driver.refuses_writes,
+            jobs={status.job: JobGauges.of(status) for status in statuses},
+        )
 
 
 def _bind(server: grpc.aio.Server, options: Options) -> str:
@@ -184,7 +184,11 @@ def _bind(server: grpc.aio.Server, options: Options) -> str:
             f"cannot listen on {options.listen}: the port is in use, or the host is not an address of this machine",
             hint="stop what uses it (perhaps another coordinator), or give another --listen",
         ) from None
-    return f"{options.listen.rpartition(':')[0]}:{port}"
+    return f"{_host_of(options)}:{port}"
+
+
+def _host_of(options: Options) -> str:
+    return options.listen.rpartition(":")[0]
 
 
 def _credentials(tls: Tls) -> grpc.ServerCredentials:

@@ -28,11 +28,14 @@ def test_the_wheel_holds_every_module_of_both_packages(names: set[str]) -> None:
     assert modules - names == set()
 
 
-def test_the_wheel_holds_types_protos_and_examples(names: set[str]) -> None:
+def test_the_wheel_holds_types_protos_examples_and_the_page(names: set[str]) -> None:
     protos = {path.relative_to(ROOT / "protos").as_posix() for path in (ROOT / "protos").rglob("*.proto")}
     stubs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ferrorpc" / "v1").glob("*.pyi")}
     examples = {f"ferrorpc/cli/_examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
-    assert ({"ferrorpc/py.typed"} | protos | stubs | examples) - names == set()
+    static = ROOT / "services" / "ferrorpc_coordinator" / "web" / "static"
+    page = {f"ferrorpc_coordinator/web/static/{path.name}" for path in static.iterdir()}
+    assert page
+    assert ({"ferrorpc/py.typed"} | protos | stubs | examples | page) - names == set()
 
 
 def test_the_wheel_holds_nothing_else(names: set[str]) -> None:

@@ -36,10 +36,11 @@ class CoordinatorProcess:
         line = self.process.stdout.readline()
         timer.cancel()
         words = line.split()
-        if len(words) != 4 or words[0] != "listening" or words[2] != "cluster":
+        if words[::2][:2] != ["listening", "cluster"]:
             self.process.kill()
             raise AssertionError(f"the coordinator did not start: {line!r} {self.process.communicate()[1]}")
-        self.address, self.cluster_id = words[1], words[3]
+        self.address, self.cluster_id, *http = words[1::2]
+        self.http_address = http[0] if http else None
 
     def again(self):
         """Another process with the same flags on the same address."""

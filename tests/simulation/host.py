@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ferrorpc_coordinator.state.coordinator import Coordinator
-from ferrorpc_coordinator.state.effects import Close, Effect, Persist, Reply, Send, SendMany
+from ferrorpc_coordinator.state.effects import Close, Effect, Note, Persist, Reply, Send, SendMany
 from ferrorpc_coordinator.state.events import Connected, Event, Tick
 from ferrorpc_coordinator.state.settings import MILLISECOND, Settings
 
@@ -116,7 +116,7 @@ class Host:
                     self._deliver(stream, frame)
             case Close(stream):
                 self._simulation.close(stream)
-            case Reply() | Persist():
+            case Reply() | Persist() | Note():
                 pass
 
     def _commit(self) -> None:

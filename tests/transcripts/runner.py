@@ -4,7 +4,7 @@
       a b <- ...                what these clients were sent, in order
 
 Commands: hello join beat freeze thaw cut resume leave exit barrier gather set get add cas wait delete keys watch report
-link nccl describe status tick pause restart drain. Each is a method below.
+link nccl describe status story tick pause restart drain. Each is a method below.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Transcript:
     def __init__(self) -> None:
         self.world = World(Settings(durable=True))
         self._unary = 0
+        self._told = 0
         self._telling: list[str] = []
 
     def run(self, line: str) -> list[str]:
@@ -245,6 +246,17 @@ class Transcript:
             self._telling.append(f"generation {line.generation} of {line.size}: {line.reason}; ended: {ended}")
         if reply.waiting_reason:
             self._telling.append(f"waiting: {reply.waiting_reason}")
+
+    def do_story(self, words: list[str], options: dict[str, str]) -> None:
+        """What happened since it was last told, and who came last to barriers."""
+        status = self.world.coordinator.jobs[self.world.job].status("", durable=True)
+        for entry in status.occurrences:
+            if entry.number > self._told:
+                about = f" [rank {entry.rank}]" if entry.rank >= 0 else ""
+                self._telling.append(f"{entry.age_ms} ms ago, {entry.kind}{about}: {entry.text}")
+                self._told = entry.number
+        for last in status.stragglers:
+            self._telling.append(f"rank {last.rank} came last to {last.barriers} barriers, waited for {last.waited_ms} ms")
 
     def do_tick(self, words: list[str], options: dict[str, str]) -> None:
         self.world.tick(duration(words[0]))

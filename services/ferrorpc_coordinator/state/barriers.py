@@ -9,7 +9,7 @@ Cost: O(1) for an arrival, O(n) for the release, whose answer is encoded once.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
@@ -25,6 +25,9 @@ from ferrorpc_coordinator.state.roster import Roster
 from ferrorpc_coordinator.state.settings import MILLISECOND
 
 TABLE: Final = "barrier"
+LASTS_MAX: Final = 100
+"""Released barriers whose last arrival is remembered."""
+STRAGGLERS_MAX: Final = 16
 Outcome = barrier_pb2.BarrierResponse | error_pb2.ErrorDetail
 
 
@@ -80,6 +83,7 @@ class Barriers:
         self._open: dict[Key, Barrier] = {}
         self._outcomes: OrderedDict[Key, tuple[Parties, Outcome]] = OrderedDict()
         self._outcome_bytes = 0
+        self._lasts: deque[tuple[int, int, int]] = deque(maxlen=LASTS_MAX)
 
     def arrive(self, asker: Asker, request: barrier_pb2.BarrierRequest, generation: Generation | None) -> None:
         """Takes an arrival. `generation` is None for a barrier of generation 0.
@@ -114,13 +118,24 @@ class Barriers:
         """What is open, oldest first."""
         told = []
         for key, barrier in self._open.items():
-            arrived = sorted(rank for rank in barrier.arrivals if isinstance(rank, int))
+            arrived = sorted((rank, arrival.since) for rank, arrival in barrier.arrivals.items() if isinstance(rank, int))
             status = session_pb2.BarrierStatus(name=key.name, generation=key.generation, ordinal=key.ordinal)
-            status.arrived_ranks.extend(arrived)
-            status.missing_ranks.extend(sorted(set(barrier.parties.ranks) - set(arrived)))
+            status.arrived_ranks.extend(rank for rank, _ in arrived)
+            status.arrived_after_ms.extend((since - barrier.since) // MILLISECOND for _, since in arrived)
+            status.missing_ranks.extend(sorted(set(barrier.parties.ranks) - set(status.arrived_ranks)))
             status.age_ms = (self._desk.now - barrier.since) // MILLISECOND
             told.append(status)
         return told
+
+    def stragglers(self) -> list[session_pb2.Straggler]:
+        """Who came last to the last barriers that the newest generation was released from, longest waited for first."""
+        by_rank: dict[int, session_pb2.Straggler] = {}
+        for generation, rank, waited_ns in self._lasts:
+            if generation == self._desk.newest_generation:
+                told = by_rank.setdefault(rank, session_pb2.Straggler(rank=rank))
+                told.barriers += 1
+                told.waited_ms += waited_ns // MILLISECOND
+        return sorted(by_rank.values(), key=lambda told: (-told.waited_ms, -told.barriers, told.rank))[:STRAGGLERS_MAX]
 
     def lost(self, member: Member) -> None:
         """A member died or left. Whoever waits for it need not wait longer; in generation 0 it counts no more."""
@@ -199,6 +214,7 @@ class Barriers:
         arrivals = barrier.arrivals
         order = [arrivals[rank] for rank in barrier.parties.ranks] if barrier.parties.ranks else list(arrivals.values())
         times = [arrival.since for arrival in order]
+        self._note_last(key, barrier)
         response = barrier_pb2.BarrierResponse(
             payloads=[arrival.payload for arrival in order], spread_ms=(max(times) - min(times)) // MILLISECOND
         )
@@ -208,6 +224,12 @@ class Barriers:
         )
         self._desk.put(TABLE, f"{key.generation}/{key.ordinal}/{key.name}", row)
         self._finish(key, barrier, response)
+
+    def _note_last(self, key: Key, barrier: Barrier) -> None:
+        arrivals = sorted((arrival.since, rank) for rank, arrival in barrier.arrivals.items() if isinstance(rank, int))
+        if len(arrivals) > 1:
+            (before, _), (last, rank) = arrivals[-2:]
+            self._lasts.append((key.generation, rank, last - before))
 
     def _finish(self, key: Key, barrier: Barrier, outcome: Outcome) -> None:
         self._close(key)
@@ -240,6 +262,7 @@ class Barriers:
             seats = barrier.generation.seats
             about = "; ".join(self._roster.sentence(seats[rank]) for rank in missing)
             text = f"{head}{len(barrier.arrivals)} of {barrier.parties.size} ranks arrived. Missing: {about}"
+        self._desk.chronicle.add("barrier", text, rank=missing[0] if len(missing) == 1 else -1, generation=key.generation)
         self._finish(key, barrier, detail_of(BarrierTimeoutError(missing, text)))
 
     # -- remembering ---------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from ferrorpc.v1 import (
     session_pb2,
     store_pb2,
 )
+from ferrorpc_coordinator.state.chronicle import Chronicle
 from ferrorpc_coordinator.state.deadlines import Deadlines
 from ferrorpc_coordinator.state.effects import UnaryResponse
 from ferrorpc_coordinator.state.ledger import Ledger
@@ -79,6 +80,7 @@ class Desk:
         self.job = job
         self.newest_generation = 0
         self.ledger = world.ledger
+        self.chronicle = Chronicle(job, lambda: world.now, world.outbox.note)
 
     @property
     def now(self) -> int:

@@ -72,6 +72,18 @@ class Persist:
     value: bytes | None
 
 
-Effect = Send | SendMany | Reply | Close | Persist
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something happened that people want to know of. It promises nothing, so it need not wait for the journal."""
+
+    job: str
+    kind: str
+    text: str
+    rank: int
+    """World rank, -1 for none."""
+    generation: int
+
+
+Effect = Send | SendMany | Reply | Close | Persist | Note
 Row = tuple[str, str, bytes]
 """What recovery is made of: (table, key, value) of every row that was durable."""

@@ -14,6 +14,7 @@ from ferrorpc_coordinator.state.desk import Desk
 from ferrorpc_coordinator.state.failures import Refused
 from ferrorpc_coordinator.state.member import Member, Standing
 from ferrorpc_coordinator.state.roster import Roster
+from ferrorpc_coordinator.state.settings import MILLISECOND
 
 TABLE: Final = "generation"
 
@@ -70,6 +71,8 @@ class Generations:
         self._roster = roster
         self.newest: Generation | None = None
         self.history: deque[session_pb2.GenerationStatus] = deque()
+        self._lived: dict[int, tuple[int, int | None]] = {}
+        """When each of them began and ended, as far as this coordinator lived to see it."""
 
     def require(self, member: Member, number: int) -> Generation:
         """The generation a member's request speaks of.
@@ -97,15 +100,17 @@ class Generations:
             if not before.over:
                 self.end(before, f"replaced by generation {generation.number}")
             for member in before.seats:
-                member.rank, member.generation = -1, 0
+                member.take_seat(-1, 0)
         self.newest = generation
         self._desk.newest_generation = generation.number
         for rank, member in enumerate(generation.seats):
-            member.rank = member.last_rank = rank
-            member.generation = generation.number
+            member.take_seat(rank, generation.number)
         self._desk.ledger.change()
         self._save(generation)
         self._remember(generation)
+        self._lived[generation.number] = self._desk.now, None
+        text = f"generation {generation.number} of {len(generation.seats)}: {generation.reason}"
+        self._desk.chronicle.add("generation", text, generation=generation.number)
 
     def end(self, generation: Generation, reason: str) -> None:
         """Closes a generation without a failure."""
@@ -114,6 +119,26 @@ class Generations:
         self._save(generation)
         self._forget_links(generation)
         self._line(generation).end_reason = reason
+        if generation.number in self._lived:
+            self._lived[generation.number] = self._lived[generation.number][0], self._desk.now
+        origin = -1 if generation.broken is None else generation.broken.origin_rank
+        kind = "ended" if generation.broken is None else "broken"
+        text = f"generation {generation.number} {kind}: {reason}"
+        self._desk.chronicle.add(kind, text, rank=origin, generation=generation.number)
+
+    def told(self) -> list[session_pb2.GenerationStatus]:
+        """A line about each of the last ones, with its times where they are known."""
+        lines = []
+        for line in self.history:
+            told = session_pb2.GenerationStatus()
+            told.CopyFrom(line)
+            began, ended = self._lived.get(line.generation, (None, None))
+            if began is not None:
+                told.age_ms = (self._desk.now - began) // MILLISECOND
+                if ended is not None:
+                    told.lasted_ms = (ended - began) // MILLISECOND
+            lines.append(told)
+        return lines
 
     def break_(self, generation: Generation, cause: error_pb2.ErrorDetail, origin: int) -> bool:
         """Breaks a generation and tells all its members; False when it was over already: the first cause stays."""
@@ -180,7 +205,9 @@ class Generations:
             )
         )
         while len(self.history) > self._desk.limits.generations:
-            self._desk.remove(TABLE, str(self.history.popleft().generation))
+            forgotten = self.history.popleft().generation
+            self._lived.pop(forgotten, None)
+            self._desk.remove(TABLE, str(forgotten))
 
     def _line(self, generation: Generation) -> session_pb2.GenerationStatus:
         return next(line for line in reversed(self.history) if line.generation == generation.number)
@@ -210,7 +237,7 @@ class Generations:
         if newest is None:
             return
         for rank, member in enumerate(newest.seats):
-            member.rank, member.generation = rank, newest.number
+            member.take_seat(rank, newest.number)
             if member.standing is Standing.LEFT:
                 newest.departed.add(rank)
 

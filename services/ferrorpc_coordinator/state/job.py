@@ -13,7 +13,7 @@ from ferrorpc.errors import (
     UsageError,
     VersionMismatchError,
 )
-from ferrorpc.v1 import barrier_pb2, error_pb2, nccl_pb2, rendezvous_pb2, session_pb2, store_pb2
+from ferrorpc.v1 import barrier_pb2, error_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2, store_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.admission import Admission, Admitted
 from ferrorpc_coordinator.state.barriers import Barriers
@@ -91,8 +91,7 @@ class Job:
         self.leases.heard(member)
         body = frame.WhichOneof("body")
         if body == "beat":
-            member.step = frame.beat.step
-            member.activity = frame.beat.activity[:256]
+            member.beat(frame.beat, self.desk.now, self.desk.limits.links)
             return
         if frame.sequence in member.open_requests or self.desk.repeat(member, frame.sequence):
             return
@@ -214,6 +213,7 @@ class Job:
 
     def _part(self, member: Member, standing: Standing, reason: str) -> None:
         member.standing, member.reason = standing, reason
+        self.desk.chronicle.add(standing.value, f"{member.title}: {reason}", rank=member.rank, generation=member.generation)
         self.leases.forget(member)
         self.roster.note_gone(member)
         self.rendezvous.withdraw(member)
@@ -221,7 +221,7 @@ class Job:
     def _break_for(self, member: Member, reason: str) -> None:
         newest = self.generations.newest
         if newest is not None and newest.holds(member) and not newest.over:
-            text = f"rank {member.rank} ({member}) was lost: {reason}"
+            text = f"{member.title} was lost: {reason}"
             self._break(newest, detail_of(PeerLostError(member.rank, reason, text)), member.rank)
 
     def _parted(self, member: Member) -> None:
@@ -317,18 +317,30 @@ class Job:
     def status(self, version: str, durable: bool) -> session_pb2.StatusResponse:
         """All there is to tell."""
         keyspace = self.store.keyspace
-        by_rank = sorted(self.roster, key=lambda member: (member.rank < 0, member.rank))
         return session_pb2.StatusResponse(
             job=self.desk.job,
-            members=[self.roster.describe(member, self.rendezvous.joining(member)) for member in by_rank],
+            members=self._told_members(),
             barriers=self.barriers.status(),
-            generations=list(self.generations.history),
+            generations=self.generations.told(),
             store_keys=len(keyspace),
             store_bytes=keyspace.bytes,
             durable=durable,
             version=version,
             waiting_reason=self.rendezvous.waiting_reason(),
+            occurrences=self.desk.chronicle.told(),
+            stragglers=self.barriers.stragglers(),
         )
+
+    def _told_members(self) -> list[identity_pb2.Member]:
+        """Everybody, in rank order, each with its share of the links that may be told of."""
+        by_rank = sorted(self.roster, key=lambda member: (member.rank < 0, member.rank))
+        most = max(1, self.desk.limits.told_links // max(1, len(by_rank)))
+        members = []
+        for member in by_rank:
+            told = self.roster.describe(member, self.rendezvous.joining(member))
+            told.links.extend(member.busiest_links(most))
+            members.append(told)
+        return members
 
 
 def _sets_a_value(frame: session_pb2.ClientFrame) -> bool:

@@ -58,7 +58,7 @@ class Leases:
     def recovered(self, member: Member) -> None:
         """The coordinator restarted; this member has not been heard of yet."""
         patience = max(member.lease_ns, self._desk.settings.restart_grace_ns)
-        member.heard = self._desk.now
+        member.heard = member.step_since = self._desk.now
         member.patience_until = self._desk.now + patience
         member.reason = "not heard of since the coordinator restarted"
         self._arm(member, member.patience_until)
@@ -73,7 +73,13 @@ class Leases:
     def _become(self, member: Member, standing: Standing, reason: str) -> None:
         if member.standing is not standing:
             member.standing, member.reason = standing, reason
+            self._note(member)
             self._changed(member)
+
+    def _note(self, member: Member) -> None:
+        back = member.standing is Standing.PRESENT
+        kind, what = ("back", "it is back") if back else (member.standing.value, member.reason)
+        self._desk.chronicle.add(kind, f"{member.title}: {what}", rank=member.rank, generation=member.generation)
 
     def _expired(self, member: Member) -> None:
         now = self._desk.now

@@ -53,7 +53,13 @@ class Member:
     pinned: bool = False
     last_rank: int = -1
     step: int = 0
+    step_since: int = 0
+    """When its step counter last moved."""
     activity: str = ""
+    operation_ms: int = 0
+    """Time it has spent in operations."""
+    links: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """World rank of a peer -> kind of the link, and bytes sent to it in this generation."""
     highest_answered: int = 0
     open_requests: set[int] = field(default_factory=set)
     results: OrderedDict[int, session_pb2.Result] = field(default_factory=OrderedDict)
@@ -75,8 +81,37 @@ class Member:
         """Names this process among those whose writes are remembered."""
         return f"{self.name}#{self.incarnation}"
 
+    @property
+    def title(self) -> str:
+        """The member as a sentence begins: with its rank where it has one."""
+        return f"rank {self.rank} ({self})" if self.rank >= 0 else str(self)
+
     def __str__(self) -> str:
         return f"{self.name} on {self.host}" if self.host else self.name
+
+    def beat(self, beat: session_pb2.Beat, now: int, most_links: int) -> None:
+        """Takes in what the member tells of itself. Links beyond `most_links` are not kept."""
+        if beat.step != self.step:
+            self.step, self.step_since = beat.step, now
+        self.activity = beat.activity[:256]
+        self.operation_ms = beat.operation_ms
+        if beat.generation != self.generation:
+            return
+        for link in beat.links:
+            if link.peer_rank in self.links or len(self.links) < most_links:
+                self.links[link.peer_rank] = link.kind[:16], link.sent_bytes
+
+    def busiest_links(self, most: int) -> list[identity_pb2.Link]:
+        """What it has sent to whom, most bytes first."""
+        chosen = sorted(self.links.items(), key=lambda item: (-item[1][1], item[0]))[:most]
+        return [identity_pb2.Link(peer_rank=peer, kind=kind, sent_bytes=sent) for peer, (kind, sent) in chosen]
+
+    def take_seat(self, rank: int, generation: int) -> None:
+        """It has this rank in this generation from now on; -1 for none."""
+        self.rank, self.generation = rank, generation
+        self.links.clear()
+        if rank >= 0:
+            self.last_rank = rank
 
     def row(self) -> bytes:
         """What survives a restart of the coordinator."""

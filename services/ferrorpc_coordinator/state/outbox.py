@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
-from ferrorpc_coordinator.state.effects import Close, Effect, Reply, Send, SendMany, UnaryResponse
+from ferrorpc_coordinator.state.effects import Close, Effect, Note, Reply, Send, SendMany, UnaryResponse
 from ferrorpc_coordinator.state.ledger import Ledger
 
 
@@ -20,7 +20,7 @@ class Outbox:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._waiting: list[tuple[Place | None, Send | SendMany | Reply | Close]] = []
+        self._waiting: list[tuple[Place | None, Send | SendMany | Reply | Close | Note]] = []
 
     def send(self, place: Place | None, stream: int, frame: session_pb2.ServerFrame) -> None:
         """One frame to one stream."""
@@ -38,6 +38,10 @@ class Outbox:
     def close(self, stream: int) -> None:
         """Ends a stream after what was sent on it before."""
         self._waiting.append((None, Close(stream)))
+
+    def note(self, note: Note) -> None:
+        """Something people want to know of."""
+        self._waiting.append((None, note))
 
     def flush(self) -> list[Effect]:
         """All effects of the step."""

@@ -315,6 +315,7 @@ class Rendezvous:
         self._gave_up[name] = bid, self._desk.now
         if not self._bids:
             self._gave_up.clear()
+        self._desk.chronicle.add("rendezvous", error.message)
         self._desk.answer(bid.asker, detail_of(error))
         self.review()
 

@@ -9,6 +9,7 @@ from ferrorpc.v1 import identity_pb2
 from ferrorpc_coordinator.state.desk import Desk
 from ferrorpc_coordinator.state.failures import seconds
 from ferrorpc_coordinator.state.member import Member, Standing
+from ferrorpc_coordinator.state.settings import MILLISECOND
 
 TABLE: Final = "member"
 _STATES: Final = {
@@ -92,9 +93,11 @@ class Roster:
             host=member.host,
             address=member.address,
             step=member.step,
-            beat_age_ms=max(0, self._desk.now - member.heard) // 1_000_000,
+            beat_age_ms=max(0, self._desk.now - member.heard) // MILLISECOND,
             reason=member.reason,
             activity=member.activity,
+            step_age_ms=max(0, self._desk.now - member.step_since) // MILLISECOND,
+            operation_ms=member.operation_ms,
         )
         for name, value in member.labels:
             told.labels.add(name=name, value=value)
@@ -109,5 +112,4 @@ class Roster:
             if member.recovered
             else (f"last beat {seconds(max(0, self._desk.now - member.heard))} ago")
         )
-        who = f"rank {member.rank} ({member})" if member.rank >= 0 else str(member)
-        return f"{who}: {member.standing.value}{why}, {age}, step {member.step}{doing}"
+        return f"{member.title}: {member.standing.value}{why}, {age}, step {member.step}{doing}"

@@ -44,6 +44,10 @@ class Limits:
     """A member that claims to have lived through more generations is mistaken; numbers on the wire have 64 bits."""
     generations: int = 16
     """Ended generations that status can tell of."""
+    links: int = 64
+    """Peers of one member of whose links status can tell."""
+    told_links: int = 4_096
+    """Links of all members together that status tells of, in equal parts."""
     remembered_writes: int = 128
     """Request ids of one client whose results are kept for a retry."""
     remembered_clients: int = 1_024

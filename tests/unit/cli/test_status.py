@@ -2,7 +2,8 @@
 
 import json
 
-from ferrorpc.cli.status import as_json_text, as_text
+from ferrorpc.cli.board import Earlier, as_text
+from ferrorpc.cli.status import as_json_text
 from ferrorpc.cli.table import table
 from ferrorpc.v1 import identity_pb2, session_pb2
 
@@ -66,3 +67,53 @@ def test_json_keeps_the_protocols_names_and_its_zeros():
 
 def test_columns_are_as_wide_as_their_widest_cell():
     assert table(("a", "long"), [("xxx", "1")], right=frozenset({"long"})) == "a    long\nxxx     1"
+
+
+def later():
+    """A second answer: rank 0 went on, rank 1 did not."""
+    response = answer()
+    response.members[2].MergeFrom(
+        identity_pb2.Member(
+            step=33, operation_ms=1500, links=[identity_pb2.Link(peer_rank=1, kind="grpc", sent_bytes=9_000_000)]
+        )
+    )
+    response.members[1].step_age_ms = 4000
+    return response
+
+
+def test_rates_come_from_two_answers():
+    text = as_text(later(), Earlier(answer(), 2.0))
+    zero = next(line for line in text.splitlines() if " a-0 " in line)
+    one = next(line for line in text.splitlines() if " a-1 " in line)
+    assert zero.split()[:7] == ["0", "a-0", "active", "a", "33", "10.0", "75"]
+    assert one.split()[5:9] == ["0.0", "0", "%", "4.0"], "its step has not moved for 4 s while that of rank 0 did"
+    assert "ops/s" not in as_text(later())
+
+
+def test_a_small_worlds_links_are_a_matrix_of_rates():
+    lines = as_text(later(), Earlier(answer(), 2.0)).splitlines()
+    first = lines.index("  bytes a second by grpc")
+    assert [line.split() for line in lines[first + 1 : first + 4]] == [
+        ["to", "0", "1"],
+        ["from", "0", "4.5", "MB"],
+        ["from", "1"],
+    ]
+    assert "  rank 0 to 1 by grpc: 9 MB" in as_text(later()), "what was sent in all, where there is no earlier answer"
+
+
+def test_where_not_everybody_fits_whoever_is_in_trouble_comes_first():
+    text = as_text(answer(), rows_max=1)
+    header = next(index for index, line in enumerate(text.splitlines()) if line.startswith("rank"))
+    assert " a-1 " in text.splitlines()[header + 1]
+    assert "... and 2 more; of all: 1 stalled, 1 waiting, 1 active" in text
+
+
+def test_events_stragglers_and_times_are_told():
+    response = answer()
+    response.occurrences.add(kind="stalled", text="rank 1 (a-1 on a): silent", age_ms=4200)
+    response.stragglers.add(rank=1, barriers=3, waited_ms=1250)
+    response.generations[1].age_ms = 61_000
+    text = as_text(response)
+    assert "   4.2 s ago  stalled: rank 1 (a-1 on a): silent" in text
+    assert "rank 1: 3 of the last ones, waited for 1.25 s in all" in text
+    assert "5: 2 members, 61.0 s ago, replaces generation 4" in text

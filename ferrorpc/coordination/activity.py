@@ -1,0 +1,64 @@
+"""What a member tells of itself with each beat: its last operation, the time it spent in operations, what it sent to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias
+
+from ferrorpc.v1 import identity_pb2, session_pb2
+
+Traffic: TypeAlias = Mapping[int, tuple[str, int]]
+"""World rank of a peer -> kind of the link, and bytes sent on it."""
+
+ACTIVITY_CHARACTERS_MAX: Final = 200
+LINKS_EVERY_BEATS: Final = 2
+LINKS_MAX: Final = 32
+"""Links that one beat tells of; the others come with a later one."""
+
+
+class Activity:
+    """Written by the threads that run operations, read by the one that beats. A lost addition would do no harm."""
+
+    def __init__(self) -> None:
+        self._operations = 0
+        self._last = ""
+        self._operation_seconds = 0.0
+        self._traffic: Callable[[], Traffic] = dict
+        self._told: dict[int, int] = {}
+        self._beats = 0
+
+    def note(self, operation: str) -> None:
+        """An operation begins."""
+        self._last = operation
+        self._operations += 1
+
+    def operated(self, seconds: float) -> None:
+        """So much time went into operations, or into waiting for them."""
+        self._operation_seconds += seconds
+
+    def carry(self, traffic: Callable[[], Traffic]) -> None:
+        """From now on links are those of another generation."""
+        self._told = {}
+        self._traffic = traffic
+
+    def beat(self, generation: int) -> session_pb2.Beat:
+        """What to tell now."""
+        self._beats += 1
+        return session_pb2.Beat(
+            step=self._operations,
+            activity=self._last[:ACTIVITY_CHARACTERS_MAX],
+            generation=generation,
+            operation_ms=int(self._operation_seconds * 1000),
+            links=self._links() if self._beats % LINKS_EVERY_BEATS == 0 else (),
+        )
+
+    def _links(self) -> list[identity_pb2.Link]:
+        """Links with news, those that were told of least recently first."""
+        told = self._told
+        news = [(peer, kind, sent) for peer, (kind, sent) in self._traffic().items() if sent > told.get(peer, 0)]
+        order = {peer: place for place, peer in enumerate(told)}
+        news.sort(key=lambda link: order.get(link[0], -1))
+        for peer, _, sent in news[:LINKS_MAX]:
+            told.pop(peer, None)
+            told[peer] = sent
+        return [identity_pb2.Link(peer_rank=peer, kind=kind, sent_bytes=sent) for peer, kind, sent in news[:LINKS_MAX]]

@@ -1,0 +1,83 @@
+"""Who may read what the HTTP port tells, and what a browser is told to do with it. Nothing here can be written to.
+
+With a token, every path but /healthz asks for it: `Authorization: Bearer TOKEN`, or the password that a browser asks its
+user for. On loopback without one, only requests that name loopback are answered, so that no page from elsewhere can have a
+browser read this one under a name that it made point here.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final, TypeAlias
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS: Final = frozenset({"/healthz"})
+LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_HEADERS: Final = (
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+)
+
+
+class Access:
+    """Stands before an ASGI application."""
+
+    def __init__(self, app: App, token: str, *, loopback: bool) -> None:
+        self._app = app
+        self._token = token
+        self._loopback = loopback
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *_HEADERS]
+            await send(message)
+
+        headers = dict(scope["headers"])
+        if self._loopback and not self._token and _host(headers) not in LOOPBACK_NAMES:
+            await _refuse(send_with_headers, 421, b"this address answers to localhost only\n")
+        elif scope["path"] not in OPEN_PATHS and self._token and not self._knows(headers):
+            await _refuse(send_with_headers, 401, b"the token of the job is needed\n")
+        else:
+            await self._app(scope, receive, send_with_headers)
+
+    def _knows(self, headers: dict[bytes, bytes]) -> bool:
+        kind, _, value = headers.get(b"authorization", b"").partition(b" ")
+        given = value.strip()
+        if kind.lower() == b"basic":
+            try:
+                given = base64.b64decode(given, validate=True).partition(b":")[2]
+            except binascii.Error:
+                return False
+        elif kind.lower() != b"bearer":
+            return False
+        return hmac.compare_digest(given, self._token.encode())
+
+
+def _host(headers: dict[bytes, bytes]) -> str:
+    host = headers.get(b"host", b"").decode("latin-1")
+    return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
+
+
+async def _refuse(send: Send, status: int, text: bytes) -> None:
+    headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(text)).encode())]
+    if status == 401:
+        headers.append((b"www-authenticate", b'Basic realm="ferrorpc"'))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": text})

@@ -1,0 +1,82 @@
+"""The status page as an ASGI application: one HTML page with its own script and style, JSON, a stream of states, metrics.
+
+    /                the page                    /api/v1/jobs     every job
+    /events?job=     states as they change       /api/v1/state    one state, of ?job= or of the busiest
+    /metrics         for Prometheus              /healthz         200 while it serves, 503 while it drains
+
+Everything is read-only and comes from here: the page needs no other address, and no internet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ferrorpc.errors import LimitExceededError
+from ferrorpc_coordinator.web.access import Access, App
+from ferrorpc_coordinator.web.feed import Feed
+from ferrorpc_coordinator.web.source import Source
+
+STATIC: Final = Path(__file__).parent / "static"
+_TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+
+class Page:
+    """Answers requests from one source and one feed."""
+
+    def __init__(self, source: Source, feed: Feed) -> None:
+        self._source = source
+        self._feed = feed
+
+    def application(self, *, loopback: bool) -> App:
+        """What an ASGI server runs. `loopback`: whether it listens there only."""
+        files = [Route(f"/{path.name}", _file(path)) for path in sorted(STATIC.iterdir()) if path.suffix in _TYPES]
+        routes = [
+            Route("/", _file(STATIC / "page.html")),
+            Route("/metrics", self._metrics),
+            Route("/healthz", self._healthz),
+            Route("/api/v1/jobs", self._jobs),
+            Route("/api/v1/state", self._state),
+            Route("/events", self._events),
+        ]
+        return Access(Starlette(routes=[*routes, *files]), self._source.token, loopback=loopback)
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(self._source.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _healthz(self, request: Request) -> Response:
+        healthy = self._source.healthy()
+        return PlainTextResponse("ok\n" if healthy else "draining\n", status_code=200 if healthy else 503)
+
+    async def _jobs(self, request: Request) -> Response:
+        return JSONResponse(self._source.jobs())
+
+    async def _state(self, request: Request) -> Response:
+        name = request.query_params.get("job", "")
+        job = self._source.job(name)
+        if job is None:
+            return JSONResponse({"error": f"there is no job {name!r} here" if name else "there is no job yet"}, status_code=404)
+        return JSONResponse(self._source.state(job))
+
+    async def _events(self, request: Request) -> Response:
+        try:
+            states = self._feed.watch(request.query_params.get("job", ""))
+        except LimitExceededError as error:
+            return PlainTextResponse(f"{error}\n", status_code=503)
+        return StreamingResponse(states, media_type="text/event-stream")
+
+
+def _file(path: Path) -> Callable[[Request], Awaitable[Response]]:
+    """Answers with a file that is read once."""
+    content = path.read_bytes()
+
+    async def answer(request: Request) -> Response:
+        return Response(content, media_type=_TYPES[path.suffix])
+
+    return answer

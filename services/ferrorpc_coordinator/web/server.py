@@ -1,0 +1,99 @@
+"""The HTTP port: status page, metrics and health, by uvicorn in the coordinator's own event loop.
+
+What it needs is the extra `ui`; without it a coordinator that is told of an HTTP port does not start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from ferrorpc.errors import ConfigError
+from ferrorpc_coordinator.web.feed import Feed
+from ferrorpc_coordinator.web.source import Source
+
+if TYPE_CHECKING:
+    import uvicorn
+
+STOP_SECONDS: Final = 1.0
+
+
+_NEEDED: Final = ("prometheus_client", "starlette", "uvicorn")
+
+
+class HttpServer:
+    """uvicorn under the coordinator's own signal handlers, from `start` to `stop`."""
+
+    def __init__(self, port: int, server: uvicorn.Server, task: asyncio.Task[None], feed: Feed) -> None:
+        self.port = port
+        self._server = server
+        self._task = task
+        self._feed = feed
+
+    @classmethod
+    def start(cls, source: Source, host: str, port: int) -> HttpServer:
+        """Serves on host:port from now on; port 0 takes a free one.
+
+        Raises:
+            ConfigError: the port cannot be used, or what serves it is not installed.
+        """
+        missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ConfigError(f"an HTTP port needs {', '.join(missing)}", hint="pip install 'ferrorpc[ui]'")
+        listening = _listen(host, port)
+        import uvicorn
+
+        from ferrorpc_coordinator.web.page import Page
+
+        class Server(uvicorn.Server):
+            @contextlib.contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                """Signals are the coordinator's to handle."""
+                yield
+
+        feed = Feed(source)
+        config = uvicorn.Config(
+            Page(source, feed).application(loopback=_is_loopback(listening)),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ws="none",
+            limit_concurrency=256,
+            timeout_keep_alive=15,
+            timeout_graceful_shutdown=1,
+        )
+        server = Server(config)
+        feed.start()
+        task = asyncio.create_task(server.serve(sockets=[listening]))
+        return cls(listening.getsockname()[1], server, task, feed)
+
+    async def stop(self) -> None:
+        """Ends open answers and closes the port."""
+        self._feed.stop()
+        self._server.should_exit = True
+        await asyncio.wait((self._task,), timeout=STOP_SECONDS + 1.0)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(128)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(
+            f"the HTTP port {host}:{port} cannot be used: {error.strerror}", hint="give another --http-port"
+        ) from None
+    return listening
+
+
+def _is_loopback(listening: socket.socket) -> bool:
+    host: str = listening.getsockname()[0]
+    return host == "::1" or host.startswith("127.")

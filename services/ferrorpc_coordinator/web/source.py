@@ -1,0 +1,57 @@
+"""What the HTTP port tells, whoever serves it. Everything here reads the state and changes nothing; on the event loop only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ferrorpc.v1 import identity_pb2
+from ferrorpc_coordinator.metrics import Collector
+from ferrorpc_coordinator.state.coordinator import Coordinator
+from ferrorpc_coordinator.state.job import Job
+from ferrorpc_coordinator.web.board import board
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Reads one coordinator."""
+
+    coordinator: Coordinator
+    collector: Collector
+    healthy: Callable[[], bool]
+    """Whether the coordinator serves; False while it drains."""
+    token: str = field(default="", repr=False)
+    """Whoever asks must bring it; empty for none."""
+
+    def metrics(self) -> bytes:
+        """The exposition that Prometheus scrapes."""
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry()
+        registry.register(self.collector)
+        return generate_latest(registry)
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """Every job, those with living members first."""
+        jobs = sorted(self.coordinator.jobs.items(), key=lambda item: (-item[1].roster.living, item[0]))
+        return [{"job": name, "members": job.roster.living, "generation": job.desk.newest_generation} for name, job in jobs]
+
+    def job(self, name: str) -> Job | None:
+        """The job of this name; that of an empty name is the first of `jobs`."""
+        if not name:
+            known = self.jobs()
+            name = known[0]["job"] if known else ""
+        return self.coordinator.jobs.get(name)
+
+    def state(self, job: Job) -> dict[str, Any]:
+        """All there is to tell of a job."""
+        settings = self.coordinator.settings
+        status = job.status(settings.version, settings.durable)
+        status.position.CopyFrom(
+            identity_pb2.Position(
+                cluster_id=self.coordinator.cluster_id, epoch=self.coordinator.epoch, generation=job.desk.newest_generation
+            )
+        )
+        return board(status, time.monotonic_ns() // 1_000_000)

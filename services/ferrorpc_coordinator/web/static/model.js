@@ -1,0 +1,152 @@
+// What the page knows: the last state, and what follows from comparing it with earlier ones.
+
+const WINDOW_MS = 8_000;
+const SPARK_MAX = 60;
+const LATE_MS = 2_000;
+const SLOWER = 1.3;
+
+export const TROUBLE = { dead: 0, suspect: 1, stalled: 2, joining: 3, waiting: 4, active: 5, left: 6 };
+
+export class Model {
+  constructor() {
+    this.clear();
+  }
+
+  clear() {
+    this.state = null;
+    this.members = [];
+    this.past = [];
+    this.sparks = new Map();
+  }
+
+  // One list of beat ages for each member, oldest first.
+  takeHistory(history) {
+    for (const [name, ages] of Object.entries(history)) this.sparks.set(name, ages.slice(-SPARK_MAX));
+    this.sparkAt = null;
+  }
+
+  take(state) {
+    const columns = state.members;
+    const restarted = this.state && (this.state.cluster_id !== state.cluster_id || this.state.epoch !== state.epoch);
+    if (restarted || (this.state && this.state.generation !== state.generation)) this.past = [];
+    this.state = state;
+    this.members = columns.name.map((_, i) => Object.fromEntries(Object.keys(columns).map((key) => [key, columns[key][i]])));
+    const byName = new Map(this.members.map((member) => [member.name, member]));
+    const links = new Map(state.links.map(([from, to, kind, sent]) => [`${from}>${to}`, { from, to, kind, sent }]));
+    this.past.push({ at: state.at_ms, members: byName, links });
+    while (this.past.length > 2 && this.past[1].at < state.at_ms - WINDOW_MS) this.past.shift();
+    this.#barriers();
+    this.#rates();
+    this.#spark(state.at_ms);
+  }
+
+  // What a member does at an open barrier is more to the point than its last operation.
+  #barriers() {
+    const byRank = new Map(this.seated().map((member) => [member.rank, member]));
+    for (const barrier of this.state.barriers) {
+      if (barrier.generation !== this.state.generation) continue;
+      for (const rank of barrier.arrived) if (byRank.has(rank)) byRank.get(rank).doing = `waits at barrier ${barrier.name}`;
+      for (const rank of barrier.missing) if (byRank.has(rank)) byRank.get(rank).missing ||= barrier;
+    }
+    for (const member of this.members) {
+      if (member.missing) member.doing = `missing at barrier ${member.missing.name}; last seen in ${member.activity || "nothing yet"}`;
+      member.doing ||= member.activity;
+    }
+  }
+
+  #rates() {
+    const before = this.past[0];
+    const seconds = (this.state.at_ms - before.at) / 1000;
+    const moved = Math.min(...this.seated().map((member) => member.step_age_ms));
+    const front = Math.max(0, ...this.seated().map((member) => member.step));
+    for (const member of this.members) {
+      const earlier = before.members.get(member.name);
+      const known = seconds > 0.2 && earlier && member.step >= earlier.step;
+      const steps = known ? member.step - earlier.step : 0;
+      const within = known ? Math.min(1, Math.max(0, (member.operation_ms - earlier.operation_ms) / 1000 / seconds)) : null;
+      member.stepsPerSecond = known ? steps / seconds : null;
+      member.within = within;
+      member.stepMs = steps > 0 ? (seconds * 1000) / steps : null;
+      member.ownMs = steps > 0 ? member.stepMs * (1 - within) : null;
+      const late = member.rank >= 0 && member.step < front && member.step_age_ms - moved > LATE_MS;
+      const barrierMs = member.missing && member.missing.age_ms > LATE_MS ? member.missing.age_ms : 0;
+      member.lateMs = Math.max(barrierMs, late ? member.step_age_ms : 0);
+    }
+    this.links = [...this.past.at(-1).links.entries()].map(([key, link]) => {
+      const earlier = before.links.get(key);
+      const known = seconds > 0.2 && (earlier || before !== this.past.at(-1));
+      return { ...link, bytesPerSecond: known ? Math.max(0, link.sent - (earlier ? earlier.sent : 0)) / seconds : null };
+    });
+  }
+
+  #spark(at) {
+    if (this.sparkAt && at - this.sparkAt < 950) return;
+    this.sparkAt = at;
+    for (const member of this.members) {
+      const ages = this.sparks.get(member.name) || [];
+      ages.push(member.state === "dead" || member.state === "left" ? -1 : member.beat_age_ms);
+      this.sparks.set(member.name, ages.slice(-SPARK_MAX));
+    }
+  }
+
+  // Those who have a rank, in rank order.
+  seated() {
+    return this.members.filter((member) => member.rank >= 0);
+  }
+
+  // Those who have a rank, and those who may get one; not those who had one in an earlier generation and are gone.
+  present() {
+    return this.members.filter((member) => member.rank >= 0 || (member.state !== "left" && member.state !== "dead"));
+  }
+
+  // Those whose steps are known, the one that needs longest between operations first: the others wait for it.
+  byOwnTime() {
+    return this.seated().filter((member) => member.ownMs !== null).sort((a, b) => b.ownMs - a.ownMs);
+  }
+
+  // Who holds the others up though nothing is wrong with it; empty when nobody does.
+  slowest() {
+    const order = this.byOwnTime();
+    const typical = order[Math.floor(order.length / 2)];
+    if (order.length < 2 || order[0].ownMs < SLOWER * typical.ownMs || order[0].ownMs - typical.ownMs < 1) return "";
+    const [own, others] = [order[0].ownMs, typical.ownMs].map((ms) => (ms < 10 ? ms.toFixed(1) : Math.round(ms)));
+    return `The slowest is rank ${order[0].rank}: ${own} ms between two operations, where others need ${others} ms`;
+  }
+
+  newest() {
+    return this.state.generations.at(-1) || null;
+  }
+
+  // How the job is, in a sentence: [good | warn | bad | idle, headline, what else there is to say].
+  verdict() {
+    const seated = this.seated();
+    const newest = this.newest();
+    const sick = seated.filter((member) => member.state === "stalled" || member.state === "suspect");
+    const working = seated.filter((member) => member.state === "active").length;
+    const waiting = this.state.waiting ? `Next round: ${this.state.waiting}` : "";
+    const late = this.state.barriers.filter((barrier) => barrier.missing.length && barrier.age_ms > 1000);
+    if (!newest) return ["idle", this.members.length ? "The first round is still open" : "Nobody has joined yet", waiting];
+    if (newest.end_reason) {
+      const over = seated.length && seated.every((member) => member.state === "left");
+      const head = over ? "The job is over: all its members left" : `Generation ${newest.generation} is over`;
+      return [over ? "idle" : "bad", head, [over ? "" : newest.end_reason, waiting].filter(Boolean).join(" · ")];
+    }
+    if (sick.length) {
+      const [first] = sick;
+      const others = sick.length > 1 ? `, and ${sick.length - 1} more` : "";
+      return ["warn", `Rank ${first.rank} is ${first.state}${others}`, [first.reason, waiting].filter(Boolean).join(" · ")];
+    }
+    if (late.length) return ["warn", ...this.#lateness(late[0], waiting)];
+    const gone = seated.length - working;
+    const head = gone ? `${working} of ${seated.length} ranks work, ${gone} left` : `All ${seated.length} ranks work`;
+    return ["good", seated.length === 1 && !gone ? "The one rank works" : head, [waiting, this.slowest()].filter(Boolean).join(" · ")];
+  }
+
+  #lateness(barrier, waiting) {
+    const seconds = (barrier.age_ms / 1000).toFixed(1);
+    const few = barrier.missing.slice(0, 3).map((rank) => this.seated().find((member) => member.rank === rank)).filter(Boolean);
+    const told = few.map((member) => `rank ${member.rank} on ${member.host || "?"}${member.activity ? ` was last seen in ${member.activity}` : ""}`);
+    const who = barrier.missing.length === 1 ? `rank ${barrier.missing[0]}` : `${barrier.missing.length} ranks`;
+    return [`Barrier ${barrier.name} has waited ${seconds} s for ${who}`, [told.join(" · "), waiting].filter(Boolean).join(" · ")];
+  }
+}

@@ -1,0 +1,307 @@
+// The status page: takes states as they come, and shows them. It changes nothing at the coordinator.
+
+import { matrix, spark, tiles } from "./draw.js";
+import { Model, TROUBLE } from "./model.js";
+import { bytes, clock, count, duration, element, fill, plural, ranks, rate, setText } from "./text.js";
+
+const ROWS = 32;
+const BARS = 24;
+const BARRIERS = 6;
+const STALE_MS = 3_000;
+const find = (id) => document.getElementById(id);
+const model = new Model();
+const view = { page: 0, sort: null, job: new URLSearchParams(location.search).get("job") || "" };
+let [under, underLink] = [() => undefined, () => ""];
+let [source, heard, drawn] = [null, 0, false];
+
+const COLUMNS = [
+  ["rank", "right", (m) => (m.rank >= 0 ? `${m.rank}` : "–"), (m) => (m.rank < 0 ? 1e9 : m.rank)],
+  ["name", "name", (m) => m.name, null],
+  ["host", "name", (m) => m.host, null],
+  ["device", "name", (m) => m.device, null],
+  ["state", "", (m) => m.state, (m) => TROUBLE[m.state]],
+  ["step", "right", (m) => count(m.step), (m) => m.step],
+  ["behind for", "right", (m) => (m.lateMs ? duration(m.lateMs) : ""), (m) => -m.lateMs],
+  ["ops/s", "right", (m) => rate(m.stepsPerSecond), (m) => m.stepsPerSecond],
+  ["in operations", "", null, (m) => m.within],
+  ["beats, last minute", "", null, (m) => -m.beat_age_ms],
+  ["last beat", "right", (m) => (m.state === "left" || m.state === "dead" ? "" : duration(m.beat_age_ms)), (m) => -m.beat_age_ms],
+  ["doing", "", (m) => m.doing, null],
+  ["why", "wrap", (m) => m.reason, null],
+];
+
+function connect() {
+  if (source) source.close();
+  source = new EventSource(`events?job=${encodeURIComponent(view.job)}`);
+  source.addEventListener("history", (message) => {
+    model.clear();
+    model.takeHistory(JSON.parse(message.data));
+  });
+  source.addEventListener("state", (message) => {
+    heard = Date.now();
+    const state = JSON.parse(message.data);
+    if (state) {
+      model.take(state);
+      drawn = false;
+      requestAnimationFrame(draw);
+    }
+  });
+}
+
+function draw() {
+  if (drawn || !model.state) return;
+  drawn = true;
+  const state = model.state;
+  const kept = state.durable ? "journal on disk" : "in memory";
+  setText(find("about"), `cluster ${state.cluster_id.slice(0, 8)} · epoch ${state.epoch} · ${kept} · ${state.version}`);
+  setText(document.querySelector("title"), `${state.job} · ferrorpc`);
+  const [mood, headline, subline] = model.verdict();
+  find("verdict").className = `verdict ${mood}`;
+  setText(find("headline"), headline);
+  setText(find("subline"), subline);
+  drawNumbers();
+  drawRanks();
+  drawBarriers();
+  drawGenerations();
+  drawSteps();
+  drawEvents();
+  drawLinks();
+}
+
+function drawNumbers() {
+  const state = model.state;
+  const active = model.seated().filter((m) => m.state === "active");
+  const known = active.filter((m) => m.stepsPerSecond !== null);
+  const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
+  const newest = model.newest();
+  const within = mean(known.map((m) => m.within));
+  const sent = model.links.reduce((sum, link) => sum + (link.bytesPerSecond || 0), 0);
+  const numbers = [
+    [`${active.length} / ${model.seated().length}`, "ranks active"],
+    [newest ? `${newest.generation}` : "–", newest && newest.age_ms !== null ? `generation, ${duration(newest.age_ms)} old` : "generation"],
+    [rate(mean(known.map((m) => m.stepsPerSecond))), "operations/s on a rank"],
+    [within === null ? "–" : `${Math.round(within * 100)} %`, "of time in operations"],
+    [`${bytes(sent)}/s`, "sent between ranks"],
+    [count(state.store.keys), `keys in the store, ${bytes(state.store.bytes)}`],
+  ];
+  fill(find("numbers"), numbers.map(([value, what]) => element("div", "number", element("b", "", value), element("span", "", what))));
+}
+
+function drawRanks() {
+  const members = model.present();
+  under = tiles(find("tiles"), members);
+  const states = [...new Set(members.map((m) => m.state))].sort((a, b) => TROUBLE[b] - TROUBLE[a]);
+  fill(find("legend"), states.map((state) => {
+    const mark = element("i", `badge ${state}`);
+    return element("li", "", mark, `${members.filter((m) => m.state === state).length} ${state}`);
+  }));
+  const filled = { device: (m) => m.device, "behind for": (m) => m.lateMs, why: (m) => m.reason };
+  const columns = COLUMNS.filter(([name]) => !filled[name] || members.some(filled[name]));
+  const shown = sorted(members, columns);
+  const pages = Math.max(1, Math.ceil(shown.length / ROWS));
+  view.page = Math.min(view.page, pages - 1);
+  drawPager(shown.length, pages, model.members.length - members.length);
+  fill(document.querySelector("#ranks thead"), [element("tr", "", ...columns.map(([name, kind, , key]) => {
+    const head = element("th", `${kind}${view.sort === name ? " sorted" : ""}`, name);
+    if (key) head.dataset.sort = name;
+    return head;
+  }))]);
+  const body = document.querySelector("#ranks tbody");
+  const rows = shown.slice(view.page * ROWS, (view.page + 1) * ROWS);
+  while (body.children.length > rows.length) body.lastChild.remove();
+  while (body.children.length < rows.length) body.append(element("tr", ""));
+  rows.forEach((member, i) => drawRow(body.children[i], member, columns));
+}
+
+// Whoever is in trouble comes first where not all fit on one page.
+function sorted(members, columns) {
+  const chosen = columns.find(([name]) => name === view.sort);
+  const key = chosen ? chosen[3] : members.length > ROWS ? (m) => TROUBLE[m.state] * 1e9 - m.lateMs : null;
+  return key ? [...members].sort((a, b) => (key(a) ?? 1e18) - (key(b) ?? 1e18)) : members;
+}
+
+function drawRow(row, member, columns) {
+  const names = columns.map(([name]) => name).join();
+  if (row.dataset.columns !== names) {
+    row.dataset.columns = names;
+    row.replaceChildren(...columns.map(([, kind]) => element("td", kind)));
+  }
+  columns.forEach(([name, , text], i) => {
+    const cell = row.children[i];
+    if (name === "state") {
+      if (!cell.firstChild) cell.append(element("span", ""));
+      cell.firstChild.className = `badge ${member.state}`;
+      setText(cell.firstChild, member.state);
+    } else if (name === "beats, last minute") {
+      if (!cell.firstChild) cell.append(element("canvas", "spark"));
+      spark(cell.firstChild, model.sparks.get(member.name) || []);
+    } else if (name === "in operations") {
+      if (!cell.firstChild) cell.append(element("div", "bar", element("i", "within")));
+      cell.firstChild.firstChild.style.width = `${Math.round((member.within || 0) * 100)}%`;
+      cell.title = member.within === null ? "" : `${Math.round(member.within * 100)} %`;
+    } else {
+      setText(cell, text(member));
+      if (cell.className === "name") cell.title = text(member);
+    }
+  });
+}
+
+function drawPager(total, pages, gone) {
+  const pager = find("pager");
+  if (pages === 1) return fill(pager, [plural(total, "member") + (gone ? `, and ${count(gone)} of earlier generations` : "")]);
+  if (!pager.querySelector("button")) {
+    const turn = (by) => () => { view.page = Math.max(0, view.page + by); drawn = false; draw(); };
+    const [back, on] = [element("button", "", "‹"), element("button", "", "›")];
+    back.addEventListener("click", turn(-1));
+    on.addEventListener("click", turn(1));
+    pager.replaceChildren(back, element("span", ""), on);
+  }
+  const [back, where, on] = pager.children;
+  setText(where, `${view.page * ROWS + 1}-${Math.min(total, (view.page + 1) * ROWS)} of ${count(total)}`);
+  back.disabled = view.page === 0;
+  on.disabled = view.page === pages - 1;
+}
+
+function drawBarriers() {
+  const open = model.state.barriers.slice(0, BARRIERS).map((barrier) => {
+    const all = barrier.arrived.length + barrier.missing.length;
+    const bar = element("div", "bar", element("i", "there"), element("i", "away"));
+    bar.children[0].style.width = `${(100 * barrier.arrived.length) / Math.max(1, all)}%`;
+    bar.children[1].style.width = `${(100 * barrier.missing.length) / Math.max(1, all)}%`;
+    const waits = barrier.missing.length ? `missing: rank ${ranks(barrier.missing)}` : "";
+    const last = barrier.arrived_after_ms.length ? `, the last came ${duration(Math.max(...barrier.arrived_after_ms))} after the first` : "";
+    return element("div", "item",
+      element("p", "", element("strong", "", `${barrier.name} #${barrier.ordinal}`), ` open for ${duration(barrier.age_ms)} · ${waits}`),
+      bar, element("p", "quiet", `${barrier.arrived.length} of ${all} arrived${last}`));
+  });
+  const more = model.state.barriers.length - open.length;
+  if (more > 0) open.push(element("p", "none", `and ${count(more)} that opened later`));
+  fill(find("barriers"), open.length ? open : [element("p", "none", "No named barrier is open.")]);
+  const lasts = model.state.stragglers.map((straggler) => {
+    const bar = element("div", "bar", element("i", "away"));
+    const most = Math.max(1, ...model.state.stragglers.map((other) => other.waited_ms));
+    bar.firstChild.style.width = `${Math.max(1, (100 * straggler.waited_ms) / most)}%`;
+    return element("div", "row", element("span", "", `rank ${straggler.rank}`), bar,
+      element("span", "", `${plural(straggler.barriers, "barrier")}, ${duration(straggler.waited_ms)}`));
+  });
+  fill(find("stragglers"), lasts.length ? lasts : [element("p", "none", "No named barrier was released in this generation.")]);
+}
+
+function drawGenerations() {
+  const lines = model.state.generations;
+  fill(find("timeline"), lines.map((line) => {
+    const long = line.lasted_ms ?? line.age_ms ?? 0;
+    const broken = line.end_reason && !/^replaced by|^all its members/.test(line.end_reason);
+    const span = element("span", broken ? "broken" : line.end_reason ? "ended" : "", `${line.generation}`);
+    span.style.flexGrow = `${1 + Math.log1p(long / 1000)}`;
+    return span;
+  }));
+  fill(find("generations"), [...lines].reverse().map((line) => {
+    const since = line.age_ms === null ? "before this coordinator started" : `since ${clock(line.age_ms)}`;
+    const lasted = line.lasted_ms === null ? "" : `, lasted ${duration(line.lasted_ms)}`;
+    const item = element("li", "", element("strong", "", `${line.generation}`), ` · ${plural(line.size, "rank")} · ${since}${lasted} · ${line.reason}`);
+    if (line.end_reason) item.append(element("span", "why", `ended: ${line.end_reason}`));
+    return item;
+  }));
+}
+
+// The rank that needs longest between operations is the one the others wait for.
+function drawSteps() {
+  const known = model.byOwnTime();
+  const most = Math.max(1e-9, ...known.map((m) => m.stepMs));
+  const rows = known.slice(0, BARS).map((m) => {
+    const bar = element("div", "bar", element("i", "own"), element("i", "within"));
+    bar.children[0].style.width = `${(100 * m.ownMs) / most}%`;
+    bar.children[1].style.width = `${(100 * (m.stepMs - m.ownMs)) / most}%`;
+    return element("div", "row", element("span", "", `rank ${m.rank}`), bar,
+      element("span", "", `${m.ownMs.toPrecision(3)} + ${(m.stepMs - m.ownMs).toPrecision(3)} ms`));
+  });
+  if (known.length > BARS) rows.push(element("p", "none", `and ${plural(known.length - BARS, "rank")} that need less between operations`));
+  fill(find("steps"), rows.length ? rows : [element("p", "none", "No operation ended lately.")]);
+}
+
+function drawEvents() {
+  fill(find("events"), [...model.state.occurrences].reverse().map((happened) => {
+    const badge = { generation: "active", back: "active", broken: "dead", barrier: "stalled", rendezvous: "stalled", ended: "left" };
+    const mark = element("span", "", element("span", `badge ${badge[happened.kind] || happened.kind}`, happened.kind));
+    return element("li", "", element("time", "", clock(happened.age_ms)), mark, element("span", "", happened.text));
+  }));
+  if (!model.state.occurrences.length) fill(find("events"), [element("li", "none", "Nothing yet.")]);
+}
+
+function drawLinks() {
+  const size = model.seated().length;
+  find("links").hidden = size < 2;
+  const kinds = [...new Set(model.links.map((link) => link.kind))].sort();
+  const busiest = model.links.reduce((best, link) => ((link.bytesPerSecond || 0) > (best?.bytesPerSecond || 0) ? link : best), null);
+  setText(find("link-scale"), kinds.length ? `row sends to column · ${kinds.join(", ")}` : "");
+  setText(find("link-hint"), busiest && busiest.bytesPerSecond
+    ? `Busiest: rank ${busiest.from} → rank ${busiest.to}, ${bytes(busiest.bytesPerSecond)}/s by ${busiest.kind}.`
+    : "Nothing was sent between ranks in the last seconds.");
+  if (size >= 2) underLink = matrix(find("links"), size, model.links);
+}
+
+async function pickJobs() {
+  try {
+    const answer = await fetch("api/v1/jobs");
+    const jobs = await answer.json();
+    if (!view.job && jobs.length) choose(jobs[0].job);
+    const select = find("job");
+    fill(select, jobs.map((job) => {
+      const option = element("option", "", `${job.job} (${job.members})`);
+      option.setAttribute("value", job.job);
+      return option;
+    }));
+    select.value = view.job;
+  } catch {
+    // watchTheLine says that nobody answers.
+  }
+  setTimeout(pickJobs, view.job ? 5000 : 1000);
+}
+
+function choose(job) {
+  view.job = job;
+  view.page = 0;
+  connect();
+}
+
+function watchTheLine() {
+  const silent = Date.now() - heard;
+  const live = heard > 0 && silent < STALE_MS;
+  document.body.classList.toggle("stale", heard > 0 && !live);
+  find("line").className = `line ${live ? "live" : ""}`;
+  setText(find("line"), live ? "live" : heard ? `no news for ${duration(silent)}` : "connecting");
+}
+
+function tipAt(event, text) {
+  const tip = find("tip");
+  tip.hidden = !text;
+  tip.textContent = text;
+  tip.style.left = `${Math.min(event.clientX + 14, innerWidth - 280)}px`;
+  tip.style.top = `${event.clientY + 14}px`;
+}
+
+function tipOf(member) {
+  const rank = member.rank >= 0 ? `rank ${member.rank}` : "no rank";
+  const about = [member.host, member.device, member.doing, member.reason].filter(Boolean).join(" · ");
+  return `${rank}: ${member.name}, ${member.state}${about ? `\n${about}` : ""}`;
+}
+
+find("job").addEventListener("change", (event) => choose(event.target.value));
+find("tiles").addEventListener("mousemove", (event) => {
+  const member = under(event.offsetX, event.offsetY);
+  tipAt(event, member ? tipOf(member) : "");
+});
+find("links").addEventListener("mousemove", (event) => tipAt(event, underLink(event.offsetX, event.offsetY)));
+for (const id of ["tiles", "links"]) find(id).addEventListener("mouseleave", (event) => tipAt(event, ""));
+document.querySelector("#ranks thead").addEventListener("click", (event) => {
+  const name = event.target.dataset.sort;
+  if (!name) return;
+  view.sort = view.sort === name ? null : name;
+  drawn = false;
+  draw();
+});
+addEventListener("resize", () => { drawn = false; draw(); });
+setInterval(watchTheLine, 500);
+if (view.job) connect();
+pickJobs();

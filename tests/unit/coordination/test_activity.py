@@ -1,0 +1,64 @@
+"""What a beat tells: operations, time in them, and links in small portions."""
+
+from __future__ import annotations
+
+from ferrorpc.coordination.activity import LINKS_MAX, Activity
+
+
+def links_of(activity: Activity) -> dict[int, tuple[str, int]]:
+    """The links of the next beat that tells of any."""
+    for _ in range(2):
+        found = activity.beat(1).links
+        if found:
+            return {link.peer_rank: (link.kind, link.sent_bytes) for link in found}
+    return {}
+
+
+def test_a_beat_tells_the_last_operation_how_many_there_were_and_the_time_in_them() -> None:
+    activity = Activity()
+    for number in range(3):
+        activity.note(f"all_reduce #{number}")
+        activity.operated(0.25)
+    beat = activity.beat(7)
+    assert (beat.step, beat.activity, beat.operation_ms, beat.generation) == (3, "all_reduce #2", 750, 7)
+
+
+def test_links_are_told_once_until_something_is_sent_again() -> None:
+    activity, traffic = Activity(), {1: ("grpc", 100), 2: ("shared_memory", 5), 3: ("grpc", 0)}
+    activity.carry(lambda: traffic)
+    assert links_of(activity) == {1: ("grpc", 100), 2: ("shared_memory", 5)}
+    assert links_of(activity) == {}
+    traffic[2] = ("shared_memory", 9)
+    assert links_of(activity) == {2: ("shared_memory", 9)}
+
+
+def test_every_other_beat_is_without_links() -> None:
+    activity = Activity()
+    sent = {1: ("grpc", 0)}
+    activity.carry(lambda: {peer: (kind, sent_bytes + 1) for peer, (kind, sent_bytes) in sent.items()})
+    told = []
+    for number in range(6):
+        sent[1] = ("grpc", number)
+        told.append(len(activity.beat(1).links))
+    assert told == [0, 1, 0, 1, 0, 1]
+
+
+def test_many_busy_links_take_turns() -> None:
+    activity, size = Activity(), 3 * LINKS_MAX
+    clock = [0]
+    activity.carry(lambda: {peer: ("grpc", clock[0] + peer + 1) for peer in range(size)})
+    seen = []
+    for _ in range(3):
+        clock[0] += 1000
+        told = links_of(activity)
+        assert len(told) == LINKS_MAX
+        seen += list(told)
+    assert sorted(seen) == list(range(size))
+
+
+def test_a_new_generation_begins_from_nothing() -> None:
+    activity = Activity()
+    activity.carry(lambda: {1: ("grpc", 100)})
+    assert links_of(activity) == {1: ("grpc", 100)}
+    activity.carry(lambda: {1: ("grpc", 40)})
+    assert links_of(activity) == {1: ("grpc", 40)}

@@ -1,0 +1,105 @@
+"""What a coordinator tells of a job that was not told before: times, links, lateness."""
+
+from __future__ import annotations
+
+from ferrorpc_coordinator.state.events import Received
+from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
+
+from ferrorpc.v1 import barrier_pb2, identity_pb2, rendezvous_pb2, session_pb2
+from tests.transcripts.world import World
+
+
+def world_of(size: int, **limits: int) -> World:
+    """A world in its first generation."""
+    world = World(Settings(durable=True, limits=Limits(**limits)))
+    for rank in range(size):
+        world.hello(f"m{rank}")
+        policy = rendezvous_pb2.WorldPolicy(min_size=size, max_size=size)
+        world.ask(f"m{rank}", join=rendezvous_pb2.JoinRequest(policy=policy, pinned_rank=rank, timeout_ms=60_000))
+    return world
+
+
+def status_of(world: World) -> session_pb2.StatusResponse:
+    return world.coordinator.jobs[world.job].status("1", durable=True)
+
+
+def beat(world: World, rank: int, **fields: object) -> None:
+    told = session_pb2.Beat(**fields)  # type: ignore[arg-type]
+    stream = world.clients[f"m{rank}"].stream
+    assert stream is not None
+    world.step(Received(stream, session_pb2.ClientFrame(beat=told)))
+
+
+def link(peer: int, sent: int, kind: str = "grpc") -> identity_pb2.Link:
+    return identity_pb2.Link(peer_rank=peer, kind=kind, sent_bytes=sent)
+
+
+def test_a_member_is_told_of_with_the_age_of_its_step_and_its_time_in_operations() -> None:
+    world = world_of(2)
+    beat(world, 0, step=4, operation_ms=1200, generation=1)
+    world.clients["m0"].frozen = world.clients["m1"].frozen = True
+    world.tick(2 * SECOND)
+    beat(world, 0, step=4, operation_ms=1700, generation=1)
+    beat(world, 1, step=5, generation=1)
+    told = status_of(world).members
+    assert [(member.step, member.step_age_ms, member.operation_ms) for member in told] == [(4, 2000, 1700), (5, 0, 0)]
+
+
+def test_links_are_kept_for_their_generation_the_busiest_first() -> None:
+    world = world_of(3)
+    beat(world, 0, generation=1, links=[link(1, 10), link(2, 500, "shared_memory")])
+    beat(world, 0, generation=1, links=[link(1, 90)])
+    beat(world, 1, generation=7, links=[link(0, 1)])
+    told = status_of(world).members
+    assert [(found.peer_rank, found.kind, found.sent_bytes) for found in told[0].links] == [
+        (2, "shared_memory", 500),
+        (1, "grpc", 90),
+    ]
+    assert not told[1].links, "of a generation that is not its own"
+
+
+def test_links_are_bounded_for_one_member_and_for_all_together() -> None:
+    world = world_of(4, links=3, told_links=8)
+    for rank in range(4):
+        beat(world, rank, generation=1, links=[link(peer, peer) for peer in range(100, 200)])
+    assert [len(member.links) for member in world.coordinator.jobs[world.job].roster] == [3] * 4
+    assert [len(member.links) for member in status_of(world).members] == [2] * 4
+
+
+def test_an_open_barrier_tells_who_came_when() -> None:
+    world = world_of(3)
+    request = barrier_pb2.BarrierRequest(generation=1, name="b", ordinal=1, timeout_ms=60_000)
+    world.ask("m2", barrier=request)
+    world.tick(SECOND)
+    world.ask("m0", barrier=request)
+    world.tick(SECOND)
+    (barrier,) = status_of(world).barriers
+    assert (list(barrier.arrived_ranks), list(barrier.arrived_after_ms)) == ([0, 2], [1000, 0])
+    assert (list(barrier.missing_ranks), barrier.age_ms) == ([1], 2000)
+
+
+def test_a_straggler_is_charged_with_what_the_others_waited_for_it_alone() -> None:
+    world = world_of(3)
+    for ordinal, late in ((1, "m1"), (2, "m1"), (3, "m0")):
+        request = barrier_pb2.BarrierRequest(generation=1, name="b", ordinal=ordinal, timeout_ms=60_000)
+        first, second = (name for name in ("m0", "m1", "m2") if name != late)
+        world.ask(first, barrier=request)
+        world.tick(SECOND)
+        world.ask(second, barrier=request)
+        world.tick(SECOND // 2)
+        world.ask(late, barrier=request)
+    told = [(found.rank, found.barriers, found.waited_ms) for found in status_of(world).stragglers]
+    assert told == [(1, 2, 1000), (0, 1, 500)]
+
+
+def test_a_generation_is_told_of_with_its_times_as_far_as_they_were_lived() -> None:
+    world = world_of(2)
+    world.tick(3 * SECOND)
+    world.cut("m1")
+    world.tick(5 * SECOND)
+    (line,) = status_of(world).generations
+    assert (line.age_ms, line.lasted_ms) == (8000, 5000)
+    world.restart()
+    (line,) = status_of(world).generations
+    assert not line.HasField("age_ms")
+    assert not line.HasField("lasted_ms")
