@@ -14,6 +14,8 @@ from ferrorpc.wire import options
 
 STREAMS_PER_CHANNEL = 60
 BEAT_SECONDS = 0.5
+LEASE_MS = 30_000
+"""So long that nobody is given up because this machine is busy."""
 
 
 class Rank:
@@ -25,7 +27,6 @@ class Rank:
         self.step = 0
         self.operation_ms = 0
         self.activity = "all_reduce #0"
-        self.silent = False
         self.generation = 0
         self.rank = -1
         self.sequence = 0
@@ -103,6 +104,7 @@ class Crowd:
             job=self.job,
             name=rank.name,
             instance_id=rank.name,
+            lease_ms=LEASE_MS,
             host=f"host-{rank.number * self._hosts // self.size}",
             labels=[identity_pb2.Label(name="pid", value=str(1000 + rank.number))],
         )
@@ -136,7 +138,7 @@ class Crowd:
         while True:
             for part in range(10):
                 for rank in self.ranks[part::10]:
-                    if not rank.silent and not rank.call.done():
+                    if not rank.call.done():
                         beat = session_pb2.Beat(step=rank.step, activity=rank.activity, generation=rank.generation)
                         rank.outgoing.put_nowait(session_pb2.ClientFrame(beat=self._fill(rank, beat)))
                 await asyncio.sleep(BEAT_SECONDS / 10)
