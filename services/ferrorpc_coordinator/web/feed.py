@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any, Final
@@ -25,7 +26,7 @@ SAMPLE_TICKS: Final = 2
 """Ticks from one sample of the beat ages to the next."""
 VIEWERS_MAX: Final = 64
 LOOP_SHARE_MAX: Final = 0.05
-"""Of the event loop's time. Where a state costs more than that of a tick, ticks become longer."""
+"""Of a core. Where states cost more than that, ticks become longer."""
 
 
 class Viewer:
@@ -57,7 +58,6 @@ class Feed:
         self._source = source
         self._viewers: set[Viewer] = set()
         self._ages: dict[str, deque[dict[str, int]]] = {}
-        self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -101,7 +101,7 @@ class Feed:
         tick, pause = 0, TICK_SECONDS
         while True:
             await asyncio.sleep(pause)
-            began = self._loop.time()
+            began = time.thread_time()
             tick += 1
             if tick % SAMPLE_TICKS == 0:
                 self._sample()
@@ -110,7 +110,7 @@ class Feed:
                 for viewer in self._viewers:
                     if viewer.job == job:
                         viewer.give(state)
-            pause = max(TICK_SECONDS, (self._loop.time() - began) / LOOP_SHARE_MAX)
+            pause = max(TICK_SECONDS, (time.thread_time() - began) / LOOP_SHARE_MAX)
 
     def _sample(self) -> None:
         jobs = self._source.coordinator.jobs
