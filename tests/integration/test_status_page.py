@@ -62,6 +62,8 @@ class Working:
 
 def show(browser, process, job, name):
     """Opens the page of a job and waits for its first state."""
+    browser.open("about:blank")
+    browser.until("location.href === 'about:blank'")
     browser.logs.clear()
     browser.open(f"http://{process.http_address}/?job={job}")
     browser.until(f"document.title === '{job} · ferrorpc'", PATIENCE_SECONDS)
