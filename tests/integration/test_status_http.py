@@ -56,7 +56,7 @@ class Http:
 
 @pytest.fixture(scope="module")
 def running():
-    with coordinator("--http-port", "0", "--grace", "0.3") as process:
+    with coordinator("--http-port", "0", "--grace", "0.3", "--lease", "60") as process:
         yield process, Http(process.http_address)
 
 
