@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from ferrorpc.collectives.execution import Execution
-from ferrorpc.collectives.executor import Outgoing
+from ferrorpc.collectives.advancing import Advancing
+from ferrorpc.collectives.flow import FAR
+from ferrorpc.collectives.outgoing import Outgoing
 from ferrorpc.errors import CodecError, CollectiveTimeoutError, FerroError, TensorMismatchError
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import Box
 from ferrorpc.transports.pairwise import Message, Post
 from ferrorpc.types import TensorSpec
-from ferrorpc.wire.frames import POINT_TO_POINT, Header, Key
+from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
 
 Array = np.ndarray[Any, Any]
 
@@ -31,35 +32,35 @@ class SendNumbers:
         return next(self._counters.setdefault((target, tag), itertools.count(1)))
 
 
-class SendExecution(Execution):
+class SendExecution(Advancing):
     """One send. `peer` is a world rank."""
 
     def __init__(
         self, transport: Transport, group: int, number: int, data: Array, spec: TensorSpec, peer: int, tag: int, guard: Guard
     ) -> None:
-        self.guard = guard
-        self.results: list[Array] = []
-        self.specs: list[TensorSpec] = []
+        super().__init__(guard)
         self._transport = transport
         self._key = Key(group, POINT_TO_POINT, number)
         self._peer = peer
         self._tag = tag
-        self._box = Box()
-        raw = data.reshape(-1).view(np.uint8)
-        self._outgoing = Outgoing(peer, Header(tag, "send", spec.dtype, spec.shape, raw.size), raw)
-        self._registered = False
+        self._box: Box | None = None
+        self._outgoing = Outgoing(peer, Header(tag, "send", spec.dtype, spec.shape, data.nbytes), data.reshape(-1), self.poke)
         self._label = f"send({spec} to rank {peer}, tag={tag})"
 
     @property
     def label(self) -> str:
         return self._label
 
-    def advance(self) -> bool:
-        if not self._registered:
-            self._registered = True
-            self._box.wake = self.wake
-            self._transport.mailbox.start_sending(self._key, self._peer, self._tag, self._box)
-        return self._outgoing.advance(self._transport, self._key, self._box, self.wake)
+    def step(self) -> bool:
+        box, outgoing = self._box, self._outgoing
+        if box is None:
+            box = self._box = Box()
+            box.wake = self.poke
+            self._transport.mailbox.start_sending(self._key, self._peer, self._tag, box)
+        while outgoing.send(self._transport, self._key, box, FAR):
+            if outgoing.done == outgoing.count:
+                return True
+        return False
 
     def waiting_on(self) -> list[int]:
         return [self._peer]
@@ -73,11 +74,11 @@ class SendExecution(Execution):
     def timeout_error(self) -> FerroError:
         return CollectiveTimeoutError([self._peer], f"after {self.guard.seconds:g} s, {self.explain()}")
 
-    def finish(self) -> None:
+    def leave(self) -> None:
         self._transport.mailbox.stop_sending(self._key, self._peer, self._tag)
 
 
-class RecvExecution(Execution):
+class RecvExecution(Advancing):
     """One recv. `peer` is a world rank. A timeout, or an `out` that does not fit, leaves the message for the next recv."""
 
     timeout_breaks = False
@@ -85,58 +86,63 @@ class RecvExecution(Execution):
     def __init__(
         self, transport: Transport, group: int, peer: int, tag: int, out: Array | None, spec: TensorSpec | None, guard: Guard
     ) -> None:
-        self.guard = guard
-        self.results: list[Array] = []
-        self.specs: list[TensorSpec] = []
+        super().__init__(guard)
         self._transport = transport
         self._group = group
         self._peer = peer
         self._tag = tag
         self._out = out
         self._spec = spec
-        self._taken = False
+        self._taken = np.empty(0, np.uint8)
+        """The bytes of `out`, of which the first `_received` are here."""
+        self._received = -1
         self._label = f"recv(from rank {peer}, tag={tag})"
         self._post = Post(self._woken)
         transport.mailbox.post(group, peer, tag, self._post)
 
     def _woken(self) -> None:
-        wake = getattr(self, "wake", None)
-        if wake is not None:
-            wake()
+        """Its place in the queue was taken when it was made; news that comes before it is driven is found then."""
+        if hasattr(self, "wake"):
+            self.poke()
 
     @property
     def label(self) -> str:
         return self._label
 
-    def advance(self) -> bool:
+    def step(self) -> bool:
         message = self._post.message
         if message is None:
             return False
-        header = message.frames[0].header
+        if self._received < 0:
+            self._begin(message)
+        while message.frames:
+            self._take(message.frames.popleft())
+        if self._received < message.header.total:
+            return False
+        self._transport.mailbox.take(self._group, self._peer, self._tag, self._post)
+        return True
+
+    def _begin(self, message: Message) -> None:
+        header = message.header
         spec = TensorSpec(header.dtype, header.shape)
         if self._spec is not None and spec != self._spec:
             raise TensorMismatchError(
                 f"rank {self._peer} sent {spec} with tag {self._tag}, but out is {self._spec}",
                 hint="call recv without out=, or with a matching one: the message still waits",
             )
+        out = np.empty(spec.shape, spec.dtype.storage) if self._out is None else self._out
+        self.results, self.specs = [out], [spec]
+        self._taken, self._received = out.reshape(-1).view(np.uint8), 0
         if message.needs_grant:
             message.needs_grant = False
             self._transport.grant(self._peer, Key(self._group, POINT_TO_POINT, self._post.number), self._tag)
-        if not message.complete:
-            return False
-        self._take(message, spec)
-        return True
 
-    def _take(self, message: Message, spec: TensorSpec) -> None:
-        out = np.empty(spec.shape, spec.dtype.storage) if self._out is None else self._out
-        raw = out.reshape(-1).view(np.uint8)
-        for frame in message.frames:
-            if frame.offset + len(frame.payload) > raw.size:
-                raise CodecError(f"{self._label}: a chunk lies beyond the {raw.size} bytes of {spec}")
-            raw[frame.offset : frame.offset + len(frame.payload)] = frame.payload
-        self._transport.mailbox.take(self._group, self._peer, self._tag, self._post)
-        self._taken = True
-        self.results, self.specs = [out], [spec]
+    def _take(self, frame: Frame) -> None:
+        if frame.offset != self._received:
+            raise CodecError(f"{self._label}: chunk at byte {frame.offset} came where byte {self._received} was due")
+        last = frame.offset + len(frame.payload)
+        self._taken[frame.offset : last] = frame.payload
+        self._received = last
 
     def waiting_on(self) -> list[int]:
         return [self._peer]
@@ -155,7 +161,13 @@ class RecvExecution(Execution):
             hint="call recv again: nothing was lost and the group goes on",
         )
 
-    def finish(self) -> None:
-        if not self._taken:
-            self._taken = True
-            self._transport.mailbox.unpost(self._group, self._peer, self._tag, self._post)
+    def leave(self) -> None:
+        message = self._post.message
+        if message is not None and self._received == message.header.total:
+            return
+        if message is not None and self._received > 0:
+            # The next recv begins where this one did: with one chunk that is as long as all that came.
+            begun = memoryview(self._taken[: self._received].tobytes())
+            key = Key(self._group, POINT_TO_POINT, self._post.number)
+            message.frames.appendleft(Frame(key, self._peer, message.header, 0, begun))
+        self._transport.mailbox.unpost(self._group, self._peer, self._tag, self._post)

@@ -155,20 +155,25 @@ class RelayCollective(RelayExecution):
 
     def advance(self) -> bool:
         courier = Courier(self._backend, self.guard)
-        for action in self._rules.plan.actions:
+        for index, action in enumerate(self._rules.plan.actions):
             if courier.error is not None:
                 raise courier.error
             if isinstance(action, Send):
-                spec, raw = self._workspace.outgoing(action.region)
-                data = raw.copy().view(spec.dtype.storage).reshape(spec.shape)
-                courier.send(NUMPY.typed(data, spec), action.peer, relay_tag(self._key, action.slot))
+                courier.send(self._message(index, action), action.peer, relay_tag(self._key, action.slot))
             elif isinstance(action, Receive | Fold | FoldUnder):
                 self._take(action)
             else:
-                self._workspace.apply(action)
+                self._workspace.apply(index, 0, self._workspace.elements(action))
         courier.drain()
         self.results, self.specs = self._workspace.results
         return True
+
+    def _message(self, index: int, action: Send) -> Array:
+        """What a send carries, as an array that nobody changes any more."""
+        spec, values = self._workspace.outgoing(action.region)
+        if self._rules.codec is not None and values.size:
+            return self._workspace.encoded(index, 0, values.size)
+        return NUMPY.typed(values.copy().reshape(spec.shape), spec)
 
     def _take(self, action: Receive | Fold | FoldUnder) -> None:
         data = self._backend.recv(action.peer, relay_tag(self._key, action.slot), timeout=self.remaining())
@@ -176,7 +181,7 @@ class RelayCollective(RelayExecution):
         self._workspace.expect(action, spec)
         flat = np.ascontiguousarray(data).reshape(-1).view(spec.dtype.storage)
         if self._rules.codec is not None and flat.size:
-            self._workspace.accept_encoded(action, flat)
+            self._workspace.accept_encoded(action, 0, self._workspace.elements(action), flat)
         else:
             self._workspace.accept(action, spec, 0, flat)
 

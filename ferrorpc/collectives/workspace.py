@@ -20,6 +20,7 @@ from ferrorpc.collectives.algorithms.plan import (
     Quantise,
     Receive,
     Region,
+    Send,
 )
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CodecError
@@ -47,6 +48,27 @@ class Rules:
             self.out_specs = [call.inputs[0]] * plan.out_items
         elif call.operation is Operation.REDUCE_SCATTER:
             self.out_specs = [call.inputs[rank]]
+        self.sharing = _sharing(plan)
+
+
+def _sharing(plan: Plan) -> dict[int, tuple[int, int]]:
+    """Actions that take the same elements in a codec's bytes: index -> (the first such action, how many there are).
+
+    Nothing may write to these elements in between, whichever arrays share memory.
+    """
+    alike: dict[Region, list[int]] = {}
+    closed: list[list[int]] = []
+    for index, action in enumerate(plan.actions):
+        if isinstance(action, Send | Quantise):
+            alike.setdefault(action.region, []).append(index)
+        if not isinstance(action, Send):
+            closed += [alike.pop(region) for region in list(alike) if _overlap(region, action.region)]
+    return {index: (indices[0], len(indices)) for indices in (*closed, *alike.values()) for index in indices}
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    """Whether two regions of arrays that may be the same have elements in common."""
+    return (other.stop is None or one.start < other.stop) and (one.stop is None or other.start < one.stop)
 
 
 class Workspace:
@@ -66,6 +88,7 @@ class Workspace:
         self._out: list[Array | None] = [
             None if spec is None else self._room(item, spec) for item, spec in enumerate(rules.out_specs)
         ]
+        self._encodings: dict[tuple[int, int], tuple[Array, int]] = {}
 
     def _room(self, item: int, spec: TensorSpec) -> Array:
         """The array for a result: the caller's where it fits, else a new one."""
@@ -82,16 +105,26 @@ class Workspace:
         return arrays, [spec for spec in self.specs if spec is not None]
 
     def outgoing(self, region: Region) -> tuple[TensorSpec, Array]:
-        """What a Send of this region carries: its spec, and its contiguous bytes as uint8."""
+        """What a Send of this region carries: its spec, and its elements as they are stored, not yet encoded."""
         if region.start == region.stop:
             return NOTHING, np.empty(0, np.uint8)
         array, spec = self._item(region)
         flat = array.reshape(-1)[region.start : region.stop]
-        if self._rules.codec is not None:
-            encoded = self._rules.codec.encode(flat)
-            return TensorSpec(DType.UINT8, encoded.shape), encoded
         whole = region.stop is None and region.start == 0
-        return (spec if whole else TensorSpec(spec.dtype, (flat.size,))), flat.view(np.uint8)
+        return (spec if whole else TensorSpec(spec.dtype, (flat.size,))), flat
+
+    def encoded(self, index: int, first: int, last: int) -> Array:
+        """Elements [first, last) of the region of action `index` as the call's codec puts them on the wire.
+
+        Where several actions take the same, they are encoded for the first of them and kept until the last has taken them.
+        """
+        group, users = self._rules.sharing[index]
+        found, left = self._encodings.pop((group, first), (None, users))
+        if found is None:
+            found = self._codec.encode(self._flat(self._rules.plan.actions[index].region)[first:last])
+        if left > 1:
+            self._encodings[group, first] = found, left - 1
+        return found
 
     def _item(self, region: Region) -> tuple[Array, TensorSpec]:
         if region.buffer is Buffer.IN:
@@ -145,13 +178,15 @@ class Workspace:
         else:
             (self._kernel.fold_under_work if in_work else self._kernel.fold_under)(target, data)
 
-    def accept_encoded(self, action: Receive | Fold | FoldUnder, message: Array) -> None:
-        """A whole message of a compressed call: decoded, then folded in or stored."""
+    def accept_encoded(self, action: Receive | Fold | FoldUnder, first: int, count: int, message: Array) -> None:
+        """As `accept`, for `count` elements of a compressed call, in its codec's bytes."""
+        self.accept(action, TensorSpec(DType.FLOAT32, (count,)), first, self._codec.decode(message, count))
+
+    @property
+    def _codec(self) -> Codec:
         if self._rules.codec is None:
-            raise AssertionError("only compressed calls have encoded messages")
-        count = self._flat(action.region).size
-        data = self._rules.codec.decode(message, count)
-        self.accept(action, TensorSpec(DType.FLOAT32, (count,)), 0, data)
+            raise AssertionError(f"{self._rules.call.signature} compresses nothing")
+        return self._rules.codec
 
     @property
     def _kernel(self) -> Kernel:
@@ -159,38 +194,36 @@ class Workspace:
             raise AssertionError(f"{self._rules.call.signature} reduces nothing")
         return self._rules.kernel
 
-    def apply(self, action: Action) -> None:
-        """An action that needs no message."""
-        if isinstance(action, Load):
-            self._load(action)
-        elif isinstance(action, FoldOwn):
-            fold = self._kernel.fold_work if action.source.buffer is Buffer.WORK else self._kernel.fold
-            fold(self._flat(action.region), self._flat(action.source))
-        elif isinstance(action, Finish):
-            self._kernel.finish(self._flat(action.region), self._flat(action.source))
-        elif isinstance(action, Copy):
-            self._copy(action)
-        elif isinstance(action, Quantise):
-            self._quantise(action)
+    def elements(self, action: Action) -> int:
+        """How many elements an action that needs no message goes through."""
+        return self._flat(action.source if isinstance(action, Copy) else action.region).size
 
-    def _load(self, action: Load) -> None:
-        target, source = self._flat(action.region), self._flat(action.source)
-        if self._rules.kernel is None or action.source.buffer is Buffer.WORK:
+    def apply(self, index: int, first: int, last: int) -> None:
+        """Elements [first, last) of action `index`, which needs no message."""
+        action = self._rules.plan.actions[index]
+        if isinstance(action, Copy) and action.region.stop is None and self.specs[action.region.item] is None:
+            self._describe(action)
+        if first == last:
+            return
+        target = self._flat(action.region)[first:last]
+        if isinstance(action, Quantise):
+            target[...] = self._codec.decode(self.encoded(index, first, last), last - first)
+        elif isinstance(action, Load | FoldOwn | Finish | Copy):
+            self._compute(action, target, self._flat(action.source)[first:last])
+
+    def _compute(self, action: Load | FoldOwn | Finish | Copy, target: Array, source: Array) -> None:
+        in_work = action.source.buffer is Buffer.WORK
+        if isinstance(action, Copy) or (isinstance(action, Load) and (in_work or self._rules.kernel is None)):
             target[...] = source
+        elif isinstance(action, Load):
+            self._kernel.load(target, source)
+        elif isinstance(action, FoldOwn):
+            (self._kernel.fold_work if in_work else self._kernel.fold)(target, source)
         else:
-            self._rules.kernel.load(target, source)
+            self._kernel.finish(target, source)
 
-    def _copy(self, action: Copy) -> None:
-        item = action.region.item
-        source, spec = self._item(action.source)
-        if action.region.stop is None and self.specs[item] is None:
-            self.specs[item] = spec
-            self._out[item] = self._room(item, spec)
-        target = self._flat(action.region)
-        if target.size:
-            target[...] = source.reshape(-1)[action.source.start : action.source.stop]
-
-    def _quantise(self, action: Quantise) -> None:
-        target = self._flat(action.region)
-        if self._rules.codec is not None and target.size:
-            target[...] = self._rules.codec.decode(self._rules.codec.encode(target), target.size)
+    def _describe(self, copy: Copy) -> None:
+        """A whole result is what it is a copy of."""
+        _, spec = self._item(copy.source)
+        self.specs[copy.region.item] = spec
+        self._out[copy.region.item] = self._room(copy.region.item, spec)

@@ -30,6 +30,7 @@ from ferrorpc.errors import (
 )
 from ferrorpc.guard import Clock
 from ferrorpc.transports.grpc_inlet import refusal
+from ferrorpc.transports.grpc_memory import keep_freed_memory
 from ferrorpc.transports.grpc_threads import ThreadPerCall
 from ferrorpc.transports.grpc_tls import Tls
 from ferrorpc.types import Assignment
@@ -83,6 +84,7 @@ class WorkerServer:
         tls: Tls | None = None,
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
+        keep_freed_memory()
         self.clock = clock
         self.token = token
         self._tls = tls

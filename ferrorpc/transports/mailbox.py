@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from ferrorpc.errors import CollectiveMismatchError, FerroError
-from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_CHUNKS
+from ferrorpc.transports.credit import EAGER_BYTES
 from ferrorpc.transports.pairwise import Inbound, Post
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Key
@@ -45,7 +45,7 @@ def _nobody() -> None:
 class Box:
     """What has arrived for one operation. Filled by reader threads, emptied by the operation's driver."""
 
-    __slots__ = ("answers", "frames", "granted", "signature", "ungranted", "wake")
+    __slots__ = ("answers", "frames", "granted", "news", "signature", "ungranted", "wake")
 
     def __init__(self) -> None:
         self.signature: str | None = None
@@ -53,6 +53,8 @@ class Box:
         self.wake: Callable[[], None] = _nobody
         self.frames: dict[tuple[int, int], deque[Frame]] = {}
         """Chunks by (source, slot), in order."""
+        self.news: deque[tuple[int, int]] = deque()
+        """(source, slot) of each chunk since its driver last looked."""
         self.granted: set[tuple[int, int]] = set()
         """(peer, slot) of messages whose later chunks may go."""
         self.ungranted: deque[tuple[int, int]] = deque()
@@ -67,8 +69,15 @@ class Box:
         if queue is None:
             queue = self.frames[place] = deque()
         queue.append(frame)
-        if frame.offset == 0 and frame.header.total > EAGER_CHUNKS * CHUNK_BYTES:
+        self.news.append(place)
+        if frame.offset == 0 and frame.header.total > EAGER_BYTES:
             self.ungranted.append(place)
+
+
+def _wake(posts: list[Post]) -> None:
+    """Without the mailbox's lock: a recv that is woken may come back to it at once."""
+    for post in posts:
+        post.wake()
 
 
 class Mailbox:
@@ -117,7 +126,8 @@ class Mailbox:
         key = frame.key
         if key.stream == POINT_TO_POINT:
             with self._lock:
-                self._inbound_of(key.group, frame.source, frame.header.slot).put(frame)
+                woken = self._inbound_of(key.group, frame.source, frame.header.slot).put(frame)
+            _wake(woken)
             return
         with self._lock:
             box = self._boxes.get(key)
@@ -192,7 +202,8 @@ class Mailbox:
     def post(self, group: int, source: int, tag: int, post: Post) -> None:
         """A recv waits for the next message of (source, tag)."""
         with self._lock:
-            self._inbound_of(group, source, tag).add(post)
+            woken = self._inbound_of(group, source, tag).add(post)
+        _wake(woken)
 
     def take(self, group: int, source: int, tag: int, post: Post) -> None:
         """The recv has its message, whole."""
@@ -202,7 +213,8 @@ class Mailbox:
     def unpost(self, group: int, source: int, tag: int, post: Post) -> None:
         """The recv gives up: its message, whole or in part, is kept for the next one."""
         with self._lock:
-            self._inbound_of(group, source, tag).give_back(post)
+            woken = self._inbound_of(group, source, tag).give_back(post)
+        _wake(woken)
 
     def _inbound_of(self, group: int, source: int, tag: int) -> Inbound:
         place = (group, source, tag)

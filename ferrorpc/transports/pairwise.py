@@ -11,29 +11,25 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 
-from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_CHUNKS
+from ferrorpc.transports.credit import EAGER_BYTES
 from ferrorpc.wire.frames import Frame
 
 
 class Message:
-    """Chunks of one message, as far as they have come."""
+    """Chunks of one message, as far as they have come and not been taken."""
 
-    __slots__ = ("frames", "needs_grant", "received")
+    __slots__ = ("frames", "header", "needs_grant")
 
-    def __init__(self) -> None:
-        self.frames: list[Frame] = []
-        self.received = 0
-        self.needs_grant = False
+    def __init__(self, first: Frame) -> None:
+        self.header = first.header
+        self.frames: deque[Frame] = deque()
+        """Filled by the mailbox, emptied by the recv it is matched to."""
+        self.needs_grant = first.header.total > EAGER_BYTES
         """Long, and its sender still waits for the grant of its later chunks."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether every byte is here."""
-        return bool(self.frames) and self.received >= self.frames[0].header.total
 
 
 class Post:
-    """A recv that waits. `message` and `number` are set once one is matched to it."""
+    """A recv that waits. `number` and then `message` are set once one is matched to it."""
 
     __slots__ = ("message", "number", "wake")
 
@@ -44,7 +40,7 @@ class Post:
 
 
 class Inbound:
-    """The queue of one (group, source, tag). Its caller holds the mailbox's lock; `wake` must not block."""
+    """The queue of one (group, source, tag). Its caller holds the mailbox's lock, and wakes whom it is told to without it."""
 
     def __init__(self) -> None:
         self._messages: dict[int, Message] = {}
@@ -53,53 +49,51 @@ class Inbound:
         self._returned: list[int] = []
         self._next = 1
 
-    def put(self, frame: Frame) -> None:
-        """A chunk arrived."""
+    def put(self, frame: Frame) -> list[Post]:
+        """A chunk arrived. Who has a message now, or more of one."""
         number = frame.key.number
         message = self._messages.get(number)
         if message is None:
-            message = self._messages[number] = Message()
-            message.needs_grant = frame.header.total > EAGER_CHUNKS * CHUNK_BYTES
+            message = self._messages[number] = Message(frame)
         message.frames.append(frame)
-        message.received += len(frame.payload)
         post = self._matched.get(number)
-        if post is not None:
-            post.wake()
-        else:
-            self._match()
+        return self._match() if post is None else [post]
 
-    def add(self, post: Post) -> None:
-        """A recv waits."""
+    def add(self, post: Post) -> list[Post]:
+        """A recv waits. Who has a message now."""
         self._posts.append(post)
-        self._match()
+        return self._match()
 
-    def give_back(self, post: Post) -> None:
-        """The recv ends without its message: the next one gets it."""
+    def give_back(self, post: Post) -> list[Post]:
+        """The recv ends without its message: the next one gets it. Who has a message now."""
         if post.message is None:
             if post in self._posts:
                 self._posts.remove(post)
-            return
+            return []
         del self._matched[post.number]
         post.message = None
         heapq.heappush(self._returned, post.number)
-        self._match()
+        return self._match()
 
     def take(self, post: Post) -> None:
         """The recv has its message whole: it leaves the queue."""
         del self._matched[post.number]
         del self._messages[post.number]
 
-    def _match(self) -> None:
+    def _match(self) -> list[Post]:
+        woken = []
         while self._posts:
             number = self._returned[0] if self._returned else self._next
             message = self._messages.get(number)
             if message is None:
-                return
+                break
             if self._returned:
                 heapq.heappop(self._returned)
             else:
                 self._next += 1
             post = self._posts.popleft()
-            post.message, post.number = message, number
+            post.number = number
+            post.message = message
             self._matched[number] = post
-            post.wake()
+            woken.append(post)
+        return woken

@@ -1,0 +1,170 @@
+"""Which actions of a plan wait for which, element by element.
+
+A plan's actions mean what they do when done in order. Done in any other order they mean the same as long as no two of them
+that touch the same element, one of them writing it, change places there. Actions go through their regions from the first
+element to the last, so how far one has come is one number, and it bounds what the others may do. This is what lets an
+executor send the first chunk of a slice on while its later chunks still arrive, and what a plan need not say itself.
+
+OUT may be the memory of IN where a call works in place, so there the two count as one array.
+
+Cost: each action waits at most for the last that wrote each of its elements and for those that read them since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple, TypeAlias
+
+from ferrorpc.collectives.algorithms.plan import (
+    Action,
+    Buffer,
+    Copy,
+    Finish,
+    FoldOwn,
+    Load,
+    Plan,
+    Region,
+    Send,
+)
+from ferrorpc.collectives.call import Operation
+
+FAR: Final = 1 << 62
+"""More elements than any array has: how far a complete action has come, and where arrays of unknown size end."""
+
+Place: TypeAlias = tuple[Buffer, int]
+
+
+class Wait(NamedTuple):
+    """Elements [low, high) of an array that the waiting action touches once `action` is done with them."""
+
+    action: int
+    first: int
+    """Where that action's region begins in that array."""
+    low: int
+    high: int
+    start: int
+    """Where the region of the waiting action begins in it."""
+
+
+class Step(NamedTuple):
+    """One action, as it hangs together with the others.
+
+    Attributes:
+        waits: what it waits for.
+        wakes: indices of the actions that wait for it.
+        fence: it moves no elements, and stands for an order in time: it waits for all before it, and all after it wait for it.
+    """
+
+    waits: tuple[Wait, ...]
+    wakes: tuple[int, ...]
+    fence: bool
+
+
+def bound(waits: tuple[Wait, ...], done: list[int]) -> int:
+    """Up to which element of its region an action may go; `done`: how many elements each action has done, FAR when all."""
+    furthest = FAR
+    for action, first, low, high, start in waits:
+        position = first + done[action]
+        if position < high:
+            allowed = (position if position > low else low) - start
+            if allowed < furthest:
+                furthest = allowed
+    return furthest
+
+
+def steps_of(plan: Plan, operation: Operation, rank: int) -> tuple[Step, ...]:
+    """The steps of a plan, one an action, in its order."""
+    strips: dict[Place, _Strip] = {}
+    own = _in_place(operation, rank)
+    waits: list[tuple[Wait, ...]] = []
+    fences: list[bool] = []
+    last_fence = -1
+    for index, action in enumerate(plan.actions):
+        fence = action.region.start == action.region.stop
+        if fence:
+            found = [_whole(earlier) for earlier in range(max(last_fence, 0), index)]
+            last_fence = index
+        else:
+            found = [_whole(last_fence)] if last_fence >= 0 else []
+            for region, writes in _touched(action):
+                strip = strips.setdefault(
+                    own if region.buffer is Buffer.OUT and own else (region.buffer, region.item), _Strip()
+                )
+                found += strip.touch(index, region, writes)
+        waits.append(tuple(found))
+        fences.append(fence)
+    wakes: list[list[int]] = [[] for _ in waits]
+    for index, each in enumerate(waits):
+        for wait in each:
+            wakes[wait.action].append(index)
+    return tuple(
+        Step(each, tuple(dict.fromkeys(woken)), fence) for each, woken, fence in zip(waits, wakes, fences, strict=True)
+    )
+
+
+def _in_place(operation: Operation, rank: int) -> Place | None:
+    """The array of IN whose memory OUT may be."""
+    if operation in (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST):
+        return Buffer.IN, 0
+    return (Buffer.IN, rank) if operation is Operation.REDUCE_SCATTER else None
+
+
+def _whole(index: int) -> Wait:
+    """Nothing may be done before action `index` is complete."""
+    return Wait(index, -FAR, 0, 0, 0)
+
+
+def _touched(action: Action) -> Iterator[tuple[Region, bool]]:
+    """The regions an action touches, and whether it writes them."""
+    if isinstance(action, Load | FoldOwn | Finish | Copy):
+        yield action.source, False
+    yield action.region, not isinstance(action, Send)
+
+
+class _Touch(NamedTuple):
+    """An action that touched elements of an array, and where its region there begins."""
+
+    action: int
+    first: int
+
+
+class _Run(NamedTuple):
+    """Elements [low, high) of an array: who wrote them last, and who read them since."""
+
+    low: int
+    high: int
+    writer: _Touch | None
+    readers: tuple[_Touch, ...]
+
+    def before(self, writes: bool) -> Iterator[_Touch]:
+        """Whom an action that reads or writes these elements has to let go first."""
+        if self.writer is not None:
+            yield self.writer
+        if writes:
+            yield from self.readers
+
+
+class _Strip:
+    """One array, as runs of elements."""
+
+    def __init__(self) -> None:
+        self._runs: list[_Run] = [_Run(0, FAR, None, ())]
+
+    def touch(self, index: int, region: Region, writes: bool) -> list[Wait]:
+        """Action `index` reads or writes a region; what it has to wait for. Several overlaps with one action become one."""
+        low, high = region.start, FAR if region.stop is None else region.stop
+        own = _Touch(index, low)
+        extents: dict[_Touch, tuple[int, int]] = {}
+        runs: list[_Run] = []
+        for run in self._runs:
+            first, last = max(run.low, low), min(run.high, high)
+            if first >= last:
+                runs.append(run)
+                continue
+            for earlier in run.before(writes):
+                if earlier.action != index:
+                    extents[earlier] = extents.get(earlier, (first, last))[0], last
+            touched = _Run(first, last, own, ()) if writes else _Run(first, last, run.writer, (*run.readers, own))
+            runs += [piece for piece in (run._replace(high=first), touched, run._replace(low=last)) if piece.low < piece.high]
+        self._runs = runs
+        return [Wait(*earlier, *extent, low) for earlier, extent in extents.items()]

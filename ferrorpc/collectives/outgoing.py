@@ -1,0 +1,103 @@
+"""One message on its way out, chunk by chunk, as far as its data, its receiver's credit and its lane permit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from ferrorpc.transports.base import Transport
+from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES
+from ferrorpc.transports.mailbox import Box
+from ferrorpc.wire.codecs import Codec
+from ferrorpc.wire.frames import Header, Key
+
+CODED_VALUES: Final = CHUNK_BYTES // 4
+"""Elements of a compressed message that travel together: a chunk's worth of float32."""
+
+Array = np.ndarray[Any, Any]
+
+
+class Outgoing:
+    """A message whose bytes are those of an array.
+
+    Args:
+        peer: world rank.
+        values: the array, C-contiguous and one-dimensional; what is sent of it is copied then.
+        room: called once when the lane has room again, after a chunk found none.
+    """
+
+    __slots__ = ("_header", "_peer", "_room", "count", "done", "values")
+
+    def __init__(self, peer: int, header: Header, values: Array, room: Callable[[], None]) -> None:
+        self._peer = peer
+        self._header = header
+        self._room = room
+        self.values = values
+        self.count = values.size
+        self.done = 0
+        """Elements that have gone."""
+
+    def send(self, transport: Transport, key: Key, box: Box, bound: int) -> bool:
+        """Sends the next chunk, if all its elements are below `bound`. False when it may not go yet."""
+        header = self._header
+        if header.total == 0:
+            return transport.send(self._peer, key, header, 0, None, self._room)
+        first = self.done
+        last = min(first + self._step(), self.count)
+        if last > bound:
+            return False
+        offset = self._offset(first)
+        if offset >= EAGER_BYTES and (self._peer, header.slot) not in box.granted:
+            return False
+        if not transport.send(self._peer, key, header, offset, self._chunk(first, last), self._room):
+            return False
+        self.done = last
+        return True
+
+    def _step(self) -> int:
+        return CHUNK_BYTES // self.values.itemsize
+
+    def _offset(self, first: int) -> int:
+        return first * self.values.itemsize
+
+    def _chunk(self, first: int, last: int) -> Array:
+        return self.values[first:last].view(np.uint8)
+
+
+class Encoded(Outgoing):
+    """A message in a codec's bytes: runs of CODED_VALUES elements, each encoded by itself, one after the other.
+
+    Args:
+        encode: elements [first, last) of the array in the codec's bytes.
+    """
+
+    __slots__ = ("_codec", "_encode", "_refused")
+
+    def __init__(
+        self,
+        peer: int,
+        header: Header,
+        values: Array,
+        room: Callable[[], None],
+        codec: Codec,
+        encode: Callable[[int, int], Array],
+    ) -> None:
+        super().__init__(peer, header, values, room)
+        self._codec = codec
+        self._encode = encode
+        self._refused: tuple[int, Array] | None = None
+        """The chunk that found no room, and its first element: it is not encoded twice."""
+
+    def _step(self) -> int:
+        return CODED_VALUES
+
+    def _offset(self, first: int) -> int:
+        return self._codec.encoded_bytes(first)
+
+    def _chunk(self, first: int, last: int) -> Array:
+        refused = self._refused
+        chunk = self._encode(first, last) if refused is None or refused[0] != first else refused[1]
+        self._refused = first, chunk
+        return chunk

@@ -1,0 +1,283 @@
+"""Chunks go on while others still arrive, in whatever order messages come, and the bits stay those of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc import ProcessGroup
+from ferrorpc.collectives import executor, outgoing
+from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.execution import Execution
+from ferrorpc.collectives.executor import PlanPrepared
+from ferrorpc.collectives.pairwise import RecvExecution
+from ferrorpc.collectives.select import plan_for
+from ferrorpc.errors import CodecError, FerroError
+from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
+from ferrorpc.testing import FaultPlan, VirtualClock, run_world
+from ferrorpc.transports import mailbox as mailboxes, pairwise as inbound
+from ferrorpc.transports.base import Transport
+from ferrorpc.transports.mailbox import Mailbox
+from ferrorpc.types import DType, ReduceOp, TensorSpec
+from ferrorpc.wire.codecs import codec
+from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
+
+KEY = Key(0, 0, 1)
+CHUNK = 1024
+"""Bytes of a chunk in these tests: 256 float32, one block of int8."""
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outgoing, "CHUNK_BYTES", CHUNK)
+    for module in (outgoing, mailboxes, inbound):
+        monkeypatch.setattr(module, "EAGER_BYTES", 4 * CHUNK)
+    for module in (outgoing, executor):
+        monkeypatch.setattr(module, "CODED_VALUES", CHUNK // 4)
+    monkeypatch.setattr(executor, "_LOCAL_ELEMENTS", CHUNK // 4)
+
+
+class Wire(Transport):
+    """Rank 0 of some: what it sends is kept, what it receives is put in by the test."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+        self.failures: list[FerroError] = []
+        self.mailbox = Mailbox(0, self.failures.append)
+        self.sent: list[tuple[int, int, int, bytes]] = []
+        """(peer, slot, offset, payload)"""
+        self.granted: list[tuple[int, int]] = []
+        self.full = False
+        self.rooms: list[Callable[[], None]] = []
+
+    def send(self, peer: int, key: Key, header: Header, offset: int, payload: Any, room: Callable[[], None]) -> bool:
+        if self.full:
+            self.rooms.append(room)
+            return False
+        self.sent.append((peer, header.slot, offset, b"" if payload is None else payload.tobytes()))
+        return True
+
+    def grant(self, peer: int, key: Key, slot: int) -> None:
+        self.granted.append((peer, slot))
+
+    def probe(self, peer: int, key: Key, signature: str) -> None:
+        """Nobody is there."""
+
+    def close(self, timeout: float) -> None:
+        """Nothing to close."""
+
+    def arrive(self, source: int, key: Key, header: Header, offset: int, payload: bytes) -> None:
+        self.mailbox.deliver(Frame(key, source, header, offset, memoryview(payload)))
+
+
+def begin(wire: Wire, call: Call, *inputs: np.ndarray, out: np.ndarray | None = None) -> Execution:
+    plan = plan_for(call, 0, wire.size)
+    prepared = PlanPrepared(wire, range(wire.size), 0, call, plan, lambda ranks: "")
+    execution = prepared.start(KEY, inputs, None if out is None else [out], Guard(SYSTEM_CLOCK, Latch(), 20.0))
+    execution.wake = lambda: None
+    assert not execution.advance()
+    return execution
+
+
+def all_reduce(count: int, wire: str | None = None) -> Call:
+    spec = TensorSpec(DType.FLOAT32, (count,))
+    return Call(Operation.ALL_REDUCE, (spec,), ReduceOp.SUM, wire=wire, algorithm="two_shot")
+
+
+def numbers(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(count).astype(np.float32)
+
+
+def results(wire: Wire, peer: int) -> list[int]:
+    return [offset for target, slot, offset, _ in wire.sent if (target, slot) == (peer, 1)]
+
+
+def test_what_is_reduced_of_a_slice_is_sent_on_while_the_rest_still_arrives() -> None:
+    wire, mine, theirs = Wire(2), numbers(2048), numbers(2048, 1)
+    execution = begin(wire, all_reduce(2048), mine)
+    header = Header(0, all_reduce(2048).signature, DType.FLOAT32, (1024,), 4096)
+    for chunk in range(4):
+        assert results(wire, 1) == [CHUNK * earlier for earlier in range(chunk)]
+        part = theirs[256 * chunk : 256 * (chunk + 1)]
+        wire.arrive(1, KEY, header, CHUNK * chunk, part.tobytes())
+        assert wire.sent[-1] == (1, 1, CHUNK * chunk, (mine[256 * chunk : 256 * (chunk + 1)] + part).tobytes())
+    back = Header(1, all_reduce(2048).signature, DType.FLOAT32, (1024,), 4096)
+    for chunk in range(4):
+        wire.arrive(1, KEY, back, CHUNK * chunk, theirs[1024 + 256 * chunk : 1024 + 256 * (chunk + 1)].tobytes())
+    assert execution.advance()
+    assert execution.results[0].tobytes() == np.concatenate([mine[:1024] + theirs[:1024], theirs[1024:]]).tobytes()
+
+
+def test_chunks_of_a_later_rank_wait_for_those_of_an_earlier_one_and_are_taken_as_these_come() -> None:
+    wire, mine = Wire(3), numbers(3072)
+    begin(wire, all_reduce(3072), mine)
+    header = Header(0, all_reduce(3072).signature, DType.FLOAT32, (1024,), 4096)
+    parts = {source: numbers(1024, source) for source in (1, 2)}
+    for chunk in range(2):
+        wire.arrive(2, KEY, header, CHUNK * chunk, parts[2][256 * chunk : 256 * (chunk + 1)].tobytes())
+    assert results(wire, 1) == results(wire, 2) == []
+    wire.arrive(1, KEY, header, 0, parts[1][:256].tobytes())
+    assert results(wire, 1) == results(wire, 2) == [0]
+    expected = (mine[:256] + parts[1][:256]) + parts[2][:256]
+    assert [payload for _, slot, _, payload in wire.sent if slot == 1] == [expected.tobytes()] * 2
+
+
+def test_in_place_nothing_that_is_still_to_be_sent_is_overwritten() -> None:
+    """The peer's result would fit where the part that has not gone yet lies."""
+    wire, mine = Wire(2), numbers(4096)
+    before = mine.copy()
+    wire.full = True
+    execution = begin(wire, all_reduce(4096), mine, out=mine)
+    back = Header(1, all_reduce(4096).signature, DType.FLOAT32, (2048,), 8192)
+    wire.arrive(1, KEY, back, 0, bytes(CHUNK))
+    assert mine.tobytes() == before.tobytes()
+    wire.full = False
+    for room in wire.rooms:
+        room()
+    assert [offset for _, slot, offset, _ in wire.sent if slot == 0] == [0, CHUNK, 2 * CHUNK, 3 * CHUNK]
+    assert wire.sent[0][3] == before[2048:2304].tobytes()
+    assert not mine[2048:2304].any()
+    assert mine[2304:].tobytes() == before[2304:].tobytes()
+    assert not execution.advance()
+
+
+def test_only_eager_chunks_go_before_the_grant_and_a_full_lane_is_tried_again_when_it_has_room() -> None:
+    wire = Wire(2)
+    begin(wire, all_reduce(16 * 256), numbers(16 * 256))
+    assert len(wire.sent) == 4
+    wire.full = True
+    wire.mailbox.granted(1, KEY, 0)
+    assert len(wire.sent) == 4
+    wire.full = False
+    wire.rooms[0]()
+    assert [offset for _, _, offset, _ in wire.sent] == [CHUNK * number for number in range(8)]
+
+
+@pytest.mark.parametrize("name", ["bf16", "f16", "int8"])
+def test_a_compressed_message_is_encoded_chunk_by_chunk_and_once_for_all_its_receivers(name, monkeypatch) -> None:
+    chosen, encoded = codec(name), []
+    honest = type(chosen).encode
+
+    def encode(self: Any, values: np.ndarray) -> np.ndarray:
+        encoded.append(values.size)
+        return honest(self, values)
+
+    monkeypatch.setattr(type(chosen), "encode", encode)
+    wire, mine = Wire(3), numbers(3 * 600)
+    execution = begin(wire, all_reduce(1800, name), mine)
+    total = chosen.encoded_bytes(600)
+    parts = {source: honest(chosen, numbers(600, source)) for source in (1, 2)}
+    del encoded[:]
+    for first, last in ((0, 256), (256, 512), (512, 600)):
+        for source in (1, 2):
+            offset = chosen.encoded_bytes(first)
+            payload = honest(chosen, numbers(600, source)[first:last])
+            wire.arrive(
+                source,
+                KEY,
+                Header(0, all_reduce(1800, name).signature, DType.UINT8, (total,), total),
+                offset,
+                payload.tobytes(),
+            )
+        decoded = [
+            mine[first:last],
+            *(chosen.decode(honest(chosen, numbers(600, s)[first:last]), last - first) for s in (1, 2)),
+        ]
+        expected = honest(chosen, reduce(np.add, decoded)).tobytes()
+        assert [(peer, payload) for peer, slot, where, payload in wire.sent if slot and where == offset] == [
+            (1, expected),
+            (2, expected),
+        ]
+    assert encoded == [256, 256, 88]
+    assert sum(part.size for part in parts.values()) == 2 * total
+    assert not execution.advance()
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "complaint"), [(CHUNK, CHUNK, "byte 1024 came where byte 0"), (0, 6, "no whole number of float32")]
+)
+def test_a_chunk_that_cannot_be_is_an_error_of_the_operation(offset: int, size: int, complaint: str) -> None:
+    wire = Wire(2)
+    execution = begin(wire, all_reduce(2048), numbers(2048))
+    wire.arrive(1, KEY, Header(0, all_reduce(2048).signature, DType.FLOAT32, (1024,), 4096), offset, bytes(size))
+    with pytest.raises(CodecError, match=complaint):
+        execution.advance()
+
+
+def test_a_compressed_chunk_of_another_size_is_an_error_of_the_operation() -> None:
+    wire, call = Wire(2), all_reduce(2048, "int8")
+    total = codec("int8").encoded_bytes(1024)
+    execution = begin(wire, call, numbers(2048))
+    wire.arrive(1, KEY, Header(0, call.signature, DType.UINT8, (total,), total), 0, bytes(CHUNK))
+    with pytest.raises(CodecError, match="256 values as int8 were due"):
+        execution.advance()
+
+
+def receive(wire: Wire, out: np.ndarray | None = None) -> RecvExecution:
+    spec = None if out is None else TensorSpec(DType.FLOAT32, out.shape)
+    execution = RecvExecution(wire, 0, 1, 7, out, spec, Guard(SYSTEM_CLOCK, Latch(), 20.0))
+    execution.wake = lambda: None
+    return execution
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["new", "out"])
+def test_a_recv_takes_chunks_as_they_come_and_hands_on_what_it_took_when_it_gives_up(given: bool) -> None:
+    wire, data = Wire(2), numbers(1536)
+    key, header = Key(0, POINT_TO_POINT, 1), Header(7, "send", DType.FLOAT32, (1536,), 6 * CHUNK)
+
+    def arrive(chunk: int) -> None:
+        wire.arrive(1, key, header, CHUNK * chunk, data[256 * chunk : 256 * (chunk + 1)].tobytes())
+
+    first = receive(wire, np.zeros(1536, np.float32) if given else None)
+    assert not first.advance()
+    for chunk in range(2):
+        arrive(chunk)
+    assert first.results[0][:512].tobytes() == data[:512].tobytes()
+    assert wire.granted == [(1, 7)]
+    first.finish()
+    first.results[0][...] = -1
+    arrive(2)
+    second = receive(wire, np.zeros(1536, np.float32) if given else None)
+    assert not second.advance()
+    for chunk in range(3, 6):
+        arrive(chunk)
+    assert second.advance()
+    second.finish()
+    assert second.results[0].tobytes() == data.tobytes()
+    assert wire.granted == [(1, 7)]
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring", "recursive_doubling", "tree"])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_algorithm_in_many_chunks_gives_the_bits_it_gives_in_one(algorithm: str, seed: int, monkeypatch) -> None:
+    size, count = 2 + seed, 3001
+    inputs = [numbers(count, rank) for rank in range(size)]
+
+    def body(group: ProcessGroup) -> tuple[bytes, bytes]:
+        x = inputs[group.rank].copy()
+        apart = group.all_reduce(x, op="mean", algorithm=algorithm)
+        group.all_reduce(x, op="mean", algorithm=algorithm, out=x)
+        return apart.tobytes(), x.tobytes()
+
+    def run() -> list[tuple[bytes, bytes]]:
+        faults = FaultPlan(delay_seconds=(0.0, 0.05))
+        return run_world(size, body, faults=faults, seed=seed, clock=VirtualClock(seed))
+
+    chunked = run()
+    monkeypatch.undo()
+    assert chunked == run()
+    assert len({bits for pair in chunked for bits in pair}) == 1
+
+
+def test_a_broadcast_of_unknown_size_is_passed_on_chunk_by_chunk() -> None:
+    array = numbers(2500).reshape(50, 50)
+
+    def body(group: ProcessGroup) -> bool:
+        found = group.broadcast(array if group.rank == 1 else None, root=1)
+        return found.shape == array.shape and found.tobytes() == array.tobytes()
+
+    assert all(run_world(5, body, faults=FaultPlan(delay_seconds=(0.0, 0.05)), seed=3, clock=VirtualClock(3)))
