@@ -22,6 +22,7 @@ from ferrorpc.collectives.algorithms.plan import Fold, FoldUnder, Plan, Receive,
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.flow import FAR, bound, steps_of
+from ferrorpc.collectives.fusion import Reduce, Task, fused
 from ferrorpc.collectives.outgoing import CODED_VALUES, Encoded, Outgoing
 from ferrorpc.collectives.workspace import Rules, Workspace
 from ferrorpc.errors import BarrierTimeoutError, CodecError, CollectiveTimeoutError, FerroError
@@ -62,14 +63,18 @@ class PlanPrepared(Prepared):
         self.call = call
         self.plan = plan
         self.signature = call.signature
-        self.rules = Rules(call, plan, rank, len(self.ranks))
-        self.steps = steps_of(plan, call.operation, rank)
-        self.takers = {
-            (self.ranks[action.peer], action.slot): index
-            for index, action in enumerate(plan.actions)
-            if isinstance(action, Take)
-        }
-        """Which action awaits message (world rank, slot)."""
+        self.tasks = fused(plan)
+        self.rules = Rules(call, plan, self.tasks, rank, len(self.ranks))
+        self.steps = steps_of(self.tasks, call.operation, rank)
+        self.sources = [self._sources(task) for task in self.tasks]
+        """For each task the messages it awaits, as (world rank, slot)."""
+        self.takers = {place: index for index, places in enumerate(self.sources) for place in places}
+        """Which task awaits a message."""
+
+    def _sources(self, task: Task) -> tuple[tuple[int, int], ...]:
+        if isinstance(task, Reduce):
+            return tuple((self.ranks[message.peer], message.slot) for message in task.messages)
+        return ((self.ranks[task.peer], task.slot),) if isinstance(task, Take) else ()
 
     def start(self, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard) -> Execution:
         return PlanExecution(self, key, inputs, outputs, guard)
@@ -82,11 +87,11 @@ class PlanExecution(Advancing):
         self, prepared: PlanPrepared, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard
     ) -> None:
         super().__init__(guard)
-        count = len(prepared.plan.actions)
+        count = len(prepared.tasks)
         self._prepared = prepared
         self._transport = prepared.transport
         self._key = key
-        self._actions = prepared.plan.actions
+        self._tasks = prepared.tasks
         self._steps = prepared.steps
         self._workspace = Workspace(prepared.rules, inputs, outputs)
         self._box: Box | None = None
@@ -100,8 +105,6 @@ class PlanExecution(Advancing):
         self._credit = 0
         """Grants that were there when sends were last looked at for that."""
         self._outgoing: dict[int, Outgoing] = {}
-        self._received: dict[int, int] = {}
-        """Bytes that have come of each message that has begun."""
 
     @property
     def label(self) -> str:
@@ -149,11 +152,13 @@ class PlanExecution(Advancing):
         limit = bound(waits, self._done) if waits else FAR
         if limit <= 0 or (fence and limit != FAR):
             return False
-        action = self._actions[index]
-        if isinstance(action, Send):
-            return self._send(index, action, box, limit)
-        if isinstance(action, Take):
-            return self._take(index, action, box, limit)
+        task = self._tasks[index]
+        if isinstance(task, Send):
+            return self._send(index, task, box, limit)
+        if isinstance(task, Take):
+            return self._take(index, task, box, limit)
+        if isinstance(task, Reduce):
+            return self._reduce(index, task, box, limit)
         return self._compute(index, limit)
 
     def _send(self, index: int, action: Send, box: Box, limit: int) -> bool:
@@ -184,55 +189,84 @@ class PlanExecution(Advancing):
         self._room.append(index)
         self.poke()
 
-    def _take(self, index: int, action: Take, box: Box, limit: int) -> bool:
-        queue = box.frames.get((self._prepared.ranks[action.peer], action.slot))
+    def _take(self, index: int, task: Take, box: Box, limit: int) -> bool:
+        """The next chunk of a message."""
+        queue = box.frames.get(self._prepared.sources[index][0])
         if not queue:
             return False
         frame = queue[0]
-        header = frame.header
-        spec = TensorSpec(header.dtype, header.shape)
-        received = self._received.get(index)
-        if received is None:
-            self._workspace.expect(action, spec)
-            received = 0
-        if frame.offset != received:
-            raise CodecError(f"{self.label}: chunk at byte {frame.offset} came where byte {received} was due")
         first = self._done[index]
-        last = first + self._elements(action, frame, first, spec)
+        if first == 0:
+            self._workspace.expect(task.region, _spec(frame))
+        start, last = self._extent(task, frame)
+        if start != first:
+            raise self._out_of_turn(frame, first)
         if last > limit:
             return False
         queue.popleft()
-        self._accept(action, frame, first, last, spec)
-        self._received[index] = received + len(frame.payload)
-        self._done[index] = FAR if self._received[index] >= header.total else last
+        if first < last:
+            self._workspace.accept(task, self._dtype(frame), first, self._values(frame, start, last))
+        self._done[index] = FAR if frame.offset + len(frame.payload) == frame.header.total else last
         return True
 
-    def _elements(self, action: Take, frame: Frame, first: int, spec: TensorSpec) -> int:
-        """How many elements a chunk holds that begins with element `first`."""
-        size_bytes = len(frame.payload)
-        codec = self._prepared.rules.codec
-        if codec is None or not size_bytes:
-            count, rest = divmod(size_bytes, spec.dtype.itemsize)
-            if rest:
-                raise CodecError(f"{self.label}: a chunk of {size_bytes} bytes holds no whole number of {spec.dtype.label}")
-            return count
-        count = min(CODED_VALUES, self._workspace.elements(action) - first)
-        if codec.encoded_bytes(count) != size_bytes:
-            raise CodecError(f"{self.label}: a chunk of {size_bytes} bytes came where {count} values as {codec.name} were due")
-        return count
+    def _reduce(self, index: int, task: Reduce, box: Box, limit: int) -> bool:
+        """The next elements of a reduction: those of which every message has brought a chunk."""
+        queues = [box.frames.get(place) for place in self._prepared.sources[index]]
+        frames = [queue[0] for queue in queues if queue]
+        if len(frames) < len(queues):
+            return False
+        first = self._done[index]
+        if first == 0:
+            for frame in frames:
+                self._workspace.expect(task.region, _spec(frame))
+        extents = [self._extent(task, frame) for frame in frames]
+        last = min(extent[1] for extent in extents)
+        if last > limit:
+            return False
+        parts = []
+        for frame, queue, (start, end) in zip(frames, queues, extents, strict=True):
+            if not start <= first < end:
+                raise self._out_of_turn(frame, first)
+            parts.append((self._dtype(frame), self._values(frame, start, end)[first - start : last - start]))
+            if end == last and queue:
+                queue.popleft()
+        self._workspace.reduce(task, parts, first, last)
+        self._done[index] = FAR if last == self._workspace.elements(task) else last
+        return True
 
-    def _accept(self, action: Take, frame: Frame, first: int, last: int, spec: TensorSpec) -> None:
-        if first == last:
-            return
-        if self._prepared.rules.codec is None:
-            self._workspace.accept(action, spec, first, np.frombuffer(frame.payload, spec.dtype.storage))
-        else:
-            self._workspace.accept_encoded(action, first, last - first, np.frombuffer(frame.payload, np.uint8))
+    def _extent(self, task: Take | Reduce, frame: Frame) -> tuple[int, int]:
+        """The elements of its message that a chunk holds."""
+        size_bytes, codec = len(frame.payload), self._prepared.rules.codec
+        if codec is None or not size_bytes:
+            itemsize = frame.header.dtype.itemsize
+            if size_bytes % itemsize or frame.offset % itemsize:
+                raise CodecError(
+                    f"{self.label}: a chunk of {size_bytes} bytes holds no whole number of {frame.header.dtype.label}"
+                )
+            return frame.offset // itemsize, (frame.offset + size_bytes) // itemsize
+        start = frame.offset // codec.encoded_bytes(CODED_VALUES) * CODED_VALUES
+        count = min(CODED_VALUES, self._workspace.elements(task) - start)
+        if codec.encoded_bytes(start) != frame.offset or codec.encoded_bytes(count) != size_bytes:
+            raise CodecError(f"{self.label}: a chunk of {size_bytes} bytes came where {count} values as {codec.name} were due")
+        return start, start + count
+
+    def _dtype(self, frame: Frame) -> DType:
+        """Of its values, once decoded."""
+        return frame.header.dtype if self._prepared.rules.codec is None else DType.FLOAT32
+
+    def _values(self, frame: Frame, start: int, end: int) -> Array:
+        """A chunk's elements: a view of what was received, or decoded from it."""
+        codec = self._prepared.rules.codec
+        if codec is None:
+            return np.frombuffer(frame.payload, frame.header.dtype.storage)
+        return codec.decode(np.frombuffer(frame.payload, np.uint8), end - start)
+
+    def _out_of_turn(self, frame: Frame, first: int) -> CodecError:
+        return CodecError(f"{self.label}: chunk at byte {frame.offset} came where element {first} was due")
 
     def _compute(self, index: int, limit: int) -> bool:
         """The next elements of an action that needs no message: as many as a chunk holds, or all that are left."""
-        action = self._actions[index]
-        count, first = self._workspace.elements(action), self._done[index]
+        count, first = self._workspace.elements(self._tasks[index]), self._done[index]
         last = min(first + _LOCAL_ELEMENTS, count)
         if last > limit:
             return False
@@ -245,16 +279,14 @@ class PlanExecution(Advancing):
         box = self._box
         if box is None:
             return []
-        ranks = self._prepared.ranks
+        prepared = self._prepared
         due = set()
-        for index, action in enumerate(self._actions):
-            if not isinstance(action, Send | Take) or self._done[index] == FAR:
+        for index, task in enumerate(self._tasks):
+            if self._done[index] == FAR:
                 continue
-            come = (
-                index not in self._outgoing if isinstance(action, Send) else box.frames.get((ranks[action.peer], action.slot))
-            )
-            if not come:
-                due.add(ranks[action.peer])
+            if index in self._outgoing and isinstance(task, Send):
+                due.add(prepared.ranks[task.peer])
+            due.update(rank for rank, slot in prepared.sources[index] if not box.frames.get((rank, slot)))
         return sorted(due)
 
     def waiting_on(self) -> list[int]:
@@ -300,3 +332,8 @@ class PlanExecution(Advancing):
     def leave(self) -> None:
         if self._box is not None:
             self._transport.mailbox.leave(self._key)
+
+
+def _spec(frame: Frame) -> TensorSpec:
+    """What a chunk's message is."""
+    return TensorSpec(frame.header.dtype, frame.header.shape)

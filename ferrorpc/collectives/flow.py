@@ -12,21 +12,12 @@ Cost: each action waits at most for the last that wrote each of its elements and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from ferrorpc.collectives.algorithms.plan import (
-    Action,
-    Buffer,
-    Copy,
-    Finish,
-    FoldOwn,
-    Load,
-    Plan,
-    Region,
-    Send,
-)
+from ferrorpc.collectives.algorithms.plan import Buffer, Copy, Finish, FoldOwn, Load, Region, Send
 from ferrorpc.collectives.call import Operation
+from ferrorpc.collectives.fusion import Reduce, Task
 
 FAR: Final = 1 << 62
 """More elements than any array has: how far a complete action has come, and where arrays of unknown size end."""
@@ -72,14 +63,14 @@ def bound(waits: tuple[Wait, ...], done: list[int]) -> int:
     return furthest
 
 
-def steps_of(plan: Plan, operation: Operation, rank: int) -> tuple[Step, ...]:
-    """The steps of a plan, one an action, in its order."""
+def steps_of(tasks: Sequence[Task], operation: Operation, rank: int) -> tuple[Step, ...]:
+    """The steps of a rank's part in an operation, one for each of its actions, in their order."""
     strips: dict[Place, _Strip] = {}
     own = _in_place(operation, rank)
     waits: list[tuple[Wait, ...]] = []
     fences: list[bool] = []
     last_fence = -1
-    for index, action in enumerate(plan.actions):
+    for index, action in enumerate(tasks):
         fence = action.region.start == action.region.stop
         if fence:
             found = [_whole(earlier) for earlier in range(max(last_fence, 0), index)]
@@ -114,9 +105,11 @@ def _whole(index: int) -> Wait:
     return Wait(index, -FAR, 0, 0, 0)
 
 
-def _touched(action: Action) -> Iterator[tuple[Region, bool]]:
+def _touched(action: Task) -> Iterator[tuple[Region, bool]]:
     """The regions an action touches, and whether it writes them."""
-    if isinstance(action, Load | FoldOwn | Finish | Copy):
+    if isinstance(action, Reduce):
+        yield from ((operand, False) for operand in action.operands if isinstance(operand, Region))
+    elif isinstance(action, Load | FoldOwn | Finish | Copy):
         yield action.source, False
     yield action.region, not isinstance(action, Send)
 

@@ -21,7 +21,7 @@ from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.workspace import Rules, Workspace
 from ferrorpc.errors import CollectiveTimeoutError, FerroError
 from ferrorpc.guard import Guard
-from ferrorpc.types import TensorSpec, dtype_of
+from ferrorpc.types import DType, TensorSpec, dtype_of
 from ferrorpc.wire.frames import Key
 
 Array = np.ndarray[Any, Any]
@@ -134,7 +134,8 @@ class RelayPrepared(Prepared):
     def __init__(self, backend: PointToPoint, call: Call, plan: Plan) -> None:
         self.backend = backend
         self.call = call
-        self.rules = Rules(call, plan, backend.rank, backend.size)
+        self.plan = plan
+        self.rules = Rules(call, plan, plan.actions, backend.rank, backend.size)
 
     def start(self, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard) -> Execution:
         return RelayCollective(self, key, inputs, outputs, guard)
@@ -146,16 +147,17 @@ class RelayCollective(RelayExecution):
     def __init__(
         self, prepared: RelayPrepared, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard
     ) -> None:
-        actions = prepared.rules.plan.actions
+        actions = prepared.plan.actions
         peers = {action.peer for action in actions if isinstance(action, Receive | Fold | FoldUnder)}
         super().__init__(prepared.backend, guard, f"{prepared.call.signature} #{key.number}", sorted(peers))
-        self._rules = prepared.rules
+        self._actions = actions
+        self._codec = prepared.rules.codec
         self._key = key
         self._workspace = Workspace(prepared.rules, inputs, outputs)
 
     def advance(self) -> bool:
         courier = Courier(self._backend, self.guard)
-        for index, action in enumerate(self._rules.plan.actions):
+        for index, action in enumerate(self._actions):
             if courier.error is not None:
                 raise courier.error
             if isinstance(action, Send):
@@ -171,19 +173,19 @@ class RelayCollective(RelayExecution):
     def _message(self, index: int, action: Send) -> Array:
         """What a send carries, as an array that nobody changes any more."""
         spec, values = self._workspace.outgoing(action.region)
-        if self._rules.codec is not None and values.size:
+        if self._codec is not None and values.size:
             return self._workspace.encoded(index, 0, values.size)
         return NUMPY.typed(values.copy().reshape(spec.shape), spec)
 
     def _take(self, action: Receive | Fold | FoldUnder) -> None:
         data = self._backend.recv(action.peer, relay_tag(self._key, action.slot), timeout=self.remaining())
         spec = TensorSpec(dtype_of(data.dtype), data.shape)
-        self._workspace.expect(action, spec)
+        self._workspace.expect(action.region, spec)
         flat = np.ascontiguousarray(data).reshape(-1).view(spec.dtype.storage)
-        if self._rules.codec is not None and flat.size:
-            self._workspace.accept_encoded(action, 0, self._workspace.elements(action), flat)
-        else:
-            self._workspace.accept(action, spec, 0, flat)
+        if self._codec is not None and flat.size:
+            flat = self._codec.decode(flat, self._workspace.elements(action))
+        dtype = DType.FLOAT32 if self._codec is not None else spec.dtype
+        self._workspace.accept(action, dtype, 0, flat)
 
 
 class RelaySend(RelayExecution):

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.collectives.algorithms.plan import (
-    Action,
     Buffer,
     Copy,
     Finish,
@@ -23,6 +22,7 @@ from ferrorpc.collectives.algorithms.plan import (
     Send,
 )
 from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.fusion import Reduce, Task, used_work
 from ferrorpc.errors import CodecError
 from ferrorpc.kernels.reduction import Kernel, kernel
 from ferrorpc.types import DType, TensorSpec
@@ -33,11 +33,16 @@ NOTHING = TensorSpec(DType.UINT8, (0,))
 
 
 class Rules:
-    """What is the same for every run of a prepared call: its kernel, its codec, the specs of what comes out."""
+    """What is the same for every run of a prepared call: its kernel, its codec, the specs of what comes out.
 
-    def __init__(self, call: Call, plan: Plan, rank: int, size: int) -> None:
+    Args:
+        tasks: the plan's actions as they are to be run.
+    """
+
+    def __init__(self, call: Call, plan: Plan, tasks: tuple[Task, ...], rank: int, size: int) -> None:
         self.call = call
-        self.plan = plan
+        self.tasks = tasks
+        self.work_items = used_work(tasks, plan)
         self.kernel: Kernel | None = kernel(call.op, call.inputs[0].dtype, size) if call.op is not None else None
         self.codec: Codec | None = codec(call.wire) if call.wire is not None else None
         self.dtype = call.inputs[0].dtype if call.inputs else DType.UINT8
@@ -48,17 +53,17 @@ class Rules:
             self.out_specs = [call.inputs[0]] * plan.out_items
         elif call.operation is Operation.REDUCE_SCATTER:
             self.out_specs = [call.inputs[rank]]
-        self.sharing = _sharing(plan)
+        self.sharing = {} if self.codec is None else _sharing(tasks)
 
 
-def _sharing(plan: Plan) -> dict[int, tuple[int, int]]:
+def _sharing(tasks: tuple[Task, ...]) -> dict[int, tuple[int, int]]:
     """Actions that take the same elements in a codec's bytes: index -> (the first such action, how many there are).
 
     Nothing may write to these elements in between, whichever arrays share memory.
     """
     alike: dict[Region, list[int]] = {}
     closed: list[list[int]] = []
-    for index, action in enumerate(plan.actions):
+    for index, action in enumerate(tasks):
         if isinstance(action, Send | Quantise):
             alike.setdefault(action.region, []).append(index)
         if not isinstance(action, Send):
@@ -83,7 +88,7 @@ class Workspace:
         self._rules = rules
         self._inputs = inputs
         self._given = outputs
-        self._work = [np.empty(count, rules.work_storage) for count in rules.plan.work_items]
+        self._work = [np.empty(count, rules.work_storage) for count in rules.work_items]
         self.specs: list[TensorSpec | None] = list(rules.out_specs)
         self._out: list[Array | None] = [
             None if spec is None else self._room(item, spec) for item, spec in enumerate(rules.out_specs)
@@ -121,7 +126,7 @@ class Workspace:
         group, users = self._rules.sharing[index]
         found, left = self._encodings.pop((group, first), (None, users))
         if found is None:
-            found = self._codec.encode(self._flat(self._rules.plan.actions[index].region)[first:last])
+            found = self._codec.encode(self._flat(self._rules.tasks[index].region)[first:last])
         if left > 1:
             self._encodings[group, first] = found, left - 1
         return found
@@ -141,13 +146,12 @@ class Workspace:
     def _flat(self, region: Region) -> Array:
         return self._item(region)[0].reshape(-1)[region.start : region.stop]
 
-    def expect(self, action: Receive | Fold | FoldUnder, spec: TensorSpec) -> None:
-        """A message begins to arrive for this action. Allocates whole results from the message's own description.
+    def expect(self, region: Region, spec: TensorSpec) -> None:
+        """A message begins to arrive for a region. Allocates whole results from the message's own description.
 
         Raises:
             CodecError: its size is not that of the region, although the signatures agree.
         """
-        region = action.region
         if region.buffer is Buffer.OUT and region.stop is None and region.start == 0:
             if self.specs[region.item] is None:
                 self.specs[region.item] = spec
@@ -160,27 +164,42 @@ class Workspace:
         if count != expected:
             raise CodecError(f"a message of {spec} came for {region}, which holds {expected} elements")
 
-    def accept(self, action: Receive | Fold | FoldUnder, spec: TensorSpec, first: int, data: Array) -> None:
-        """Elements of a message, `data` in its storage dtype, beginning at element `first`, are folded in or stored."""
+    def accept(self, action: Receive | Fold | FoldUnder, dtype: DType, first: int, data: Array) -> None:
+        """Elements of a message of `dtype`, beginning at element `first`, are folded in or stored."""
         region = action.region
         if not data.size:
             return
         target = self._flat(region)[first : first + data.size]
         if isinstance(action, Receive):
-            if region.buffer is Buffer.WORK and spec.dtype is not self._rules.work_dtype:
+            if region.buffer is Buffer.WORK and dtype is not self._rules.work_dtype:
                 self._kernel.load(target, data)
             else:
                 target[...] = data
             return
-        in_work = spec.dtype is self._rules.work_dtype and self._rules.dtype.is_half
+        in_work = dtype is self._rules.work_dtype and self._rules.dtype.is_half
         if isinstance(action, Fold):
             (self._kernel.fold_work if in_work else self._kernel.fold)(target, data)
         else:
             (self._kernel.fold_under_work if in_work else self._kernel.fold_under)(target, data)
 
-    def accept_encoded(self, action: Receive | Fold | FoldUnder, first: int, count: int, message: Array) -> None:
-        """As `accept`, for `count` elements of a compressed call, in its codec's bytes."""
-        self.accept(action, TensorSpec(DType.FLOAT32, (count,)), first, self._codec.decode(message, count))
+    def reduce(self, task: Reduce, messages: Sequence[tuple[DType, Array]], first: int, last: int) -> None:
+        """Elements [first, last) of a reduction; `messages`: those of its messages, each with its dtype, in their order."""
+        come = iter(messages)
+        parts = [
+            (self._rules.dtype, self._flat(operand)[first:last]) if isinstance(operand, Region) else next(come)
+            for operand in task.operands
+        ]
+        target = self._flat(task.region)[first:last]
+        if all(dtype is self._rules.dtype for dtype, _ in parts):
+            self._kernel.reduce([data for _, data in parts], target)
+            return
+        work = np.empty(last - first, self._kernel.work)
+        for place, (dtype, data) in enumerate(parts):
+            if place == 0:
+                np.copyto(work, data) if dtype is self._rules.work_dtype else self._kernel.load(work, data)
+            else:
+                (self._kernel.fold_work if dtype is self._rules.work_dtype else self._kernel.fold)(work, data)
+        self._kernel.finish(target, work)
 
     @property
     def _codec(self) -> Codec:
@@ -194,13 +213,13 @@ class Workspace:
             raise AssertionError(f"{self._rules.call.signature} reduces nothing")
         return self._rules.kernel
 
-    def elements(self, action: Action) -> int:
-        """How many elements an action that needs no message goes through."""
+    def elements(self, action: Task) -> int:
+        """How many elements an action goes through whose arrays are known."""
         return self._flat(action.source if isinstance(action, Copy) else action.region).size
 
     def apply(self, index: int, first: int, last: int) -> None:
         """Elements [first, last) of action `index`, which needs no message."""
-        action = self._rules.plan.actions[index]
+        action = self._rules.tasks[index]
         if isinstance(action, Copy) and action.region.stop is None and self.specs[action.region.item] is None:
             self._describe(action)
         if first == last:

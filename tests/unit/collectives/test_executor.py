@@ -198,7 +198,7 @@ def test_a_compressed_message_is_encoded_chunk_by_chunk_and_once_for_all_its_rec
 
 
 @pytest.mark.parametrize(
-    ("offset", "size", "complaint"), [(CHUNK, CHUNK, "byte 1024 came where byte 0"), (0, 6, "no whole number of float32")]
+    ("offset", "size", "complaint"), [(CHUNK, CHUNK, "byte 1024 came where element 0"), (0, 6, "no whole number of float32")]
 )
 def test_a_chunk_that_cannot_be_is_an_error_of_the_operation(offset: int, size: int, complaint: str) -> None:
     wire = Wire(2)

@@ -25,7 +25,7 @@ from ferrorpc.collectives.algorithms.plan import (
 )
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.flow import FAR, bound, steps_of
-from tests.unit.collectives.test_algorithms import calls_of, plans_of, rooted
+from tests.unit.collectives.test_algorithms import case, rooted
 
 Take = Receive | Fold | FoldUnder
 IN, WORK, OUT = Buffer.IN, Buffer.WORK, Buffer.OUT
@@ -45,7 +45,7 @@ class Rank:
     def __init__(self, number: int, call: Call, plan: Plan, in_place: bool) -> None:
         self.number = number
         self.plan = plan
-        self.steps = steps_of(plan, call.operation, number)
+        self.steps = steps_of(plan.actions, call.operation, number)
         self.done = [0] * len(plan.actions)
         self.arrays: dict[tuple[Buffer, int], list[str]] = {}
         self.counts: dict[Region, int] = {}
@@ -179,8 +179,7 @@ ALL = [
 def test_any_order_that_is_allowed_leaves_the_same(operation, entry, in_place):
     for size in (2, 3, 4, 5):
         for count in (1, 6):
-            calls = calls_of(operation, size, count, size - 1 if rooted(operation) else 0)
-            plans = plans_of(entry, calls)
+            calls, plans = case(operation, entry, size, count, size - 1 if rooted(operation) else 0)
             expected = results(in_order(calls, plans, in_place))
             for seed in range(3):
                 assert results(World(calls, plans, in_place).run(random.Random(seed))) == expected
@@ -191,7 +190,7 @@ def results(ranks: list[dict[tuple[Buffer, int], list[str]]]) -> list[list[list[
 
 
 def steps(*actions, operation=Operation.ALL_REDUCE):
-    return steps_of(Plan("made", tuple(actions), work_items=(8,)), operation, 0)
+    return steps_of(actions, operation, 0)
 
 
 def test_what_was_reduced_may_be_sent_on_element_by_element():
@@ -223,7 +222,7 @@ def test_results_may_be_the_memory_of_what_was_brought():
 
 
 def test_nothing_overtakes_an_action_that_only_stands_for_an_order_in_time():
-    flow = steps_of(barrier.dissemination(0, 8), Operation.BARRIER, 0)
+    flow = steps_of(barrier.dissemination(0, 8).actions, Operation.BARRIER, 0)
     done = [0] * len(flow)
     for index, step in enumerate(flow):
         assert step.fence

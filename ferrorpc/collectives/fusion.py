@@ -1,0 +1,107 @@
+"""The actions that bring a sum together become one, so that its parts are read once and no accumulator is needed.
+
+Idea. What the direct algorithms do at an owner, load or receive the first part, fold the others in, finish, goes through the
+accumulator once for every rank. Once a chunk of every part is here, a kernel does all of it in one pass, in the same order and
+with the same bits. The price is that chunks of fast ranks wait for that of the slowest, which they do anyway unless that is the
+last to be folded in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ferrorpc.collectives.algorithms.plan import Action, Buffer, Finish, Fold, FoldOwn, Load, Plan, Receive, Region
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """Message `slot` of group rank `peer`, as an operand."""
+
+    peer: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """OUT region = the left fold of the operands, regions of IN and messages, finished."""
+
+    operands: tuple[Region | Incoming, ...]
+    region: Region
+
+    @property
+    def messages(self) -> list[Incoming]:
+        """Its operands that come from others."""
+        return [operand for operand in self.operands if isinstance(operand, Incoming)]
+
+
+Task: TypeAlias = Action | Reduce
+"""What an executor does: an action of the plan, or several of them as one."""
+
+
+def fused(plan: Plan) -> tuple[Task, ...]:
+    """The plan's actions in their order, with each run of them that brings a sum together as one.
+
+    Such a run fills one region of WORK from its first operand to its finish, and nothing else touches that array.
+    """
+    tasks: list[Task] = []
+    index = 0
+    while index < len(plan.actions):
+        length = _run(plan.actions, index)
+        if length:
+            tasks.append(_as_one(plan.actions[index : index + length]))
+        else:
+            tasks.append(plan.actions[index])
+        index += max(length, 1)
+    return tuple(tasks)
+
+
+def used_work(tasks: tuple[Task, ...], plan: Plan) -> tuple[int, ...]:
+    """Element counts of the WORK arrays, 0 where fusing has made one superfluous."""
+    used = {region.item for task in tasks for region in _regions(task) if region.buffer is Buffer.WORK}
+    return tuple(count if item in used else 0 for item, count in enumerate(plan.work_items))
+
+
+def _run(actions: tuple[Action, ...], first: int) -> int:
+    """How many actions from `first` on become one; 0 where they do not."""
+    opening = actions[first]
+    work = opening.region
+    if work.buffer is not Buffer.WORK or not (isinstance(opening, Receive) or _loads(opening)):
+        return 0
+    last = first + 1
+    while last < len(actions) and _folds(actions[last], work):
+        last += 1
+    closing = actions[last] if last < len(actions) else None
+    if not (isinstance(closing, Finish) and closing.source == work and last > first + 1):
+        return 0
+    elsewhere = (*actions[:first], *actions[last + 1 :])
+    touched = any(region.buffer is Buffer.WORK and region.item == work.item for each in elsewhere for region in _regions(each))
+    return 0 if touched else last + 1 - first
+
+
+def _loads(action: Action) -> bool:
+    return isinstance(action, Load) and action.source.buffer is Buffer.IN
+
+
+def _folds(action: Action, work: Region) -> bool:
+    if action.region != work:
+        return False
+    return isinstance(action, Fold) or (isinstance(action, FoldOwn) and action.source.buffer is Buffer.IN)
+
+
+def _as_one(actions: tuple[Action, ...]) -> Reduce:
+    operands: list[Region | Incoming] = []
+    for action in actions:
+        if isinstance(action, Receive | Fold):
+            operands.append(Incoming(action.peer, action.slot))
+        elif isinstance(action, Load | FoldOwn):
+            operands.append(action.source)
+    return Reduce(tuple(operands), actions[-1].region)
+
+
+def _regions(task: Task) -> list[Region]:
+    """Every region that a task reads or writes."""
+    if isinstance(task, Reduce):
+        return [task.region, *(operand for operand in task.operands if isinstance(operand, Region))]
+    source: Region | None = getattr(task, "source", None)
+    return [task.region] if source is None else [source, task.region]
