@@ -13,8 +13,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.errors import FerroError, GroupClosedError
+from ferrorpc.errors import CodecError, FerroError, GroupClosedError
 from ferrorpc.guard import Clock, Latch
+from ferrorpc.transports import control
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.grpc_inlet import GOODBYE, Inlet, refusal
 from ferrorpc.transports.grpc_lane import Lane
@@ -98,18 +99,14 @@ class GrpcTransport(Transport):
         return True
 
     def grant(self, peer: int, key: Key, slot: int) -> None:
-        group, stream, number = key
-        grant = transport_pb2.Grant(group=group, stream=stream, number=number, slot=slot)
-        self._answer(peer, transport_pb2.ControlMessage(grant=grant))
+        self._answer(peer, transport_pb2.ControlMessage(grant=control.grant_of(key, slot)))
 
     def probe(self, peer: int, key: Key, signature: str) -> None:
         if self._may_still_arrive(peer, key):
             return
         lane = self._lane_to(peer)
         if lane is not None:
-            group, stream, number = key
-            probe = transport_pb2.Probe(group=group, stream=stream, number=number, signature=signature)
-            lane.outbox.put(transport_pb2.DataMessage(probe=probe).SerializeToString())
+            lane.outbox.put(transport_pb2.DataMessage(probe=control.probe_of(key, signature)).SerializeToString())
 
     def traffic(self) -> dict[int, tuple[str, int]]:
         """World rank of a peer -> ("grpc", bytes sent to it)."""
@@ -166,12 +163,12 @@ class GrpcTransport(Transport):
     def lane_answered(self, peer: int, message: transport_pb2.ControlMessage) -> None:
         kind = message.WhichOneof("body")
         if kind == "grant":
-            grant = message.grant
-            self.mailbox.granted(peer, Key(grant.group, grant.stream, grant.number), grant.slot)
+            control.take_grant(self.mailbox, peer, message.grant)
         elif kind == "probe_answer":
-            answer = message.probe_answer
-            key = Key(answer.group, answer.stream, answer.number)
-            self.mailbox.probe_answered(peer, key, answer.standing, answer.signature, answer.last_number, answer.last_signature)
+            try:
+                control.take_answer(self.mailbox, peer, message.probe_answer)
+            except CodecError as error:
+                self._fail(peer, error)
         elif kind == "refused":
             self._fail(peer, restore(message.refused))
         elif kind == "opened":
@@ -190,17 +187,7 @@ class GrpcTransport(Transport):
         self.mailbox.deliver(frame)
 
     def probe_arrived(self, source: int, key: Key, signature: str) -> None:
-        standing, mine, last_number, last_signature = self.mailbox.standing(key, signature)
-        group, stream, number = key
-        answer = transport_pb2.ProbeAnswer(
-            group=group,
-            stream=stream,
-            number=number,
-            standing=standing,  # type: ignore[arg-type]
-            signature=mine,
-            last_number=last_number,
-            last_signature=last_signature,
-        )
+        answer = control.answer_of(self.mailbox, key, signature)
         self._answer(source, transport_pb2.ControlMessage(probe_answer=answer))
 
     def inlet_ended(self, source: int, goodbye: bool, reason: str) -> None:

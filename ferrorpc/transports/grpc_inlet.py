@@ -14,10 +14,11 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from ferrorpc.errors import CodecError, FerroError
+from ferrorpc.transports.control import question_in
 from ferrorpc.transports.grpc_outbox import Outbox
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.details import detail_of
-from ferrorpc.wire.frames import SIGNATURE_BYTES_MAX, Frame, Key, is_frame, scan
+from ferrorpc.wire.frames import Frame, Key, is_frame, scan
 
 GOODBYE: Final = transport_pb2.ControlMessage(goodbye=transport_pb2.Goodbye()).SerializeToString()
 
@@ -94,10 +95,7 @@ class Inlet:
         """Handles a small message; False for a goodbye. One that only a newer version knows is passed over."""
         kind = message.WhichOneof("body")
         if kind == "probe":
-            probe = message.probe
-            if len(probe.signature) > SIGNATURE_BYTES_MAX:
-                raise CodecError(f"a probe from rank {self.source} has a signature of {len(probe.signature)} characters")
-            self._owner.probe_arrived(self.source, Key(probe.group, probe.stream, probe.number), probe.signature)
+            self._owner.probe_arrived(self.source, *question_in(message.probe, self.source))
         elif kind == "open":
             raise CodecError(f"rank {self.source} opened its stream twice")
         return kind != "goodbye"

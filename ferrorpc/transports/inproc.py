@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ferrorpc.errors import GroupClosedError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import Mailbox
@@ -78,7 +79,7 @@ class InprocTransport(Transport):
     """One rank's end of a `Network`.
 
     Args:
-        on_link_lost: told (peer, reason) when something is sent to a rank that has left.
+        on_link_lost: told (peer, reason) once per peer, when something is sent to a rank that has left.
     """
 
     def __init__(
@@ -97,6 +98,8 @@ class InprocTransport(Transport):
         self._latch = latch
         self._on_link_lost = on_link_lost
         self._said_goodbye: set[int] = set()
+        self._lost: set[int] = set()
+        self._closed = False
         network.join(self)
 
     def send(
@@ -109,6 +112,8 @@ class InprocTransport(Transport):
         room: Callable[[], None],
     ) -> bool:
         self._latch.check()
+        if self._closed:
+            raise GroupClosedError(f"rank {self.rank} has closed its lanes")
         data = memoryview(b"" if payload is None else payload.tobytes())
         frame = Frame(key, self.rank, header, offset, data)
         self._carry(peer, lambda end: end.mailbox.deliver(frame), needed=True)
@@ -127,7 +132,9 @@ class InprocTransport(Transport):
 
     def _carry(self, peer: int, action: Callable[[InprocTransport], None], needed: bool) -> None:
         if needed and peer in self._said_goodbye:
-            self._on_link_lost(peer, f"rank {peer} has left")
+            if peer not in self._lost:
+                self._lost.add(peer)
+                self._on_link_lost(peer, f"rank {peer} has left")
             return
         self._network.carry(self.rank, peer, lambda: self._network.arrive(peer, action))
 
@@ -136,6 +143,7 @@ class InprocTransport(Transport):
         self._said_goodbye.add(peer)
 
     def close(self, timeout: float) -> None:
+        self._closed = True
         if self._network.leave(self.rank):
             for peer in range(self.size):
                 self._carry(peer, lambda end: end.farewell(self.rank), needed=False)

@@ -5,6 +5,8 @@ isort:skip_file
 
 import builtins
 import collections.abc
+import ferrorpc.v1.tensor_pb2
+import ferrorpc.v1.transport_pb2
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
@@ -139,3 +141,82 @@ class SharedMemoryVerdict(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["proven", b"proven", "readable", b"readable", "reason", b"reason"]) -> None: ...
 
 Global___SharedMemoryVerdict: typing_extensions.TypeAlias = SharedMemoryVerdict
+
+@typing.final
+class SharedMemoryMessage(google.protobuf.message.Message):
+    """What goes over a proven socket, besides the goodbye, which is one zero byte. A probe and a frame are the bytes of a
+    DataMessage: small frames are the same on every lane.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROBE_FIELD_NUMBER: builtins.int
+    FRAME_FIELD_NUMBER: builtins.int
+    GRANT_FIELD_NUMBER: builtins.int
+    PROBE_ANSWER_FIELD_NUMBER: builtins.int
+    PARCEL_FIELD_NUMBER: builtins.int
+    RECEIPT_FIELD_NUMBER: builtins.int
+    @property
+    def probe(self) -> ferrorpc.v1.transport_pb2.Probe: ...
+    @property
+    def frame(self) -> ferrorpc.v1.tensor_pb2.TensorFrame: ...
+    @property
+    def grant(self) -> ferrorpc.v1.transport_pb2.Grant: ...
+    @property
+    def probe_answer(self) -> ferrorpc.v1.transport_pb2.ProbeAnswer: ...
+    @property
+    def parcel(self) -> Global___SharedMemoryParcel: ...
+    @property
+    def receipt(self) -> Global___SharedMemoryReceipt: ...
+    def __init__(
+        self,
+        *,
+        probe: ferrorpc.v1.transport_pb2.Probe | None = ...,
+        frame: ferrorpc.v1.tensor_pb2.TensorFrame | None = ...,
+        grant: ferrorpc.v1.transport_pb2.Grant | None = ...,
+        probe_answer: ferrorpc.v1.transport_pb2.ProbeAnswer | None = ...,
+        parcel: Global___SharedMemoryParcel | None = ...,
+        receipt: Global___SharedMemoryReceipt | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "frame", b"frame", "grant", b"grant", "parcel", b"parcel", "probe", b"probe", "probe_answer", b"probe_answer", "receipt", b"receipt"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "frame", b"frame", "grant", b"grant", "parcel", b"parcel", "probe", b"probe", "probe_answer", b"probe_answer", "receipt", b"receipt"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["probe", "frame", "grant", "probe_answer", "parcel", "receipt"] | None: ...
+
+Global___SharedMemoryMessage: typing_extensions.TypeAlias = SharedMemoryMessage
+
+@typing.final
+class SharedMemoryParcel(google.protobuf.message.Message):
+    """A frame too large for the socket: a DataMessage in the sender's segment, which stays there until its receipt has come."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    offset: builtins.int
+    size_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        offset: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["offset", b"offset", "size_bytes", b"size_bytes"]) -> None: ...
+
+Global___SharedMemoryParcel: typing_extensions.TypeAlias = SharedMemoryParcel
+
+@typing.final
+class SharedMemoryReceipt(google.protobuf.message.Message):
+    """The parcel at this offset of the segment of this message's receiver has been taken out."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: builtins.int
+    offset: builtins.int
+    def __init__(
+        self,
+        *,
+        offset: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["offset", b"offset"]) -> None: ...
+
+Global___SharedMemoryReceipt: typing_extensions.TypeAlias = SharedMemoryReceipt

@@ -122,6 +122,10 @@ class Skeleton:
             (self._before_number, _U64.pack(number), self._after_number, _U64.pack(offset), self._before_payload, payload)
         )
 
+    def opening(self, number: int, offset: int) -> bytes:
+        """All of the chunk's message but its payload, with which it ends."""
+        return b"".join((self._before_number, _U64.pack(number), self._after_number, _U64.pack(offset), self._before_payload))
+
 
 @lru_cache(_CACHED_SKELETONS)
 def skeleton(group: int, stream: int, header: Header, size_bytes: int) -> Skeleton:
@@ -141,6 +145,11 @@ def skeleton(group: int, stream: int, header: Header, size_bytes: int) -> Skelet
 def encode(key: Key, header: Header, offset: int, payload: _Bytes) -> bytes:
     """One chunk as a message. `payload` is any contiguous buffer of bytes, empty for an empty message."""
     return skeleton(key.group, key.stream, header, len(payload)).message(key.number, offset, payload)
+
+
+def opening(key: Key, header: Header, offset: int, size_bytes: int) -> bytes:
+    """What `encode` puts before a payload of `size_bytes`, for whoever copies the payload itself."""
+    return skeleton(key.group, key.stream, header, size_bytes).opening(key.number, offset)
 
 
 def is_frame(message: _Bytes) -> bool:

@@ -15,8 +15,6 @@ from ferrorpc.errors import (
     CodecError,
     ConfigError,
     FerroError,
-    GroupClosedError,
-    PeerLostError,
     PermissionDeniedError,
     StaleGenerationError,
     VersionMismatchError,
@@ -27,7 +25,7 @@ from ferrorpc.transports.grpc import GrpcTransport
 from ferrorpc.transports.grpc_lane import METHOD
 from ferrorpc.transports.grpc_outbox import FRAMES_MAX
 from ferrorpc.transports.grpc_server import PROTOCOL_VERSION, WorkerServer
-from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, SAME, Box, Mailbox
+from ferrorpc.transports.mailbox import Box, Mailbox
 from ferrorpc.types import Assignment, DType, Peer
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
@@ -114,42 +112,6 @@ def random_bytes(size: int) -> np.ndarray:
     return np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
 
 
-@pytest.mark.parametrize("size", [0, 1, 17, CHUNK_BYTES, 5 * CHUNK_BYTES + 3])
-def test_a_message_arrives_whole_and_in_order(pair: list[Rank], size: int) -> None:
-    data = random_bytes(size)
-    key = Key(0, 0, 1)
-    box = pair[1].box(key)
-    send(pair[0], 1, key, data)
-    wait_for(lambda: sum(len(f.payload) for f in box.frames.get((0, 0), ())) == size and (0, 0) in box.frames, "all bytes")
-    frames = box.frames[0, 0]
-    assert b"".join(frame.payload for frame in frames) == data.tobytes()
-    assert [frame.offset for frame in frames] == list(range(0, max(size, 1), CHUNK_BYTES))
-    assert all(frame.header == header_of(size) and frame.source == 0 for frame in frames)
-
-
-def test_both_directions_work_at_once(pair: list[Rank]) -> None:
-    data = [random_bytes(3 * CHUNK_BYTES), random_bytes(2 * CHUNK_BYTES)]
-    boxes = [pair[rank].box(Key(0, 0, 1)) for rank in range(2)]
-    threads = [
-        threading.Thread(target=send, args=(pair[rank], 1 - rank, Key(0, 0, 1), data[rank]), daemon=True) for rank in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for rank in range(2):
-        expected = data[1 - rank].tobytes()
-        wait_for(lambda r=rank, e=expected: sum(len(f.payload) for f in boxes[r].frames.get((1 - r, 0), ())) == len(e), "data")
-        assert b"".join(frame.payload for frame in boxes[rank].frames[1 - rank, 0]) == expected
-
-
-def test_the_payload_may_be_changed_as_soon_as_send_returns(pair: list[Rank]) -> None:
-    box = pair[1].box(Key(0, 0, 1))
-    data = np.ones(1000, np.uint8)
-    assert pair[0].transport.send(1, Key(0, 0, 1), header_of(1000), 0, data, lambda: None)
-    data[:] = 7
-    wait_for(lambda: box.frames, "the frame")
-    assert bytes(box.frames[0, 0][0].payload) == bytes([1]) * 1000
-
-
 def test_a_full_lane_says_so_and_tells_when_there_is_room_again(servers: list[WorkerServer]) -> None:
     sender = Rank(0, servers[0]).enter(assignment_of(0, servers))
     told = []
@@ -171,61 +133,6 @@ def test_a_full_lane_says_so_and_tells_when_there_is_room_again(servers: list[Wo
     assert told == [1]
     box = receiver.box(Key(0, 0, 1))
     wait_for(lambda: len(box.frames.get((0, 0), ())) == accepted, "every accepted chunk")
-
-
-def test_grants_come_back_to_the_sender(pair: list[Rank]) -> None:
-    key = Key(3, 5, 1)
-    box = pair[0].box(key)
-    receiving = pair[1].box(key)
-    send(pair[0], 1, key, random_bytes(10), slot=6)
-    wait_for(lambda: receiving.frames, "the frame")
-    pair[1].transport.grant(0, key, 6)
-    wait_for(lambda: box.granted == {(1, 6)}, "the grant")
-
-
-def test_a_probe_is_answered_with_where_the_peer_stands(pair: list[Rank]) -> None:
-    entered, other, not_entered = Key(0, 0, 1), Key(0, 0, 2), Key(0, 0, 3)
-    boxes = {key: pair[0].box(key, "mine()") for key in (entered, other, not_entered)}
-    pair[1].box(entered, "mine()")
-    pair[1].box(other, "theirs()")
-    for key in boxes:
-        pair[0].transport.probe(1, key, "mine()")
-    wait_for(lambda: all(box.answers for box in boxes.values()), "three answers")
-    assert [box.answers[1].standing for box in boxes.values()] == [SAME, DIFFERENT, ABSENT]
-    assert boxes[not_entered].answers[1][2:] == (2, "theirs()")
-    (mismatch,) = pair[0].failures
-    assert mismatch.fields["signatures"] == {0: "mine()", 1: "theirs()"}
-
-
-def test_closing_flushes_what_was_sent_and_fails_nobody(pair: list[Rank]) -> None:
-    data = random_bytes(4 * CHUNK_BYTES)
-    box = pair[1].box(Key(0, 0, 1))
-    send(pair[0], 1, Key(0, 0, 1), data)
-    started = time.monotonic()
-    pair[0].transport.close(SECONDS)
-    assert time.monotonic() - started < SECONDS
-    assert b"".join(frame.payload for frame in box.frames[0, 0]) == data.tobytes()
-    pair[0].transport.close(SECONDS)
-    assert pair[1].lost == pair[0].lost == []
-    with pytest.raises(GroupClosedError):
-        pair[0].transport.send(1, Key(0, 0, 2), header_of(0), 0, None, lambda: None)
-
-
-@pytest.mark.parametrize("had_a_lane", [True, False])
-def test_only_what_is_still_sent_to_a_rank_that_left_finds_its_link_lost(pair: list[Rank], had_a_lane: bool) -> None:
-    if had_a_lane:
-        box = pair[0].box(Key(0, 0, 1))
-        send(pair[1], 0, Key(0, 0, 1), random_bytes(5))
-        wait_for(lambda: box.frames, "the frame")
-    pair[0].transport.close(SECONDS)
-    time.sleep(0.1)
-    assert pair[1].lost == []
-    for number in (2, 3):
-        assert pair[1].transport.send(0, Key(0, 0, number), header_of(1), 0, random_bytes(1), lambda: None)
-    wait_for(lambda: pair[1].lost, "the lost link")
-    time.sleep(0.1)
-    assert pair[1].lost == [(0, "rank 0 has left")]
-    assert pair[1].failures == []
 
 
 def test_a_peer_that_does_not_answer_is_told_once_with_the_reason(servers: list[WorkerServer]) -> None:
@@ -250,16 +157,6 @@ def test_a_peer_at_whose_address_nobody_listens_is_given_up_long_before_one_that
     rank.transport.send(1, Key(0, 0, 1), header_of(1), 0, random_bytes(1), lambda: None)
     wait_for(lambda: rank.lost, "the lost link", seconds=SECONDS)
     assert gone.address in rank.lost[0][1]
-
-
-def test_a_broken_generation_reports_no_links_and_raises_its_cause(pair: list[Rank]) -> None:
-    send(pair[0], 1, Key(0, 0, 1), random_bytes(1))
-    pair[0].latch.trip(PeerLostError(1, "signal 9"))
-    pair[1].server.close()
-    time.sleep(0.2)
-    assert pair[0].lost == []
-    with pytest.raises(PeerLostError, match="signal 9"):
-        pair[0].transport.send(1, Key(0, 0, 2), header_of(1), 0, random_bytes(1), lambda: None)
 
 
 def test_a_stream_of_a_newer_generation_waits_for_its_receiver(servers: list[WorkerServer]) -> None:

@@ -30,6 +30,7 @@ class Link:
         self._wake = wake
         self._lock = threading.Lock()
         self._queue: deque[bytes] = deque()
+        self._waiting: list[Callable[[], None]] = []
         self._over = False
 
     @property
@@ -46,10 +47,39 @@ class Link:
         if left:
             self._wake()
 
+    def offer(self, message: bytes, room: Callable[[], None]) -> bool:
+        """Sends a message as `send` does, if none waits. Else False, and `room` is called once when none does any more.
+
+        Args:
+            room: called on the reader thread, or by `close`; must not block.
+        """
+        with self._lock:
+            if self._queue:
+                if room not in self._waiting:
+                    self._waiting.append(room)
+                return False
+            self._queue.append(message)
+            self._write()
+            left = bool(self._queue)
+        if left:
+            self._wake()
+        return True
+
     def flush(self) -> None:
         """The kernel may have room again. Called by the reader thread."""
+        woken: list[Callable[[], None]] = []
         with self._lock:
             self._write()
+            if not self._queue:
+                woken, self._waiting = self._waiting, []
+        for room in woken:
+            room()
+
+    def end(self) -> None:
+        """Nothing that is sent arrives any more."""
+        with self._lock:
+            self._over = True
+        self.flush()
 
     def _write(self) -> None:
         while self._queue and not self._over:
@@ -82,7 +112,5 @@ class Link:
 
     def close(self) -> None:
         """Gives the socket back; the peer reads what was sent, and then the end."""
-        with self._lock:
-            self._over = True
-            self._queue.clear()
-            self.connection.close()
+        self.end()
+        self.connection.close()

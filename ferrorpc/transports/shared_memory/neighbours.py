@@ -6,6 +6,7 @@ coordinator decides what it means. One that ends with a goodbye is a peer that l
 
 from __future__ import annotations
 
+import atexit
 import os
 import selectors
 import threading
@@ -23,6 +24,9 @@ from ferrorpc.transports.shared_memory.link import Link
 if TYPE_CHECKING:
     from ferrorpc.transports.shared_memory.greeting import Neighbour
     from ferrorpc.transports.shared_memory.segment import Segment
+
+STOP_SECONDS: Final = 0.5
+"""How long the goodbyes of a process that ends may take: it has about two seconds for all it does."""
 
 GOODBYE: Final = b"\0"
 """The first byte of a message is its kind; this one is the only kind that is all there is of a message."""
@@ -60,6 +64,7 @@ class Neighbours:
         self._clock = clock
         self._on_link_lost: Callable[[int, str], None] = _nobody
         self._on_message: Callable[[int, bytes], None] = _nobody
+        self._on_end: Callable[[int], None] = _nobody
         self._lock = threading.Lock()
         self._lost: set[int] = set()
         self._left: set[int] = set()
@@ -99,15 +104,22 @@ class Neighbours:
             raise UsageError(f"the private memory of rank {rank} cannot be read: {self._neighbours[rank].why_not_readable}")
         private.read(address, target)
 
-    def start(self, on_link_lost: Callable[[int, str], None], on_message: Callable[[int, bytes], None] | None = None) -> None:
-        """Begins to read the sockets, on a thread of its own; to be called once.
+    def start(
+        self,
+        on_link_lost: Callable[[int, str], None],
+        on_message: Callable[[int, bytes], None] | None = None,
+        on_end: Callable[[int], None] | None = None,
+    ) -> None:
+        """Begins to read the sockets, on a thread of its own; to be called once. None of the three may block.
 
         Args:
             on_link_lost: told (peer, reason) at most once per peer, and never after `close` or after the latch has tripped.
-            on_message: told (peer, message) of everything but goodbyes. Neither may block.
+            on_message: told (peer, message) of everything but goodbyes.
+            on_end: told (peer) when nothing comes from it any more and nothing reaches it, whatever the reason.
         """
         self._on_link_lost = on_link_lost
         self._on_message = _nobody if on_message is None else on_message
+        self._on_end = _nobody if on_end is None else on_end
         if self._links:
             self._started = True
             self._clock.start(self._read, f"ferrorpc-neighbours-of-{self.rank}")
@@ -115,6 +127,10 @@ class Neighbours:
     def send(self, peer: int, message: bytes) -> None:
         """Sends a small message to a neighbour, in order with others; never blocks."""
         self._links[peer].send(message)
+
+    def offer(self, peer: int, message: bytes, room: Callable[[], None]) -> bool:
+        """Sends a message, unless others to this neighbour still wait: then False, and `room` is called once none does."""
+        return self._links[peer].offer(message, room)
 
     def has_left(self, peer: int) -> bool:
         """Whether a neighbour has said goodbye. What it wrote before is in its memory, which stays mapped."""
@@ -185,6 +201,8 @@ class Neighbours:
                     elif not self._serve(key.data, events):
                         selector.unregister(key.fileobj)
                         open_links.discard(key.data)
+                        key.data.end()
+                        self._on_end(key.data.peer)
                 for link in open_links:
                     events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.pending else 0)
                     if selector.get_key(link.connection).events != events:
@@ -221,6 +239,7 @@ def _nobody(*_: Any) -> None:
     """Nobody has asked to be told yet."""
 
 
+_process = os.getpid()
 _all: Final[weakref.WeakSet[Neighbours]] = weakref.WeakSet()
 
 
@@ -228,6 +247,15 @@ def _abandon_all() -> None:
     for neighbours in list(_all):
         neighbours.abandon_in_child()
 
+
+def _say_goodbye() -> None:
+    """Nobody called close: neighbours are told all the same. Not in a forked child, whose links belong to its parent."""
+    if os.getpid() == _process:
+        for neighbours in list(_all):
+            neighbours.close(STOP_SECONDS)
+
+
+atexit.register(_say_goodbye)
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_abandon_all)

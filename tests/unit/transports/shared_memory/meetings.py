@@ -64,13 +64,18 @@ def in_a_forked_child(body: Callable[[], bool]) -> int:
 
 
 class Meeting:
-    """A world of `size` ranks and the neighbours of each (or what `meet` raised)."""
+    """A world of `size` ranks and the neighbours of each (or what `meet` raised).
 
-    def __init__(self, size: int, transports: Sequence[str] = ()) -> None:
+    Args:
+        listening: whether the neighbours' sockets are read at once.
+    """
+
+    def __init__(self, size: int, transports: Sequence[str] = (), *, listening: bool = True) -> None:
         self.world = LocalWorld(size, job=f"job-{uuid.uuid4()}", timeout=SECONDS)
         self.sessions: list[LocalSession] = [self.world.session(rank) for rank in range(size)]
         self.lost: list[tuple[int, int, str]] = []
         self.told = threading.Event()
+        self._listening = listening
         self.messages: list[tuple[int, int, bytes]] = []
         self.outcomes = in_threads(size, lambda rank: self._meet(rank, transports[rank] if transports else "auto"))
 
@@ -78,7 +83,8 @@ class Meeting:
         session = self.sessions[rank]
         membership = session.membership
         found = meet(membership.assignment, transport, session.barrier, membership.latch, session.clock)
-        found.start(lambda peer, reason: self._lose(rank, peer, reason), lambda peer, data: self._receive(rank, peer, data))
+        if self._listening:
+            found.start(lambda peer, reason: self._lose(rank, peer, reason), lambda peer, data: self._receive(rank, peer, data))
         return found
 
     def _lose(self, rank: int, peer: int, reason: str) -> None:

@@ -1,0 +1,65 @@
+"""The small messages of every lane: grants, probes and their answers, made for the wire and brought to the mailbox from it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ferrorpc.errors import CodecError
+from ferrorpc.transports.mailbox import Mailbox
+from ferrorpc.v1 import transport_pb2
+from ferrorpc.wire.frames import SIGNATURE_BYTES_MAX, Key
+
+_STANDINGS: Final = frozenset(transport_pb2.Standing.values()) - {transport_pb2.STANDING_UNSPECIFIED}
+
+
+def grant_of(key: Key, slot: int) -> transport_pb2.Grant:
+    """The rest of message `slot` may come."""
+    return transport_pb2.Grant(group=key.group, stream=key.stream, number=key.number, slot=slot)
+
+
+def probe_of(key: Key, signature: str) -> transport_pb2.Probe:
+    """Where do you stand in this operation?"""
+    return transport_pb2.Probe(group=key.group, stream=key.stream, number=key.number, signature=signature)
+
+
+def answer_of(mailbox: Mailbox, key: Key, signature: str) -> transport_pb2.ProbeAnswer:
+    """Where this rank stands in it."""
+    standing, mine, last_number, last_signature = mailbox.standing(key, signature)
+    return transport_pb2.ProbeAnswer(
+        group=key.group,
+        stream=key.stream,
+        number=key.number,
+        standing=standing,  # type: ignore[arg-type]
+        signature=mine,
+        last_number=last_number,
+        last_signature=last_signature,
+    )
+
+
+def question_in(probe: transport_pb2.Probe, source: int) -> tuple[Key, str]:
+    """Which operation a probe asks for, and its signature there.
+
+    Raises:
+        CodecError: the signature is longer than any can be.
+    """
+    if len(probe.signature) > SIGNATURE_BYTES_MAX:
+        raise CodecError(f"a probe from rank {source} has a signature of {len(probe.signature)} characters")
+    return Key(probe.group, probe.stream, probe.number), probe.signature
+
+
+def take_grant(mailbox: Mailbox, source: int, grant: transport_pb2.Grant) -> None:
+    """A grant has come."""
+    mailbox.granted(source, Key(grant.group, grant.stream, grant.number), grant.slot)
+
+
+def take_answer(mailbox: Mailbox, source: int, answer: transport_pb2.ProbeAnswer) -> None:
+    """The answer to a probe has come.
+
+    Raises:
+        CodecError: it says something that no rank can say.
+    """
+    texts = answer.signature, answer.last_signature
+    if answer.standing not in _STANDINGS or max(map(len, texts)) > SIGNATURE_BYTES_MAX:
+        raise CodecError(f"the answer of rank {source} to a probe is standing {answer.standing} with {texts[0][:40]!r}")
+    key = Key(answer.group, answer.stream, answer.number)
+    mailbox.probe_answered(source, key, answer.standing, answer.signature, answer.last_number, answer.last_signature)

@@ -1,0 +1,53 @@
+"""The transport of a world whose ranks do not all share memory: for each peer the best lane that leads to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ferrorpc.guard import Clock
+from ferrorpc.transports.base import Transport
+from ferrorpc.wire.frames import Header, Key
+
+
+class RoutedTransport(Transport):
+    """Two transports of one rank as one. Both fill the same mailbox.
+
+    Args:
+        near: reaches `peers`, and nobody else.
+        far: reaches all.
+    """
+
+    def __init__(self, near: Transport, peers: tuple[int, ...], far: Transport, clock: Clock) -> None:
+        self.rank = far.rank
+        self.size = far.size
+        self.mailbox = far.mailbox
+        self._near = near
+        self._far = far
+        self._clock = clock
+        self._lanes = [near if rank in peers else far for rank in range(far.size)]
+
+    def send(
+        self,
+        peer: int,
+        key: Key,
+        header: Header,
+        offset: int,
+        payload: np.ndarray[Any, Any] | None,
+        room: Callable[[], None],
+    ) -> bool:
+        return self._lanes[peer].send(peer, key, header, offset, payload, room)
+
+    def grant(self, peer: int, key: Key, slot: int) -> None:
+        self._lanes[peer].grant(peer, key, slot)
+
+    def probe(self, peer: int, key: Key, signature: str) -> None:
+        self._lanes[peer].probe(peer, key, signature)
+
+    def close(self, timeout: float) -> None:
+        """As everywhere; the near one has at most half of the time, so that a peer that hangs leaves some to the far one."""
+        deadline = self._clock.now() + timeout
+        self._near.close(timeout / 2)
+        self._far.close(max(0.0, deadline - self._clock.now()))

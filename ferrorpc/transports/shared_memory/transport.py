@@ -1,0 +1,181 @@
+"""The transport between ranks of one host: frames through shared memory, announced over Unix sockets.
+
+A small frame is itself a message on the socket. A larger one is put into a slot of the sender's segment, and a parcel, which
+says where, goes over the socket; the neighbour's reader thread takes a copy, sends a receipt, and reads the copy, so that
+nothing that the sender does afterwards can change what was checked. Sockets keep the order, wake the reader and end with their
+process; what was said before a goodbye lies in the mailbox when the goodbye is read.
+
+Cost: two copies of the payload, by two processes, and four system calls; none of the copies holds the GIL.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from ferrorpc.errors import CodecError, FerroError, GroupClosedError
+from ferrorpc.guard import Latch
+from ferrorpc.transports import control
+from ferrorpc.transports.base import Transport
+from ferrorpc.transports.mailbox import Mailbox
+from ferrorpc.transports.shared_memory.neighbours import Neighbours
+from ferrorpc.transports.shared_memory.slots import SLOT_BYTES, Slots
+from ferrorpc.types import Assignment
+from ferrorpc.v1 import shared_memory_pb2
+from ferrorpc.wire.frames import Header, Key, encode, is_frame, opening, scan
+
+INLINE_BYTES: Final = 12 << 10
+"""A payload of at most this size goes over the socket: with the longest header it is a message that the socket takes."""
+
+BROKEN_SECONDS: Final = 0.2
+"""How long the goodbyes of a broken generation may take: nothing is left to be flushed, and some peer may be gone."""
+
+
+class SharedMemoryTransport(Transport):
+    """This rank's lanes to its neighbours. Starts their reader thread at construction, and closes them.
+
+    Args:
+        on_link_lost: told (peer, reason) at most once per peer, and never after `close` or after the latch has tripped.
+    """
+
+    def __init__(
+        self,
+        neighbours: Neighbours,
+        assignment: Assignment,
+        mailbox: Mailbox,
+        latch: Latch,
+        on_link_lost: Callable[[int, str], None],
+    ) -> None:
+        self.rank = assignment.rank
+        self.size = assignment.size
+        self.mailbox = mailbox
+        self.peers = tuple(rank for rank in neighbours.ranks if rank != assignment.rank)
+        """World ranks that can be reached."""
+        self._neighbours = neighbours
+        self._latch = latch
+        self._slots = {peer: Slots(neighbours.own, len(self.peers)) for peer in self.peers}
+        self._lock = threading.Lock()
+        self._asked: set[tuple[int, Key]] = set()
+        self._ended: set[int] = set()
+        self._failed: set[int] = set()
+        self._closing = False
+        neighbours.start(on_link_lost, self._arrived, self._over)
+
+    # -- what the collectives call -------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        peer: int,
+        key: Key,
+        header: Header,
+        offset: int,
+        payload: np.ndarray[Any, Any] | None,
+        room: Callable[[], None],
+    ) -> bool:
+        if not self._reaches(peer):
+            return True
+        if payload is None or payload.size <= INLINE_BYTES:
+            message = encode(key, header, offset, b"" if payload is None else payload.data)
+            return self._neighbours.offer(peer, message, room)
+        start = opening(key, header, offset, payload.size)
+        slot = self._slots[peer].take(room)
+        if slot is None:
+            return peer in self._ended
+        end = len(start) + payload.size
+        slot.array[: len(start)] = np.frombuffer(start, np.uint8)
+        slot.array[len(start) : end] = payload
+        parcel = shared_memory_pb2.SharedMemoryParcel(offset=slot.offset, size_bytes=end)
+        self._tell(peer, shared_memory_pb2.SharedMemoryMessage(parcel=parcel))
+        return True
+
+    def grant(self, peer: int, key: Key, slot: int) -> None:
+        self._tell(peer, shared_memory_pb2.SharedMemoryMessage(grant=control.grant_of(key, slot)))
+
+    def probe(self, peer: int, key: Key, signature: str) -> None:
+        if self._neighbours.has_left(peer) and (peer, key) not in self._asked:
+            # All that it sent lies in the mailbox, where the operation that asks may be about to look.
+            self._asked.add((peer, key))
+        elif self._reaches(peer):
+            self._tell(peer, shared_memory_pb2.SharedMemoryMessage(probe=control.probe_of(key, signature)))
+
+    def close(self, timeout: float) -> None:
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        for peer in self.peers:
+            self._over(peer)
+        broken = self._latch.cause is not None
+        self._neighbours.close(min(timeout, BROKEN_SECONDS) if broken else timeout)
+
+    def _reaches(self, peer: int) -> bool:
+        """Whether something can be sent to a peer; where not, that has been told."""
+        self._latch.check()
+        if self._closing:
+            raise GroupClosedError(f"rank {self.rank} has closed its links")
+        if self._neighbours.has_left(peer):
+            self._neighbours.lose(peer, f"rank {peer} has left")
+            return False
+        return peer not in self._ended
+
+    def _tell(self, peer: int, message: shared_memory_pb2.SharedMemoryMessage) -> None:
+        self._neighbours.send(peer, message.SerializeToString())
+
+    # -- what the reader thread tells ----------------------------------------------------------------------------------
+
+    def _arrived(self, source: int, data: bytes) -> None:
+        """A message has come. One that cannot be ends the generation, and nothing more of its sender is believed."""
+        if source in self._failed:
+            return
+        try:
+            message = None if is_frame(data) else _read(data, source)
+            if message is None or message.HasField("frame"):
+                self.mailbox.deliver(scan(data, source))
+            else:
+                self._take(source, message)
+        except FerroError as error:
+            self._failed.add(source)
+            if not self._closing and self._latch.cause is None:
+                self.mailbox.failed(error)
+
+    def _take(self, source: int, message: shared_memory_pb2.SharedMemoryMessage) -> None:
+        """Acts on a message that is no frame. One that only a newer version knows is passed over."""
+        kind = message.WhichOneof("body")
+        if kind == "parcel":
+            self._unpack(source, message.parcel)
+        elif kind == "receipt":
+            self._slots[source].give_back(message.receipt.offset)
+        elif kind == "grant":
+            control.take_grant(self.mailbox, source, message.grant)
+        elif kind == "probe":
+            answer = control.answer_of(self.mailbox, *control.question_in(message.probe, source))
+            self._tell(source, shared_memory_pb2.SharedMemoryMessage(probe_answer=answer))
+        elif kind == "probe_answer":
+            control.take_answer(self.mailbox, source, message.probe_answer)
+
+    def _unpack(self, source: int, parcel: shared_memory_pb2.SharedMemoryParcel) -> None:
+        memory = self._neighbours.memory(source)
+        end = parcel.offset + parcel.size_bytes
+        if parcel.size_bytes > SLOT_BYTES or end > memory.size:
+            raise CodecError(f"rank {source} says that a frame of {parcel.size_bytes} bytes lies at {parcel.offset}")
+        copy = np.empty(parcel.size_bytes, np.uint8)
+        copy[:] = memory[parcel.offset : end]
+        receipt = shared_memory_pb2.SharedMemoryReceipt(offset=parcel.offset)
+        self._tell(source, shared_memory_pb2.SharedMemoryMessage(receipt=receipt))
+        self.mailbox.deliver(scan(copy.data, source))
+
+    def _over(self, peer: int) -> None:
+        """Nothing more can be sent to this peer."""
+        self._ended.add(peer)
+        self._slots[peer].end()
+
+
+def _read(data: bytes, source: int) -> shared_memory_pb2.SharedMemoryMessage:
+    try:
+        return shared_memory_pb2.SharedMemoryMessage.FromString(data)
+    except DecodeError:
+        raise CodecError(f"{len(data)} bytes from rank {source} are no message of ours") from None

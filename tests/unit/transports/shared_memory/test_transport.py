@@ -1,0 +1,197 @@
+"""Frames through shared memory: what a neighbour says is not believed, and slots are used again and never shared.
+
+That it is a transport like any other is held by `tests/contract/test_transports.py`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ferrorpc.errors import CodecError, FerroError, LimitExceededError
+from ferrorpc.guard import Latch
+from ferrorpc.transports.credit import CHUNK_BYTES
+from ferrorpc.transports.mailbox import Mailbox
+from ferrorpc.transports.shared_memory.link import MESSAGE_BYTES_MAX
+from ferrorpc.transports.shared_memory.segment import NONCE_BYTES, SIZE_BYTES_MIN, Segment
+from ferrorpc.transports.shared_memory.slots import SLOT_BYTES, SLOTS_MAX, SLOTS_MIN, Slot, Slots
+from ferrorpc.transports.shared_memory.transport import INLINE_BYTES, SharedMemoryTransport
+from ferrorpc.types import DType
+from ferrorpc.v1 import shared_memory_pb2, transport_pb2
+from ferrorpc.wire.frames import NDIM_MAX, SIGNATURE_BYTES_MAX, Header, Key, encode, opening
+from tests.unit.transports.shared_memory.meetings import Meeting
+from tests.unit.transports.shared_memory.test_neighbours import wait_for
+
+KEY = Key(0, 0, 1)
+LONGEST = "é" * (SIGNATURE_BYTES_MAX // 2)
+WIDEST = (1,) * (NDIM_MAX - 1)
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    made = Segment("test", bytes(NONCE_BYTES), SIZE_BYTES_MIN)
+    yield made
+    made.close()
+
+
+class Pair:
+    """Rank 1 has a transport; rank 0 only its links, to say on them what it likes."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.stranger = meeting[0]
+        self.failures: list[FerroError] = []
+        self.lost: list[tuple[int, str]] = []
+        self.mailbox = Mailbox(1, self.failures.append)
+        self.box = self.mailbox.enter(KEY, "a()", lambda: None)
+        self.latch = Latch()
+        assignment = meeting.sessions[1].membership.assignment
+        self.transport = SharedMemoryTransport(
+            meeting[1], assignment, self.mailbox, self.latch, lambda peer, reason: self.lost.append((peer, reason))
+        )
+
+    def tell(self, **body: object) -> None:
+        self.stranger.send(1, shared_memory_pb2.SharedMemoryMessage(**body).SerializeToString())
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with Meeting(2, listening=False) as meeting:
+        pair = Pair(meeting)
+        yield pair
+        pair.transport.close(1.0)
+
+
+def header_of(size: int, signature: str = "a()") -> Header:
+    return Header(0, signature, DType.UINT8, (size,), size)
+
+
+def frame_of(size: int) -> bytes:
+    return encode(KEY, header_of(size), 0, bytes(size))
+
+
+BROKEN = {
+    "no message": b"\xff\xff\xff",
+    "half a frame": frame_of(100)[:-1],
+    "a message longer than any": frame_of(MESSAGE_BYTES_MAX),
+    "a parcel that begins beyond the end": {"parcel": {"offset": 1 << 50, "size_bytes": 100}},
+    "a parcel that ends beyond the end": {"parcel": {"offset": -1, "size_bytes": 200}},
+    "a parcel larger than a slot": {"parcel": {"offset": 1 << 20, "size_bytes": SLOT_BYTES + 1}},
+    "a parcel with no frame in it": {"parcel": {"offset": 1 << 20, "size_bytes": 1000}},
+    "an empty parcel": {"parcel": {"offset": 1 << 20, "size_bytes": 0}},
+    "a receipt for nothing": {"receipt": {"offset": 4096}},
+    "a probe of a signature longer than any": {"probe": {"signature": "x" * (SIGNATURE_BYTES_MAX + 1)}},
+    "an answer that is none": {"probe_answer": {"number": 1, "standing": 0}},
+    "an answer of the future": {"probe_answer": {"number": 1, "standing": 99}},
+}
+
+
+@pytest.mark.parametrize("said", BROKEN.values(), ids=BROKEN)
+def test_what_cannot_be_ends_the_generation_once_and_nothing_after_it_is_believed(pair: Pair, said: bytes | dict) -> None:
+    if isinstance(said, dict):
+        for parcel in said.values():
+            if parcel.get("offset") == -1:
+                parcel["offset"] = pair.stranger.own.size_bytes - 100
+        pair.tell(**said)
+    else:
+        pair.stranger.send(1, said)
+    wait_for(lambda: pair.failures)
+    pair.stranger.send(1, frame_of(5))
+    pair.stranger.send(1, b"\xff\xff\xff")
+    pair.stranger.close(1.0)
+    wait_for(lambda: pair.transport._neighbours.has_left(0))
+    (error,) = pair.failures
+    assert isinstance(error, CodecError)
+    assert not pair.box.frames
+    assert pair.lost == []
+
+
+def test_after_the_end_of_the_generation_nothing_is_told(pair: Pair) -> None:
+    pair.latch.trip(FerroError("it is over"))
+    pair.stranger.send(1, b"\xff\xff\xff")
+    pair.stranger.close(1.0)
+    wait_for(lambda: pair.transport._neighbours.has_left(0))
+    assert pair.failures == []
+
+
+def test_a_message_of_a_newer_version_is_passed_over(pair: Pair) -> None:
+    pair.stranger.send(1, bytes([15 << 3 | 2, 1, 7]))
+    pair.stranger.send(1, transport_pb2.DataMessage.FromString(frame_of(3)).SerializeToString())
+    pair.stranger.send(1, bytes([15 << 3 | 2, 1, 7]) + frame_of(4))
+    wait_for(lambda: len(pair.box.frames.get((0, 0), ())) == 2)
+    assert pair.failures == []
+
+
+def test_what_a_neighbour_changes_afterwards_changes_nothing_that_was_read(pair: Pair) -> None:
+    block = pair.stranger.own.allocate(SLOT_BYTES)
+    message = encode(KEY, header_of(100_000), 0, bytes([3]) * 100_000)
+    block.array[: len(message)] = np.frombuffer(message, np.uint8)
+    pair.tell(parcel={"offset": block.offset, "size_bytes": len(message)})
+    wait_for(lambda: pair.box.frames)
+    block.array[:] = 9
+    (frame,) = pair.box.frames[0, 0]
+    assert bytes(frame.payload) == bytes([3]) * 100_000
+    assert frame.payload.readonly
+
+
+def test_the_longest_frame_fits_into_its_message_and_into_its_slot() -> None:
+    for size, limit in ((INLINE_BYTES, MESSAGE_BYTES_MAX), (CHUNK_BYTES, SLOT_BYTES)):
+        header = Header(0, LONGEST, DType.UINT8, (*WIDEST, size), size)
+        assert len(opening(KEY, header, 0, size)) + size <= limit
+
+
+def test_slots_are_apart_and_the_one_given_back_last_is_taken_first(segment: Segment) -> None:
+    slots = Slots(segment, 1)
+    taken: list[Slot] = []
+    told: list[int] = []
+    while (slot := slots.take(lambda: told.append(1))) is not None:
+        taken.append(slot)
+    assert len(taken) == SLOTS_MAX
+    places = sorted(slot.offset for slot in taken)
+    assert all(later - earlier >= SLOT_BYTES for earlier, later in zip(places, places[1:], strict=False))
+    for slot in taken:
+        assert slot.array.size == SLOT_BYTES
+        assert segment.locate(slot.array) == slot.offset
+    for count, slot in enumerate(taken[: SLOTS_MAX // 2], 1):
+        assert told == []
+        slots.give_back(slot.offset)
+        assert told == [1] * (count == SLOTS_MAX // 2)
+    again = slots.take(lambda: None)
+    assert again is not None
+    assert again.offset == taken[SLOTS_MAX // 2 - 1].offset
+
+
+def test_a_slot_cannot_be_given_back_twice(segment: Segment) -> None:
+    slots = Slots(segment, 1)
+    slot = slots.take(lambda: None)
+    assert slot is not None
+    slots.give_back(slot.offset)
+    with pytest.raises(CodecError, match="none is under way"):
+        slots.give_back(slot.offset)
+
+
+@pytest.mark.parametrize(("neighbours", "expected"), [(1, SLOTS_MAX), (3, 5), (1000, SLOTS_MIN)])
+def test_many_neighbours_have_fewer_slots_each(segment: Segment, neighbours: int, expected: int) -> None:
+    slots = Slots(segment, neighbours)
+    count = 0
+    while slots.take(lambda: None) is not None:
+        count += 1
+    assert count == expected
+
+
+def test_a_segment_without_room_is_a_clear_error(segment: Segment) -> None:
+    segment.allocate(segment.size_bytes - (4 << 20))
+    with pytest.raises(LimitExceededError, match="are free in this rank's shared memory"):
+        Slots(segment, 1).take(lambda: None)
+
+
+def test_who_waits_for_a_slot_is_told_when_there_will_be_none(segment: Segment) -> None:
+    slots, told = Slots(segment, 1000), threading.Event()
+    taken = [slots.take(told.set) for _ in range(SLOTS_MIN + 1)]
+    assert taken[-1] is None
+    slots.end()
+    assert told.is_set()
+    assert slots.take(told.set) is None
+    assert taken[0] is not None
+    slots.give_back(taken[0].offset)
