@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from ferrorpc.backends.message import GOODBYE_SECONDS, MessageBackend
+from ferrorpc.backends.message import MessageBackend
 from ferrorpc.collectives.arena.board import Board
 from ferrorpc.coordination.base import Session
+from ferrorpc.transports.base import Transport
 from ferrorpc.transports.grpc import GrpcTransport
 from ferrorpc.transports.grpc_server import WorkerServer
 from ferrorpc.transports.mailbox import Mailbox
+from ferrorpc.transports.routed import RoutedTransport
 from ferrorpc.transports.shared_memory.meeting import meet
+from ferrorpc.transports.shared_memory.transport import SharedMemoryTransport
 
 LAST_WORDS_SECONDS: Final = 0.5
 """How long an ended generation may take to say goodbye before the next one is joined."""
@@ -37,32 +40,22 @@ class GrpcBackend(MessageBackend):
         membership = session.membership
         assignment = membership.assignment
         neighbours = meet(assignment, path, session.barrier, membership.latch, session.clock)
-        transport = GrpcTransport(
-            server,
-            assignment,
-            Mailbox(assignment.rank, session.report),
-            membership.latch,
-            session.clock,
-            session.report_link_lost,
-        )
-        neighbours.start(session.report_link_lost)
-        board = Board(neighbours, assignment.rank) if len(neighbours.ranks) > 1 else None
+        mailbox = Mailbox(assignment.rank, session.report)
+        latch, told = membership.latch, session.report_link_lost
+        transport: Transport = GrpcTransport(server, assignment, mailbox, latch, session.clock, told)
+        board = None
+        if len(neighbours.ranks) > 1:
+            near = SharedMemoryTransport(neighbours, assignment, mailbox, latch, told)
+            transport = RoutedTransport(near, near.peers, transport, session.clock)
+            board = Board(neighbours, assignment.rank)
         super().__init__(transport, session, timeout=timeout, board=board)
         session.carry(transport.traffic)
         self._line = session
         self._server = server
         self._path = path
-        self._neighbours = neighbours
 
     def renew(self, timeout: float) -> GrpcBackend:
         """Closes this generation's streams, takes part in the next one and opens its, on the same server."""
-        self._leave(LAST_WORDS_SECONDS)
+        self.transport.close(LAST_WORDS_SECONDS)
         self._line.rejoin(timeout)
         return GrpcBackend(self._line, self._server, path=self._path, timeout=self.timeout)
-
-    def close(self) -> None:
-        self._leave(GOODBYE_SECONDS)
-
-    def _leave(self, timeout: float) -> None:
-        self.transport.close(timeout)
-        self._neighbours.close(timeout)

@@ -8,6 +8,7 @@ from typing import Any
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing import BackendContract, BasicBackendContract, FaultPlan, run_groups, run_world
+from ferrorpc.transports.routed import RoutedTransport
 from tests.contract.queues import queue_backends
 from tests.integration.test_grpc_backend import GrpcWorld
 
@@ -39,6 +40,26 @@ class TestSharedMemory(BackendContract):
 
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         with GrpcWorld(size, transport="shared_memory") as world:
+            return run_groups([ProcessGroup(backend) for backend in world.backends], fn)
+
+
+class TestSharedMemoryMessages(BackendContract):
+    """The same ranks where everything has to be a message."""
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        with GrpcWorld(size, transport="shared_memory") as world:
+            for backend in world.backends:
+                backend.board = backend._arena = None
+                assert (backend.arena, type(backend.transport) is RoutedTransport) == (None, size > 1)
+            return run_groups([ProcessGroup(backend) for backend in world.backends], fn)
+
+
+class TestTwoHosts(BackendContract):
+    """One half of the ranks shares memory, the other half is elsewhere."""
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        transports = ["auto" if rank < size - size // 2 else "grpc" for rank in range(size)]
+        with GrpcWorld(size, transport=transports) as world:
             return run_groups([ProcessGroup(backend) for backend in world.backends], fn)
 
 

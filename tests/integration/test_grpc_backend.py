@@ -2,7 +2,7 @@
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,9 +36,14 @@ class Announced(LocalSession):
 
 
 class GrpcWorld:
-    """A world of `size` ranks with a server each, and lanes of one kind."""
+    """A world of `size` ranks with a server each.
 
-    def __init__(self, size: int, min_size: int | None = None, transport: str = "grpc") -> None:
+    Args:
+        transport: what all ranks are told to use, or each of them.
+    """
+
+    def __init__(self, size: int, min_size: int | None = None, transport: str | Sequence[str] = "grpc") -> None:
+        transports = [transport] * size if isinstance(transport, str) else transport
         self.world = LocalWorld(size, min_size=min_size)
         self.servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, "token") for _ in range(size)]
         addresses = {f"member-{rank}": server.address for rank, server in enumerate(self.servers)}
@@ -48,7 +53,7 @@ class GrpcWorld:
             session.__class__ = Announced
             session.addresses = addresses
             session.enter(session.membership)
-            places.append(Place(session, server, transport, timeout=SECONDS))
+            places.append(Place(session, server, transports[rank], timeout=SECONDS))
         with ThreadPoolExecutor(size) as pool:
             self.backends: list[Backend] = list(pool.map(lambda place: create("auto", place), places))
 

@@ -4,6 +4,7 @@ That it is a transport like any other is held by `tests/contract/test_transports
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 
@@ -149,7 +150,7 @@ def test_slots_are_apart_and_the_one_given_back_last_is_taken_first(segment: Seg
         taken.append(slot)
     assert len(taken) == SLOTS_MAX
     places = sorted(slot.offset for slot in taken)
-    assert all(later - earlier >= SLOT_BYTES for earlier, later in zip(places, places[1:], strict=False))
+    assert all(later - earlier >= SLOT_BYTES for earlier, later in itertools.pairwise(places))
     for slot in taken:
         assert slot.array.size == SLOT_BYTES
         assert segment.locate(slot.array) == slot.offset
