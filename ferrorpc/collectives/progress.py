@@ -157,7 +157,19 @@ def verdict(execution: Execution, error: FerroError, abort: Callable[[FerroError
 class _Entry:
     """One asynchronous execution."""
 
-    __slots__ = ("abort", "convert", "execution", "failure", "patience", "queued", "scheduled", "ticket", "verdict_by", "work")
+    __slots__ = (
+        "abort",
+        "convert",
+        "execution",
+        "failure",
+        "over",
+        "patience",
+        "queued",
+        "scheduled",
+        "ticket",
+        "verdict_by",
+        "work",
+    )
 
     def __init__(
         self, execution: Execution, abort: Callable[[FerroError], None], convert: Callable[[Execution], Any], work: Work[Any]
@@ -167,11 +179,17 @@ class _Entry:
         self.convert = convert
         self.work = work
         self.patience = Patience(execution)
+        self.over = False
         self.queued = False
         self.scheduled = False
         self.ticket = 0
         self.failure: FerroError | None = None
         self.verdict_by = FOREVER
+
+    def release(self) -> None:
+        """It is over. Timers may refer to the entry for a while: what it held must not stay for so long."""
+        self.over = True
+        del self.execution, self.abort, self.convert, self.patience, self.work
 
     def due(self) -> float:
         """Clock time of its next timer."""
@@ -232,10 +250,10 @@ class Progress:
         """Advances what nobody wakes."""
         for entry in self._polled:
             self._guarded(entry, self._step)
-        self._polled = [entry for entry in self._polled if not entry.work.done()]
+        self._polled = [entry for entry in self._polled if not entry.over]
 
     def _guarded(self, entry: _Entry, act: Callable[[_Entry], None]) -> None:
-        if entry.work.done():
+        if entry.over:
             return
         try:
             act(entry)
@@ -290,17 +308,20 @@ class Progress:
         entry.abort(error)
 
     def _end(self, entry: _Entry, error: FerroError | None) -> None:
-        entry.execution.guard.latch.forget(entry.ticket)
-        entry.execution.finish()
+        execution, result = entry.execution, None
+        execution.guard.latch.forget(entry.ticket)
+        execution.finish()
+        if error is None:
+            try:
+                result = entry.convert(execution)
+            except FerroError as problem:
+                error = problem
+        work = entry.work
+        entry.release()
         if error is not None:
-            entry.work.fail(error)
-            return
-        try:
-            result = entry.convert(entry.execution)
-        except FerroError as problem:
-            entry.work.fail(problem)
+            work.fail(error)
         else:
-            entry.work.complete(result)
+            work.complete(result)
 
 
 _create = threading.Lock()

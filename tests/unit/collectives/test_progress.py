@@ -1,6 +1,9 @@
 """Executions are advanced when woken, probed when slow, ended at their deadline, and their failures reported once."""
 
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -164,3 +167,19 @@ def test_many_operations_in_flight_end_in_their_own_time() -> None:
     works = [progress.submit(Scripted(Latch(), steps=n % 5), lambda error: None, lambda done, n=n: n) for n in range(50)]
     assert [work.wait(timeout=20.0) for work in works] == list(range(50))
     assert sum(thread.name == "ferrorpc-progress" for thread in threading.enumerate()) >= 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_an_operation_is_held_once_it_is_over(fails: bool) -> None:
+    """Although its timers are not due yet, and no other operation follows."""
+    progress, latch = Progress(SYSTEM_CLOCK), Latch()
+    execution = Scripted(latch, steps=3, error=UsageError("a bad argument") if fails else None)
+    work = progress.submit(execution, latch.trip, lambda execution: None)
+    with contextlib.suppress(UsageError):
+        work.wait(10.0)
+    held = weakref.ref(execution)
+    del execution, work
+    deadline = SYSTEM_CLOCK.now() + 0.2
+    while held() is not None and SYSTEM_CLOCK.now() < deadline:
+        gc.collect()
+    assert held() is None

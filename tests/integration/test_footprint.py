@@ -1,0 +1,80 @@
+"""What a group costs a process that does not use it, or uses it for long: processor time and memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launching import run, write_script
+
+IDLE = """
+import time
+import ferrorpc
+
+with ferrorpc.init_process_group(transport={transport!r}) as group:
+    group.all_reduce(1.0)
+    group.all_reduce(1.0, algorithm="ring")
+    if group.rank:
+        group.send(1.0, 0)
+    else:
+        [group.recv(rank) for rank in range(1, group.size)]
+    time.sleep(1.0)
+    began, used = time.monotonic(), time.process_time()
+    time.sleep(2.0)
+    print((time.process_time() - used) / (time.monotonic() - began), flush=True)
+    group.barrier()
+"""
+
+BUSY = """
+import gc
+import numpy
+import ferrorpc
+
+def resident_bytes():
+    gc.collect()
+    with open("/proc/self/status") as status:
+        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+
+with ferrorpc.init_process_group(transport={transport!r}) as group:
+    peer = 1 - group.rank
+    small, middle = numpy.ones(16, numpy.float32), numpy.ones(25_000, numpy.float32)
+    registered = group.empty(25_000)
+
+    def turn():
+        for x in (small, middle):
+            work = group.send(x, peer, async_op=True)
+            group.recv(peer)
+            work.wait()
+        for x in (small, middle, registered):
+            group.all_reduce(x, out=x, op="max")
+        group.all_reduce(small, algorithm="ring")
+        group.all_gather(small)
+        group.all_reduce(small, async_op=True).wait()
+
+    for _ in range(200):
+        turn()
+    before = resident_bytes()
+    for _ in range(1000):
+        turn()
+    print(resident_bytes() - before, flush=True)
+"""
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
+def test_an_idle_group_takes_hardly_any_processor_time(transport: str, tmp_path: Path) -> None:
+    """Beats and keepalives are some thousandths of a processor; a thread that polls would be far more."""
+    result = run("-n", "3", write_script(tmp_path, IDLE.format(transport=transport)))
+    assert result.returncode == 0, result.stderr
+    shares = [float(line.split()[1]) for line in result.stdout.splitlines()]
+    assert len(shares) == 3
+    assert max(shares) < 0.03
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
+def test_ten_thousand_operations_leave_no_memory_behind(transport: str, tmp_path: Path) -> None:
+    result = run("-n", "2", write_script(tmp_path, BUSY.format(transport=transport)), timeout=120)
+    assert result.returncode == 0, result.stderr
+    grown = [int(line.split()[1]) for line in result.stdout.splitlines()]
+    assert len(grown) == 2
+    assert max(grown) < 2 << 20
