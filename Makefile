@@ -35,8 +35,8 @@ $(READY): pyproject.toml
 	@$(PIP) install -q --editable ".[examples,ui]" --group dev
 	@touch $(READY)
 
-demo: $(READY)  ## train on handwritten digits with 4 processes over gRPC
-	$(SAY) "demo: 4 processes train one network on 1,797 images of handwritten digits; gradients meet over gRPC"
+demo: $(READY)  ## train on handwritten digits with 4 processes
+	$(SAY) "demo: 4 processes train one network on 1,797 images of handwritten digits"
 	@$(BIN)/ferrorpc demo $(DEMO_ARGS)
 
 test: $(READY)  ## run every test and report the coverage of ferrorpc and services

@@ -26,7 +26,7 @@ _NEEDED: Final = {"sklearn": "scikit-learn", "tqdm": "tqdm", "matplotlib": "matp
     "--out", type=click.Path(path_type=Path), default=Path("out/digits_loss.png"), show_default=True, help="Loss curve."
 )
 def command(processes: int, epochs: int, seed: int, out: Path) -> int:
-    """Train a small network on handwritten digits, data-parallel over gRPC, and draw its loss.
+    """Train a small network on handwritten digits, data-parallel, and draw its loss.
 
     Shows a real job from end to end: a coordinator, a launcher, four processes that average their gradients. The data comes
     with scikit-learn; nothing is downloaded.

@@ -61,6 +61,10 @@ class Transport(ABC):
     def probe(self, peer: int, key: Key, signature: str) -> None:
         """Asks `peer` where it stands in this operation; the answer arrives in the operation's box."""
 
+    def traffic(self) -> dict[int, tuple[str, int]]:
+        """World rank of a peer -> (kind of its lane, payload bytes sent to it). Empty where nobody counts."""
+        return {}
+
     @abstractmethod
     def close(self, timeout: float) -> None:
         """Flushes what was sent, says goodbye on every stream, stops. Idempotent; at most `timeout` seconds."""

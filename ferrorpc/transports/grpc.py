@@ -109,7 +109,6 @@ class GrpcTransport(Transport):
             lane.outbox.put(transport_pb2.DataMessage(probe=control.probe_of(key, signature)).SerializeToString())
 
     def traffic(self) -> dict[int, tuple[str, int]]:
-        """World rank of a peer -> ("grpc", bytes sent to it)."""
         with self._lock:
             return {peer: ("grpc", lane.outbox.carried_bytes) for peer, lane in self._lanes.items()}
 

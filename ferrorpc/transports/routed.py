@@ -46,6 +46,9 @@ class RoutedTransport(Transport):
     def probe(self, peer: int, key: Key, signature: str) -> None:
         self._lanes[peer].probe(peer, key, signature)
 
+    def traffic(self) -> dict[int, tuple[str, int]]:
+        return self._far.traffic() | self._near.traffic()
+
     def close(self, timeout: float) -> None:
         """As everywhere; the near one has at most half of the time, so that a peer that hangs leaves some to the far one."""
         deadline = self._clock.now() + timeout

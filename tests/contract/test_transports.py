@@ -259,7 +259,17 @@ class TransportContract(ABC):
 
 
 class BoundedTransportContract(TransportContract):
-    """Of transports whose lanes can be full."""
+    """Of transports between processes, whose lanes can be full and are counted."""
+
+    kind: str
+
+    def test_the_bytes_of_payloads_are_counted(self, pair: tuple[End, End]) -> None:
+        first, second = pair
+        box = second.box(KEY)
+        for slot, size in enumerate([0, 100, 100_000, CHUNK_BYTES + 5]):
+            first.send(second, KEY, random_bytes(size), slot)
+            wait_for_message(box, first, size, slot)
+        wait_for(lambda: first.transport.traffic().get(second.rank) == (self.kind, CHUNK_BYTES + 100_105), "the count")
 
     @pytest.mark.parametrize("size", [12 << 10, CHUNK_BYTES])
     def test_a_full_lane_says_so_and_tells_when_there_is_room_again(self, pair: tuple[End, End], size: int) -> None:
@@ -337,6 +347,8 @@ def near_transport(end: End, meeting: Meeting) -> SharedMemoryTransport:
 class TestGrpc(BoundedTransportContract):
     """Streams between two servers."""
 
+    kind = "grpc"
+
     @contextmanager
     def ends(self) -> Iterator[tuple[End, End]]:
         with grpc_servers(2) as servers:
@@ -348,6 +360,8 @@ class TestGrpc(BoundedTransportContract):
 
 class TestSharedMemory(BoundedTransportContract):
     """Segments and sockets of one host."""
+
+    kind = "shared_memory"
 
     @contextmanager
     def ends(self) -> Iterator[tuple[End, End]]:
@@ -392,8 +406,10 @@ class Routed(BoundedTransportContract):
 
 
 class TestRoutedToNeighbours(Routed):
+    kind = "shared_memory"
     ranks = (0, 1)
 
 
 class TestRoutedToOtherHosts(Routed):
+    kind = "grpc"
     ranks = (1, 2)

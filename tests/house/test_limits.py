@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
+from ferrorpc.collectives.arena.board import DIRECTORY_ENTRIES
 from ferrorpc.config import SETTINGS
 from ferrorpc.coordination import limits as client
 from ferrorpc.transports.credit import CHUNK_BYTES
@@ -39,6 +40,7 @@ ROWS = (
         f"{size(options.CONTROL_MESSAGE_BYTES_MAX)}; {size(options.DATA_MESSAGE_BYTES_MAX)}",
     ),
     ("a chunk of an array", f"{size(CHUNK_BYTES)}; arrays themselves may be as large as memory"),
+    ("streams and subgroups of a generation, where ranks share memory", f"{DIRECTORY_ENTRIES:,}"),
     (
         "dimensions of an array; elements along one",
         f"{frames.NDIM_MAX}; 2^{frames.DIMENSION_MAX.bit_length() - 1} - 1",

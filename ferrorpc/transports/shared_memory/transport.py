@@ -23,6 +23,7 @@ from ferrorpc.transports import control
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.transports.shared_memory.neighbours import Neighbours
+from ferrorpc.transports.shared_memory.segment import Bytes
 from ferrorpc.transports.shared_memory.slots import SLOT_BYTES, Slots
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import shared_memory_pb2
@@ -58,6 +59,7 @@ class SharedMemoryTransport(Transport):
         self._neighbours = neighbours
         self._latch = latch
         self._slots = {peer: Slots(neighbours.own, len(self.peers)) for peer in self.peers}
+        self._sent = dict.fromkeys(self.peers, 0)
         self._lock = threading.Lock()
         self._asked: set[tuple[int, Key]] = set()
         self._ended: set[int] = set()
@@ -78,10 +80,16 @@ class SharedMemoryTransport(Transport):
     ) -> bool:
         if not self._reaches(peer):
             return True
-        if payload is None or payload.size <= INLINE_BYTES:
-            message = encode(key, header, offset, b"" if payload is None else payload.data)
-            return self._neighbours.offer(peer, message, room)
-        start = opening(key, header, offset, payload.size)
+        if payload is None:
+            return self._neighbours.offer(peer, encode(key, header, offset, b""), room)
+        if payload.size <= INLINE_BYTES:
+            sent = self._neighbours.offer(peer, encode(key, header, offset, payload.data), room)
+        else:
+            sent = self._send_parcel(peer, opening(key, header, offset, payload.size), payload, room)
+        self._sent[peer] += payload.size if sent else 0
+        return sent
+
+    def _send_parcel(self, peer: int, start: bytes, payload: Bytes, room: Callable[[], None]) -> bool:
         slot = self._slots[peer].take(room)
         if slot is None:
             return peer in self._ended
@@ -101,6 +109,9 @@ class SharedMemoryTransport(Transport):
             self._asked.add((peer, key))
         elif self._reaches(peer):
             self._tell(peer, shared_memory_pb2.SharedMemoryMessage(probe=control.probe_of(key, signature)))
+
+    def traffic(self) -> dict[int, tuple[str, int]]:
+        return {peer: ("shared_memory", sent) for peer, sent in self._sent.items()}
 
     def close(self, timeout: float) -> None:
         with self._lock:
