@@ -42,31 +42,26 @@ class Link:
         """Sends a message, in order; one that nobody can receive any more is dropped, for the reader sees the end."""
         with self._lock:
             self._queue.append(message)
-            self._write()
-            left = bool(self._queue)
-        if left:
+        self.flush()
+        if self._queue:
             self._wake()
 
     def offer(self, message: bytes, room: Callable[[], None]) -> bool:
         """Sends a message as `send` does, if none waits. Else False, and `room` is called once when none does any more.
 
         Args:
-            room: called on the reader thread, or by `close`; must not block.
+            room: called on any thread; must not block.
         """
         with self._lock:
             if self._queue:
                 if room not in self._waiting:
                     self._waiting.append(room)
                 return False
-            self._queue.append(message)
-            self._write()
-            left = bool(self._queue)
-        if left:
-            self._wake()
+        self.send(message)
         return True
 
     def flush(self) -> None:
-        """The kernel may have room again. Called by the reader thread."""
+        """Writes what the kernel has room for."""
         woken: list[Callable[[], None]] = []
         with self._lock:
             self._write()

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 STOP_SECONDS: Final = 0.5
 """How long the goodbyes of a process that ends may take: it has about two seconds for all it does."""
 
+TURN_MESSAGES: Final = 16
+"""How many messages of one neighbour are read before it is another one's turn."""
+
 GOODBYE: Final = b"\0"
 """The first byte of a message is its kind; this one is the only kind that is all there is of a message."""
 
@@ -216,7 +219,10 @@ class Neighbours:
         """Something can be done on a link; False at its end."""
         if events & selectors.EVENT_WRITE:
             link.flush()
-        while events & selectors.EVENT_READ and (message := link.receive()) is not None:
+        for _ in range(TURN_MESSAGES if events & selectors.EVENT_READ else 0):
+            message = link.receive()
+            if message is None:
+                break
             if not message:
                 if link.peer not in self._left:
                     self.lose(link.peer, "its process ended without a goodbye")

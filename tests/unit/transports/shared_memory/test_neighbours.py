@@ -211,6 +211,17 @@ def test_what_was_sent_before_close_arrives() -> None:
         assert ranks.lost == []
 
 
+def test_a_neighbour_that_says_much_does_not_keep_the_others_from_being_heard() -> None:
+    heard: list[int] = []
+    with Meeting(3, listening=False) as ranks:
+        for peer in (0, 1):
+            for _ in range(100):
+                ranks[peer].send(2, b"\x01")
+        ranks[2].start(lambda peer, reason: None, lambda peer, message: heard.append(peer))
+        wait_for(lambda: len(heard) == 200)
+    assert set(heard[:60]) == {0, 1}
+
+
 def test_nothing_is_left_open() -> None:
     with Meeting(2):
         pass

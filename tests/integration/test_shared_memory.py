@@ -1,0 +1,54 @@
+"""Processes of one host that share its memory, from joining to their end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.integration.launching import run, write_script
+
+
+def test_a_script_that_never_closes_says_goodbye_to_its_neighbours(tmp_path: Path) -> None:
+    body = """
+    import time
+    import ferrorpc
+
+    group = ferrorpc.init_process_group(transport="shared_memory")
+    group.all_reduce(1.0)
+    if group.rank == 0:
+        assert float(group.recv(1)) == 5.0
+        neighbours = group._backend.transport._near._neighbours
+        deadline = time.monotonic() + 10
+        while not neighbours.has_left(1) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        print(neighbours.has_left(1), neighbours._lost, group._backend.latch.cause)
+    else:
+        group.send(5.0, 0)
+    """
+    result = run("-n", "2", write_script(tmp_path, body))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["0: True set() None"]
+
+
+def test_the_way_is_chosen_for_each_pair_and_told(tmp_path: Path) -> None:
+    """Rank 2 shares nothing: what goes to it goes over gRPC, and what the others send each other does not."""
+    body = """
+    import os
+    import ferrorpc
+
+    alone = os.environ["RANK"] == "2"
+    with ferrorpc.init_process_group(transport="grpc" if alone else "auto") as group:
+        assert group.all_reduce(group.rank + 1.0) == 6.0
+        pair = group.subgroup([0, 1])
+        if pair is not None:
+            assert pair.all_reduce(1.0) == 2.0
+        kinds = {peer: kind for peer, (kind, sent) in group._backend.transport.traffic().items() if sent}
+        print(sorted(kinds.items()), pair is not None and pair._backend.capabilities.shared_memory)
+        group.barrier()
+    """
+    result = run("-n", "3", write_script(tmp_path, body))
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == [
+        "0: [(1, 'shared_memory'), (2, 'grpc')] True",
+        "1: [(0, 'shared_memory'), (2, 'grpc')] True",
+        "2: [(0, 'grpc'), (1, 'grpc')] False",
+    ]

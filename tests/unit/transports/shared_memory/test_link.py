@@ -1,0 +1,95 @@
+"""One end of a socket: nothing is lost, nobody blocks, and who waits for room is always told."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from ferrorpc.transports.shared_memory.link import Link
+
+MESSAGE = b"\1" * 4000
+
+
+class Ends:
+    """A link and the socket at its other end."""
+
+    def __init__(self) -> None:
+        mine, self.other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (mine, self.other):
+            end.setblocking(False)
+        self.wakes = 0
+        self.told = 0
+        self.link = Link(1, mine, self._wake)
+
+    def _wake(self) -> None:
+        self.wakes += 1
+
+    def room(self) -> None:
+        self.told += 1
+
+    def fill(self) -> int:
+        """Sends until a message waits; how many were sent."""
+        count = 0
+        while self.link.offer(MESSAGE, self.room):
+            count += 1
+        assert self.link.pending
+        assert self.wakes
+        return count
+
+    def read_all(self) -> int:
+        count = 0
+        while True:
+            try:
+                if not self.other.recv(1 << 16):
+                    return count
+            except BlockingIOError:
+                return count
+            count += 1
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    made = Ends()
+    yield made
+    made.link.close()
+    made.other.close()
+
+
+def test_a_refused_message_is_not_sent_and_all_others_arrive(ends: Ends) -> None:
+    count = ends.fill()
+    assert not ends.link.offer(MESSAGE, ends.room)
+    arrived = ends.read_all()
+    ends.link.flush()
+    assert arrived + ends.read_all() == count
+    assert ends.told == 1
+
+
+def test_nothing_is_told_while_messages_wait(ends: Ends) -> None:
+    ends.fill()
+    ends.link.send(MESSAGE)
+    ends.link.flush()
+    assert ends.told == 0
+
+
+def test_who_waits_for_room_is_told_by_a_message_that_finds_it(ends: Ends) -> None:
+    """Not only by the reader thread, which no longer looks once nothing is pending."""
+    ends.fill()
+    ends.read_all()
+    ends.link.send(MESSAGE)
+    assert not ends.link.pending
+    assert ends.told == 1
+
+
+@pytest.mark.parametrize("end", ["the peer's", "this one"])
+def test_who_waits_for_room_is_told_of_the_end(ends: Ends, end: str) -> None:
+    ends.fill()
+    if end == "this one":
+        ends.link.end()
+    else:
+        ends.other.close()
+        ends.link.flush()
+    assert ends.told == 1
+    assert not ends.link.pending
+    assert ends.link.offer(MESSAGE, ends.room), "what nobody receives is dropped"
