@@ -1,6 +1,6 @@
 """Messages between stages: one array of bytes that says what it is and holds one array, several, or none.
 
-    length of header | header: which step and action, dtype and shape of each array | array | array ...
+    length of header | header: which step and wire, dtype and shape of each array | array | array ...
 
 Shapes may therefore differ from microbatch to microbatch, and a message of another step is found out at once. The bytes are a
 copy: the stage may use its arrays again as soon as the message is made.
@@ -27,11 +27,11 @@ Array = np.ndarray[Any, Any]
 
 
 class Letter(NamedTuple):
-    """What a message is about: the pipeline it belongs to, the step, and the action that sent it."""
+    """What a message is about: the pipeline it belongs to, the step, and its wire."""
 
     pipeline: str
     step: int
-    action: str
+    wire: str
 
 
 def pack(letter: Letter, value: Any) -> Array:
@@ -66,7 +66,7 @@ def unpack(message: Array, kind: Kind) -> tuple[Letter, Any]:
     try:
         length = int(message[: _LENGTH.itemsize].view(_LENGTH)[0])
         header = bytes(message[_LENGTH.itemsize : _LENGTH.itemsize + length])
-        pipeline, step, action, several, parts = json.loads(header)
+        pipeline, step, wire, several, parts = json.loads(header)
         specs = [None if part is None else TensorSpec(DType(part[0]), tuple(part[1])) for part in parts]
         sizes = [0 if spec is None else math.prod(spec.shape) * spec.dtype.itemsize for spec in specs]
         starts, total = _places(_LENGTH.itemsize + length, sizes)
@@ -78,7 +78,7 @@ def unpack(message: Array, kind: Kind) -> tuple[Letter, Any]:
         None if spec is None else _array(message[start : start + size], spec, kind)
         for spec, start, size in zip(specs, starts, sizes, strict=True)
     ]
-    return Letter(pipeline, step, action), tuple(values) if several else values[0]
+    return Letter(pipeline, step, wire), tuple(values) if several else values[0]
 
 
 def _array(raw: Array, spec: TensorSpec, kind: Kind) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,12 +16,15 @@ from ferrorpc.pipeline.actions import Action, Kind, action
 from ferrorpc.pipeline.batch import cut, join, rows, shares, split
 from ferrorpc.pipeline.ends import Ends, Inference, LossFunction, Training
 from ferrorpc.pipeline.exchange import Exchange
-from ferrorpc.pipeline.execution import Execution
+from ferrorpc.pipeline.performer import Performer
+from ferrorpc.pipeline.schedules.edges import Edge
 from ferrorpc.pipeline.schedules.lowering import NAMES
 from ferrorpc.pipeline.schedules.named import named
 from ferrorpc.pipeline.schedules.schedule import Schedule
 from ferrorpc.pipeline.schedules.simulation import PipelineTimeline
 from ferrorpc.pipeline.stage import Piece
+from ferrorpc.pipeline.ties import Ties
+from ferrorpc.pipeline.wire import Wire, arrivals
 from ferrorpc.plans.timeline import Span
 
 if TYPE_CHECKING:
@@ -46,11 +49,16 @@ class Pipeline:
         group: every rank constructs its part at the same point of its program.
         schedule: a name (gpipe, 1f1b, looped_bfs, interleaved, zb1p, zbv, dualpipe_v) or a `Schedule`.
         num_microbatches: how many parts a batch is cut into; 8 where neither it nor a Schedule says.
+        edges: (from, to) of the model's pieces, all of them, where they are no chain: [(0, 1), (0, 2), (1, 2)]. A stage that is
+            wired to several gives a tuple with a value for each in their order, and takes one of what several send to it;
+            gradients alike.
+        tied: weights that stages share, each as the names of its copies, "piece/name": [("0/embedding", "3/head")]. All
+            copies begin with the first one's value, and get the sum of all their gradients.
         clock: what recorded times are read from.
 
     Raises:
         UsageError: the schedule is not sound, does not admit these counts, or asks for other stages.
-        CollectiveMismatchError: ranks have different schedules.
+        CollectiveMismatchError: ranks have different schedules, edges or ties.
     """
 
     def __init__(
@@ -60,10 +68,12 @@ class Pipeline:
         schedule: str | Schedule = "1f1b",
         num_microbatches: int | None = None,
         *,
+        edges: Iterable[Edge] | None = None,
+        tied: Iterable[Iterable[str]] = (),
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         stages = list(stage) if isinstance(stage, list | tuple) else [stage]
-        self.schedule = _chosen(schedule, group.size, num_microbatches, len(stages))
+        self.schedule = _chosen(schedule, group.size, num_microbatches, len(stages), edges)
         numbers = self.schedule.pieces(group.rank)
         if len(stages) != len(numbers):
             wanted = ", ".join(str(number) for number in numbers)
@@ -77,17 +87,27 @@ class Pipeline:
         self._actions = self.schedule.with_messages().actions[group.rank]
         self._is_first = 0 in numbers
         self._is_last = self.schedule.virtual_stages - 1 in numbers
-        self._name = _agreed(self.schedule, group)
+        ties = [names if isinstance(names, str) else list(names) for names in tied]
+        self._name = _agreed(self.schedule, ties, group)
+        self._ties = Ties(ties, self._pieces, self.schedule.placement, group)
         self._steps = 0
         self._spans: list[Span] = []
         self._peak = 0
         self._row_counts: list[int] | None = None
         self._awaits_backward = False
+        if ties:
+            self._spread_ties()
 
     @property
     def peak_activations(self) -> float:
         """The most activations this rank kept at once in its last step, in whole-rank microbatches."""
         return self._peak / len(self._pieces)
+
+    def named_parameters(self, piece: int | None = None) -> Iterator[tuple[str, Any]]:
+        """("piece/name", parameter) of this rank's pieces, or of one of them; a stage without names counts its own."""
+        for number, held in self._pieces.items():
+            if piece in (None, number):
+                yield from ((f"{number}/{name}", each) for name, each in held.named_parameters().items())
 
     def step(
         self,
@@ -97,6 +117,7 @@ class Pipeline:
         reduction: str = "mean",
         *,
         weight: Callable[[Any], float] | None = None,
+        on_gradients: Callable[[int], None] | None = None,
         timeout: float | None = None,
     ) -> Any:
         """Forward and backward of a batch, as the schedule says. Every rank calls it.
@@ -109,6 +130,8 @@ class Pipeline:
             reduction: what loss_fn takes over its microbatch, "mean" or "sum": the gradients are then those of the same over
                 the whole batch.
             weight: for means over something else than rows: what a microbatch's target counts, such as its tokens.
+            on_gradients: called on this thread with the number of each piece of this rank as soon as its gradients are those of
+                the whole batch, which is often while others still compute: the moment to send them to replicas.
             timeout: seconds to wait for any one message; None for the group's.
 
         Returns:
@@ -117,7 +140,8 @@ class Pipeline:
         Raises:
             UsageError: the batch does not fit the schedule; nothing was sent.
             CollectiveTimeoutError: a message did not come in time.
-            FerroError: whatever ended the generation. What a stage or loss_fn raises ends it, too, and is raised here.
+            FerroError: whatever ended the generation. What a stage, loss_fn or on_gradients raises ends it,
+                too, and is raised here.
         """
         ends = Training(split(x, self.schedule.microbatches, "x") if self._is_first else [])
         if self._is_last:
@@ -126,7 +150,7 @@ class Pipeline:
             targets = split(target, self.schedule.microbatches, "target")
             ends.expect(targets, shares(targets, reduction, weight), loss_fn)
         self._begin(awaits_backward=False)
-        self._run(self._actions, ends, True, timeout)
+        self._run(self._actions, ends, True, timeout, on_gradients or _nothing)
         return ends.loss
 
     def forward(self, x: Any = None, *, timeout: float | None = None) -> Any:
@@ -151,13 +175,20 @@ class Pipeline:
         self._row_counts = [rows(each, "an output") for each in outputs]
         return joined
 
-    def backward(self, outputs: Any = None, grads: Any = None, *, timeout: float | None = None) -> None:
+    def backward(
+        self,
+        outputs: Any = None,
+        grads: Any = None,
+        *,
+        on_gradients: Callable[[int], None] | None = None,
+        timeout: float | None = None,
+    ) -> None:
         """The backward of the last `forward`. Every rank calls it.
 
         Args:
             outputs, grads: on the rank of the last stage, what `forward` returned and its gradient, of the same length.
                 Gradients are taken as they are: those of the whole batch's loss.
-            timeout: as in `step`.
+            on_gradients, timeout: as in `step`.
 
         Raises:
             UsageError: the schedule mixes forwards and backwards, there was no forward, or the lengths differ.
@@ -179,7 +210,7 @@ class Pipeline:
                     raise UsageError(f"{what} must have the {sum(counts)} rows that forward returned")
             ends.grads = cut(grads, counts)
         self._awaits_backward = False
-        self._run([each for each in self._actions if not _is_forward(each)], ends, True, timeout)
+        self._run([each for each in self._actions if not _is_forward(each)], ends, True, timeout, on_gradients or _nothing)
 
     def recorded(self) -> PipelineTimeline:
         """What all ranks did in their last step, in seconds from its start. Every rank calls it.
@@ -204,45 +235,82 @@ class Pipeline:
         self._spans, self._peak = [], 0
         self._steps += 1
 
-    def _run(self, actions: Sequence[Action], ends: Ends, keeps: bool, timeout: float | None) -> None:
-        seconds = seconds_of(timeout, self._group.timeout)
-        receives = [each for each in actions if not each.kind.sends and not each.kind.computes]
-        placement = self.schedule.placement
-        exchange = Exchange(self._group, placement, receives, self._name, self._steps, seconds)
-        execution = Execution(self._group.rank, self._pieces, placement, exchange, ends, self._clock, keeps)
+    def _run(
+        self,
+        actions: Sequence[Action],
+        ends: Ends,
+        keeps: bool,
+        timeout: float | None,
+        on_gradients: Callable[[int], None] | None = None,
+    ) -> None:
+        """Performs actions; with backwards among them if there is an `on_gradients`."""
+        trains = on_gradients is not None
+        coming = arrivals(actions, self.schedule.placement, self.schedule.edges) + self._ties.arrivals() * trains
+        exchange = self._exchange(coming, timeout)
+
+        def completed(piece: int) -> None:
+            self._ties.complete(piece, exchange)
+            if on_gradients is not None and not self._ties.holds(piece):
+                on_gradients(piece)
+
+        performer = Performer(self._group.rank, self._pieces, self.schedule, exchange, ends, self._clock, keeps, completed)
         try:
-            execution.run(actions)
+            if trains:
+                self._ties.begin()
+            performer.run(actions)
+            if on_gradients is not None:
+                self._ties.settle(exchange)
+                for piece in filter(self._ties.holds, self._pieces):
+                    on_gradients(piece)
+            exchange.finish()
         except Exception as error:
             self._group.abort(error)
             raise
         finally:
-            self._spans += execution.spans
-            self._peak = max(self._peak, execution.peak)
+            self._spans += performer.spans
+            self._peak = max(self._peak, performer.peak)
+
+    def _spread_ties(self) -> None:
+        exchange = self._exchange(self._ties.spreads(), None)
+        self._ties.spread(exchange)
+        exchange.finish()
+
+    def _exchange(self, coming: Sequence[Wire], timeout: float | None) -> Exchange:
+        seconds = seconds_of(timeout, self._group.timeout)
+        return Exchange(self._group, self.schedule.placement, coming, self._name, self._steps, seconds)
 
     def __repr__(self) -> str:
         pieces = ", ".join(str(number) for number in self._pieces)
         return f"<Pipeline {self.schedule}, rank {self._group.rank} with stage {pieces}>"
 
 
-def _chosen(schedule: str | Schedule, size: int, microbatches: int | None, chunks: int) -> Schedule:
+def _chosen(
+    schedule: str | Schedule, size: int, microbatches: int | None, chunks: int, edges: Iterable[Edge] | None
+) -> Schedule:
     """The schedule to run, sound and of this many ranks."""
     if isinstance(schedule, str):
-        return named(schedule, size, MICROBATCHES if microbatches is None else microbatches, chunks)
+        schedule = named(schedule, size, MICROBATCHES if microbatches is None else microbatches, chunks)
     if schedule.stages != size:
         raise UsageError(f"{schedule} is for {schedule.stages} ranks, but the group has {size}")
     if microbatches not in (None, schedule.microbatches):
         raise UsageError(f"num_microbatches={microbatches}, but the schedule is {schedule}", hint="leave num_microbatches away")
-    findings = schedule.validate()
+    chosen = schedule if edges is None else schedule.with_edges(edges)
+    findings = chosen.validate()
     if findings:
         raise UsageError(f"{schedule} is not sound: " + "; ".join(str(each) for each in findings[:3]))
-    return schedule
+    return chosen
 
 
-def _agreed(schedule: Schedule, group: ProcessGroup) -> str:
+def _agreed(schedule: Schedule, ties: Sequence[str | Sequence[str]], group: ProcessGroup) -> str:
     """The pipeline's name in messages, the same on every rank because the schedule is."""
     text = schedule.to_text()
-    agree(group, "pipeline schedules", f"{schedule}\n{text}")
-    return f"{schedule} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    wiring = f"edges {schedule.edges.pairs}\ntied {ties}"
+    agree(group, "pipeline schedules", f"{schedule}\n{wiring}\n{text}")
+    return f"{schedule} {hashlib.sha256((wiring + text).encode()).hexdigest()[:8]}"
+
+
+def _nothing(piece: int) -> None:
+    """For those who need not know when gradients are complete."""
 
 
 def _is_forward(each: Action) -> bool:

@@ -18,7 +18,9 @@ class Stage(Protocol):
         backward_input(context, grad_y) -> grad_x      the gradient of the input alone
         backward_weight(context, grad_y)               later: adds the gradients of the weights
 
-    lets schedules like ZB1P and ZBV fill their waits with the latter; it needs no `backward` then.
+    lets schedules like ZB1P and ZBV fill their waits with the latter; it needs no `backward` then. One that also has
+    `parameters()` or `named_parameters()`, as modules have them, says with which kind of arrays it computes, and can have
+    weights tied to another stage's.
     """
 
     def forward(self, x: Any) -> tuple[Any, Any]:
@@ -63,6 +65,15 @@ class Piece:
         parameters = getattr(self._stage, "parameters", None)
         first = next(iter(parameters()), None) if callable(parameters) else None
         return NUMPY if first is None else kind_of(getattr(first, "data", first))
+
+    def named_parameters(self) -> dict[str, Any]:
+        """Its parameters by name; by their place ("0", "1", ...) where the stage has only parameters(); none where it has
+        neither."""
+        named = getattr(self._stage, "named_parameters", None)
+        if callable(named):
+            return dict(named())
+        parameters = getattr(self._stage, "parameters", None)
+        return {str(place): each for place, each in enumerate(parameters())} if callable(parameters) else {}
 
     def forward(self, microbatch: int, x: Any, keeps: bool = True) -> Any:
         """y. Without `keeps` there can be no backward."""

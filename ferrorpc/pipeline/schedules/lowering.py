@@ -6,11 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from ferrorpc.pipeline.actions import Action, Kind
+from ferrorpc.pipeline.schedules.edges import Edges
 from ferrorpc.plans.program import Need, Program, Task
 
 Rows: TypeAlias = Sequence[Sequence[Action]]
-Edge: TypeAlias = tuple[int, int]
+Way: TypeAlias = tuple[int, int]
 """From rank, to rank."""
+Message: TypeAlias = tuple[Action, int]
+"""A send, and the piece that takes what it sends."""
 
 NAMES = {
     Kind.FORWARD: "forward",
@@ -22,37 +25,33 @@ NAMES = {
 _GIVES_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
-def source_of(each: Action) -> tuple[Kind, int] | None:
-    """(direction, stage) of the message an action waits for; None where it needs nobody else's result.
-
-    The direction is that of the send: forward for activations, backward for gradients.
-    """
-    if each.kind is Kind.FORWARD and each.stage > 0:
-        return Kind.SEND_FORWARD, each.stage - 1
-    if each.kind in _GIVES_GRADIENT:
-        return Kind.SEND_BACKWARD, each.stage + 1
-    return None
-
-
-def message_after(each: Action, placement: Sequence[int]) -> Action | None:
-    """The send that follows an action, where its result is wanted on another rank."""
-    target = -1
+def sources_of(each: Action, edges: Edges) -> list[int]:
+    """The pieces whose results an action waits for: of the forward for a forward, of the backward for a backward."""
     if each.kind is Kind.FORWARD:
-        target = each.stage + 1
-    elif each.kind in _GIVES_GRADIENT:
-        target = each.stage - 1
-    if not 0 <= target < len(placement) or placement[target] == placement[each.stage]:
+        return edges.before(each.stage)
+    return edges.after(each.stage) if each.kind in _GIVES_GRADIENT else []
+
+
+def takers_of(each: Action, edges: Edges) -> list[int]:
+    """The pieces that wait for an action's result, or for what a send sends."""
+    if each.kind in (Kind.FORWARD, Kind.SEND_FORWARD):
+        return edges.after(each.stage)
+    return edges.before(each.stage) if each.kind in (*_GIVES_GRADIENT, Kind.SEND_BACKWARD) else []
+
+
+def message_after(each: Action, placement: Sequence[int], edges: Edges) -> Action | None:
+    """The send that follows an action, where its result is wanted on another rank."""
+    if not any(placement[taker] != placement[each.stage] for taker in takers_of(each, edges)):
         return None
     kind = Kind.SEND_FORWARD if each.kind is Kind.FORWARD else Kind.SEND_BACKWARD
     return Action(each.stage, kind, each.microbatch)
 
 
-def message_before(each: Action, placement: Sequence[int]) -> Action | None:
+def message_before(each: Action, placement: Sequence[int], edges: Edges) -> Action | None:
     """The receive that precedes an action, where what it needs comes from another rank."""
-    source = source_of(each)
-    if source is None or source[1] >= len(placement) or placement[source[1]] == placement[each.stage]:
+    if not any(placement[source] != placement[each.stage] for source in sources_of(each, edges)):
         return None
-    kind = Kind.RECV_FORWARD if source[0] is Kind.SEND_FORWARD else Kind.RECV_BACKWARD
+    kind = Kind.RECV_FORWARD if each.kind is Kind.FORWARD else Kind.RECV_BACKWARD
     return Action(each.stage, kind, each.microbatch)
 
 
@@ -61,14 +60,14 @@ def has_messages(rows: Rows) -> bool:
     return any(not each.kind.computes for row in rows for each in row)
 
 
-def with_messages(rows: Rows, placement: Sequence[int]) -> list[list[Action]]:
+def with_messages(rows: Rows, placement: Sequence[int], edges: Edges) -> list[list[Action]]:
     """The rows with every message spelled out; those that are so already, as they are."""
-    return [list(row) for row in rows] if has_messages(rows) else [list(_spelled_out(row, placement)) for row in rows]
+    return [list(row) for row in rows] if has_messages(rows) else [list(_spelled_out(row, placement, edges)) for row in rows]
 
 
-def _spelled_out(row: Sequence[Action], placement: Sequence[int]) -> Iterator[Action]:
+def _spelled_out(row: Sequence[Action], placement: Sequence[int], edges: Edges) -> Iterator[Action]:
     for each in row:
-        before, after = message_before(each, placement), message_after(each, placement)
+        before, after = message_before(each, placement, edges), message_after(each, placement, edges)
         yield from [each for each in (before, each, after) if each is not None]
 
 
@@ -78,6 +77,7 @@ class Lowering:
     Args:
         rows: with messages spelled out, or without any: then results are there for all ranks at once.
         placement: the rank of each piece.
+        edges: between the pieces.
         durations: (kind, piece) -> time units.
         latency, transfer: of a message, in time units.
         credits: messages that may be under way from one rank to another; None for any number.
@@ -87,6 +87,7 @@ class Lowering:
         self,
         rows: Rows,
         placement: Sequence[int],
+        edges: Edges,
         durations: dict[tuple[Kind, int], float],
         latency: float = 0.0,
         transfer: float = 0.0,
@@ -94,12 +95,13 @@ class Lowering:
     ) -> None:
         self._rows = rows
         self._placement = placement
+        self._edges = edges
         self._durations = durations
         self._latency = latency
         self._transfer = transfer
         self._credits = credits
         self._index: dict[Action, int] = {}
-        self._ways: dict[Edge, list[Action]] = {}
+        self._ways: dict[Way, list[Message]] = {}
         self._chunk = self._chunks()
         self._number()
 
@@ -107,9 +109,9 @@ class Lowering:
         """The program; the first lanes are the ranks."""
         tasks = [self._task(each, rank) for rank, row in enumerate(self._rows) for each in row]
         lanes = [f"rank {rank}" for rank in range(len(self._rows))]
-        for (source, target), sends in self._ways.items():
+        for (source, target), messages in self._ways.items():
             lanes.append(f"rank {source} to {target}")
-            tasks += [self._travel(send, len(lanes) - 1) for send in sends]
+            tasks += [self._travel(send, len(lanes) - 1) for send, _ in messages]
         return Program(tuple(lanes), tuple(tasks))
 
     def _chunks(self) -> list[int]:
@@ -124,13 +126,17 @@ class Lowering:
                 index += 1
         for row in self._rows:
             for each in row:
-                if each.kind.sends:
-                    self._ways.setdefault(self._way(each), []).append(each)
-        self._travels = {send: index + place for place, send in enumerate(each for way in self._ways.values() for each in way)}
+                for taker in self._remote_takers(each) if each.kind.sends else ():
+                    self._ways.setdefault(self._way(each, taker), []).append((each, taker))
+        messages = (message for way in self._ways.values() for message in way)
+        self._travels = {message: index + place for place, message in enumerate(messages)}
 
-    def _way(self, send: Action) -> Edge:
-        target = send.stage + (1 if send.kind is Kind.SEND_FORWARD else -1)
-        return self._placement[send.stage], self._placement[target]
+    def _remote_takers(self, send: Action) -> list[int]:
+        own = self._placement[send.stage]
+        return [taker for taker in takers_of(send, self._edges) if self._placement[taker] != own]
+
+    def _way(self, send: Action, taker: int) -> Way:
+        return self._placement[send.stage], self._placement[taker]
 
     def _task(self, each: Action, rank: int) -> Task:
         duration = self._durations.get((each.kind, each.stage), 0.0)
@@ -151,19 +157,16 @@ class Lowering:
             yield from self._arrival(each)
 
     def _arrival(self, each: Action) -> Iterator[Need]:
-        """What an action waits for: a message, or the result of another piece on the same rank."""
-        source = source_of(each)
-        if source is None:
-            return
-        direction, stage = source
-        travel = self._travels.get(Action(stage, direction, each.microbatch))
-        if travel is not None:
-            yield Need(travel, self._latency)
-        elif direction is Kind.SEND_FORWARD:
-            yield from self._of(Action(stage, Kind.FORWARD, each.microbatch))
-        else:
-            for kind in _GIVES_GRADIENT:
-                yield from self._of(Action(stage, kind, each.microbatch))
+        """What an action waits for: messages, and results of other pieces on the same rank."""
+        forward = each.kind is Kind.FORWARD
+        direction = Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD
+        for source in sources_of(each, self._edges):
+            travel = self._travels.get((Action(source, direction, each.microbatch), each.stage))
+            if travel is not None:
+                yield Need(travel, self._latency)
+                continue
+            for kind in (Kind.FORWARD,) if forward else _GIVES_GRADIENT:
+                yield from self._of(Action(source, kind, each.microbatch))
 
     def _of(self, other: Action) -> Iterator[Need]:
         if other in self._index:
@@ -173,13 +176,14 @@ class Lowering:
         """With credits a send waits until the message so many before it on its way has been used."""
         if self._credits is None:
             return
-        sends = self._ways[self._way(send)]
-        place = sends.index(send) - self._credits
-        if place >= 0:
-            yield from self._of(self._user(sends[place]))
+        for taker in self._remote_takers(send):
+            messages = self._ways[self._way(send, taker)]
+            place = messages.index((send, taker)) - self._credits
+            if place >= 0:
+                yield from self._of(self._user(*messages[place]))
 
-    def _user(self, send: Action) -> Action:
+    def _user(self, send: Action, taker: int) -> Action:
         if send.kind is Kind.SEND_FORWARD:
-            return Action(send.stage + 1, Kind.FORWARD, send.microbatch)
-        kinds = (kind for kind in _GIVES_GRADIENT if Action(send.stage - 1, kind, send.microbatch) in self._index)
-        return Action(send.stage - 1, next(kinds, Kind.BACKWARD), send.microbatch)
+            return Action(taker, Kind.FORWARD, send.microbatch)
+        kinds = (kind for kind in _GIVES_GRADIENT if Action(taker, kind, send.microbatch) in self._index)
+        return Action(taker, next(kinds, Kind.BACKWARD), send.microbatch)

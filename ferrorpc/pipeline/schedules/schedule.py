@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from ferrorpc.pipeline.actions import Action, Kind, action, actions_of_cell
 from ferrorpc.pipeline.schedules import lowering, simulation, validation
+from ferrorpc.pipeline.schedules.edges import Edge, Edges
 from ferrorpc.pipeline.schedules.simulation import Cost, PipelineTimeline
 from ferrorpc.pipeline.schedules.validation import Finding
 
@@ -25,10 +26,12 @@ class Schedule:
     Attributes:
         name: what it is called.
         actions: of each rank, in the order in which it does them. Messages are implied, unless they are among them.
+        pairs: the edges between the pieces, as (from, to); None for a chain.
     """
 
     name: str
     actions: tuple[tuple[Action, ...], ...] = field(repr=False)
+    pairs: tuple[Edge, ...] | None = None
 
     @classmethod
     def of(cls, name: str, rows: Iterable[Iterable[Action]]) -> Schedule:
@@ -64,6 +67,23 @@ class Schedule:
     def pieces(self, rank: int) -> tuple[int, ...]:
         """The pieces of the model that a rank holds, in ascending order."""
         return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
+
+    @cached_property
+    def edges(self) -> Edges:
+        """Whose output goes to whom."""
+        return Edges(self.virtual_stages, self.pairs)
+
+    def with_edges(self, pairs: Iterable[Edge]) -> Schedule:
+        """The same order for a model that is no chain.
+
+        Args:
+            pairs: all edges, as (from piece, to piece), from earlier to later ones. Whatever order is sound for a chain is
+                sound for any such edges.
+
+        Raises:
+            UsageError: they are no edges of such a model.
+        """
+        return replace(self, pairs=Edges(self.virtual_stages, pairs).pairs)
 
     @cached_property
     def is_split(self) -> bool:
@@ -120,7 +140,8 @@ class Schedule:
 
     def with_messages(self) -> Schedule:
         """The same with every message spelled out: receives before, sends after the actions they belong to."""
-        return Schedule.of(self.name, lowering.with_messages(self.actions, self.placement))
+        rows = lowering.with_messages(self.actions, self.placement, self.edges)
+        return replace(self, actions=tuple(tuple(row) for row in rows))
 
     # Texts. A line, or a row of cells, is a rank.
 

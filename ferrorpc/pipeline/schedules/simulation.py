@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.actions import Action, Kind
-from ferrorpc.pipeline.schedules.lowering import NAMES, Lowering, has_messages, with_messages
+from ferrorpc.pipeline.schedules.lowering import NAMES, Lowering, has_messages
 from ferrorpc.plans import simulate as plans
 from ferrorpc.plans.timeline import Span, Timeline
 
@@ -70,8 +70,8 @@ def simulate(schedule: Schedule, costs: tuple[Cost, Cost, Cost], latency: float,
         durations[Kind.BACKWARD_INPUT, stage] = backward_input[stage]
         durations[Kind.BACKWARD_WEIGHT, stage] = backward_weight[stage]
         durations[Kind.BACKWARD, stage] = backward_input[stage] + backward_weight[stage]
-    rows = with_messages(schedule.actions, schedule.placement)
-    program = Lowering(rows, schedule.placement, durations, latency, transfer).program()
+    rows = schedule.with_messages().actions
+    program = Lowering(rows, schedule.placement, schedule.edges, durations, latency, transfer).program()
     spans = [span for span in plans.simulate(program).spans if span.kind != "message"]
     return PipelineTimeline(spans, peaks(schedule), f"{schedule}, simulated")
 
@@ -87,7 +87,7 @@ def columns(schedule: Schedule) -> list[list[str]]:
     if has_messages(schedule.actions) or schedule.validate():
         return rows
     every = {(kind, stage): 1.0 for kind in Kind if kind.computes for stage in range(schedule.virtual_stages)}
-    program = Lowering(with_messages(schedule.actions, schedule.placement), schedule.placement, every).program()
+    program = Lowering(schedule.with_messages().actions, schedule.placement, schedule.edges, every).program()
     cells: list[list[str]] = [[] for _ in rows]
     for span in sorted(plans.simulate(program).spans, key=lambda span: span.start):
         if span.kind != "message":

@@ -101,7 +101,9 @@ def _unpaired(schedule: Schedule) -> Iterator[Finding]:
     if not has_messages(schedule.actions):
         return
     compute = [[each for each in row if each.kind.computes] for row in schedule.actions]
-    wanted = {each for row in with_messages(compute, schedule.placement) for each in row if not each.kind.computes}
+    wanted = {
+        each for row in with_messages(compute, schedule.placement, schedule.edges) for each in row if not each.kind.computes
+    }
     there = {each for row in schedule.actions for each in row if not each.kind.computes}
     for each in sorted(wanted - there, key=str):
         yield Finding("message", f"{each} is missing", schedule.placement[each.stage])
@@ -123,8 +125,8 @@ def _partner(message: Action, place: dict[Action, int]) -> Action | None:
 
 
 def _deadlocked(schedule: Schedule, credits: int | None) -> Iterator[Finding]:
-    rows = schedule.actions if credits is None else with_messages(schedule.actions, schedule.placement)
-    for each in blocked(Lowering(rows, schedule.placement, {}, credits=credits).program()):
+    rows = schedule.actions if credits is None else schedule.with_messages().actions
+    for each in blocked(Lowering(rows, schedule.placement, schedule.edges, {}, credits=credits).program()):
         if each.lane.count(" ") == 1:  # a rank; a way that stands still follows from it
             rank = int(each.lane.split()[1])
             yield Finding("deadlock", f"never starts {each.task}, which needs {' and '.join(each.needs)}", rank)

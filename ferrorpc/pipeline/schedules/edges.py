@@ -1,0 +1,57 @@
+"""Edges: whose output goes to whom. Most models are a chain; edges may skip pieces, and branches may run side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from ferrorpc.errors import UsageError
+
+Edge: TypeAlias = tuple[int, int]
+"""From piece, to piece."""
+
+
+class Edges:
+    """The edges between the pieces of a model, all from earlier to later ones.
+
+    Args:
+        pieces: how many there are.
+        pairs: (from, to); None for the chain 0, 1, 2, ...
+
+    Raises:
+        UsageError: an edge leads nowhere, backwards or is there twice; a piece but the first has no input, or but the last no
+            output.
+    """
+
+    def __init__(self, pieces: int, pairs: Iterable[Edge] | None = None) -> None:
+        chosen = [(piece, piece + 1) for piece in range(pieces - 1)] if pairs is None else [tuple(pair) for pair in pairs]
+        self._after: list[list[int]] = [[] for _ in range(pieces)]
+        self._before: list[list[int]] = [[] for _ in range(pieces)]
+        for source, target in sorted(chosen):
+            if not 0 <= source < target < pieces:
+                raise UsageError(
+                    f"there can be no edge from piece {source} to piece {target} of a model of {pieces}",
+                    hint="edges lead from a piece to a later one; pieces count from 0",
+                )
+            if target in self._after[source]:
+                raise UsageError(f"the edge from piece {source} to piece {target} is there twice")
+            self._after[source].append(target)
+            self._before[target].append(source)
+        for piece in range(pieces):
+            if piece > 0 and not self._before[piece]:
+                raise UsageError(f"no edge leads to piece {piece}", hint="only piece 0 takes the batch")
+            if piece < pieces - 1 and not self._after[piece]:
+                raise UsageError(f"no edge leads on from piece {piece}", hint="only the last piece gives the output")
+
+    @property
+    def pairs(self) -> tuple[Edge, ...]:
+        """All of them, in ascending order."""
+        return tuple((source, target) for source, targets in enumerate(self._after) for target in targets)
+
+    def after(self, piece: int) -> list[int]:
+        """The pieces that take its output, in ascending order."""
+        return self._after[piece]
+
+    def before(self, piece: int) -> list[int]:
+        """The pieces whose output it takes, in ascending order."""
+        return self._before[piece]

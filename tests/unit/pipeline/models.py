@@ -1,0 +1,90 @@
+"""A model that is no chain: an edge skips to the last stage, which has two inputs and shares its weight with the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ferrorpc.pipeline.batch import scaled, split
+from tests.unit.pipeline.stages import Layer
+
+
+class Joint(Layer):
+    """A layer behind the product of its inputs, whose output goes to several stages."""
+
+    def __init__(self, number: int, inputs: int, outputs: int, dtype: Any = np.float64) -> None:
+        super().__init__(number, dtype)
+        self._inputs, self._outputs = inputs, outputs
+
+    def named_parameters(self):
+        return iter((("weight", self.weight), ("bias", self.bias)))
+
+    def forward(self, x):
+        factors = x if self._inputs > 1 else (x,)
+        y, context = super().forward(np.multiply.reduce(factors))
+        return ((y,) * self._outputs if self._outputs > 1 else y), (factors, context)
+
+    def backward(self, context, grad_y):
+        grad_x = self.backward_input(context, grad_y)
+        self.backward_weight(context, grad_y)
+        return grad_x
+
+    def backward_input(self, context, grad_y):
+        factors, inner = context
+        grad = super().backward_input(inner, self._added(grad_y))
+        return tuple(grad * other for other in reversed(factors)) if self._inputs > 1 else grad
+
+    def backward_weight(self, context, grad_y):
+        super().backward_weight(context[1], self._added(grad_y))
+
+    def _added(self, grad_y):
+        return sum(grad_y[1:], start=grad_y[0]) if self._outputs > 1 else grad_y
+
+
+def edges_of(pieces: int) -> list[tuple[int, int]]:
+    """The chain, and an edge from the first piece to the last."""
+    return sorted({(0, pieces - 1), *((piece, piece + 1) for piece in range(pieces - 1))})
+
+
+def ties_of(pieces: int) -> list[tuple[str, str]]:
+    """The first piece's weight is the last one's."""
+    return [("0/weight", f"{pieces - 1}/weight")]
+
+
+def stage_of(number: int, pieces: int, dtype: Any = np.float64) -> Joint:
+    """One piece of the model."""
+    edges = edges_of(pieces)
+    inputs, outputs = (sum(1 for edge in edges if edge[end] == number) for end in (1, 0))
+    return Joint(number, max(inputs, 1), max(outputs, 1), dtype)
+
+
+def whole_model(pieces: int, dtype: Any = np.float64) -> list[Joint]:
+    """All pieces, the last one's weight a copy of the first one's."""
+    stages = [stage_of(number, pieces, dtype) for number in range(pieces)]
+    stages[-1].weight.data = stages[0].weight.data.copy()
+    return stages
+
+
+def one_process(stages: Sequence[Joint], x: Any, target: Any, loss_fn: Callable, microbatches: int, mean: bool = True) -> float:
+    """One microbatch after the other, backward right after forward. Tied gradients are added up in the order of stages."""
+    last = len(stages) - 1
+    total = 0.0
+    for part, wanted in zip(split(x, microbatches, "x"), split(target, microbatches, "target"), strict=True):
+        contexts, skipped, value = [], None, part
+        for number, stage in enumerate(stages):
+            y, context = stage.forward((skipped, value) if number == last and last > 1 else value)
+            contexts.append(context)
+            skipped, value = y if number == 0 and last > 1 else (skipped, y)
+        loss, grad = loss_fn(value, wanted)
+        share = len(wanted) / len(target) if mean else 1.0
+        total += loss * share
+        grad, to_first = scaled(grad, share), None
+        for number in range(last, -1, -1):
+            grad = stages[number].backward(contexts[number], (grad, to_first) if number == 0 and last > 1 else grad)
+            if number == last and last > 1:
+                to_first, grad = grad
+    tied = stages[0].weight.grad + stages[-1].weight.grad
+    stages[0].weight.grad, stages[-1].weight.grad = tied, tied.copy()
+    return total
