@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         VersionMismatchError as VersionMismatchError,
     )
     from ferrorpc.group import ProcessGroup as ProcessGroup
+    from ferrorpc.mesh import Mesh as Mesh
     from ferrorpc.pipeline import schedules as schedules
     from ferrorpc.pipeline.runtime import Pipeline as Pipeline
     from ferrorpc.types import DType as DType, ReduceOp as ReduceOp, TensorSpec as TensorSpec
@@ -76,6 +77,7 @@ _HOMES = {
     "GradientSynchronizer": "ferrorpc.ddp.synchroniser",
     "Parameter": "ferrorpc.ddp.parameter",
     "hooks": "ferrorpc.ddp",
+    "Mesh": "ferrorpc.mesh",
     "Pipeline": "ferrorpc.pipeline.runtime",
     "schedules": "ferrorpc.pipeline",
     "ErrorCode": "ferrorpc.errors",

@@ -28,6 +28,7 @@ FACE = {
     # training
     "DistributedDataParallel",
     "GradientSynchronizer",
+    "Mesh",
     "Parameter",
     "Pipeline",
     # rooms that are public as they are

@@ -193,7 +193,7 @@ class TestOnGradients:
             return seen, {number: stage.weight.grad for number, stage in stages.items()}
 
         for seen, final in run_world(2, body, faults=DELAYS):
-            assert list(seen) == [piece for piece in sorted(seen, reverse=True)], "the piece nearer the loss is first"
+            assert list(seen) == sorted(seen, reverse=True), "the piece nearer the loss is first"
             assert seen.keys() == final.keys()
             assert all(np.array_equal(seen[piece], final[piece]) for piece in seen)
 
