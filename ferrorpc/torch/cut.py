@@ -1,0 +1,112 @@
+"""Where to cut a model: a sequence of modules into pieces of about equal weight or time.
+
+The heaviest piece decides how fast a pipeline is, so the cut is the one whose heaviest piece is lightest; it is found exactly,
+in O(pieces * modules^2).
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ferrorpc.errors import UsageError
+
+if TYPE_CHECKING:
+    from ferrorpc.group import ProcessGroup
+
+REPETITIONS = 5
+"""How often each module is timed; the fastest counts, since what disturbs only slows."""
+
+
+def cut(
+    model: torch.nn.Sequential,
+    pieces: int,
+    by: str = "parameters",
+    *,
+    sample: torch.Tensor | None = None,
+    group: ProcessGroup | None = None,
+) -> list[torch.nn.Sequential]:
+    """The model as so many sequences, one for each piece of a pipeline (`schedule.virtual_stages` of them).
+
+    They hold the model's own modules under their own names. Where two pieces get modules that share a weight, it must be tied
+    (`Pipeline(tied=)`).
+
+    Args:
+        by: "parameters" counts them; "time" measures forward and backward of each module on a sample.
+        sample: a microbatch of the model's input; needed for "time".
+        group: with "time", all its ranks must call it, and cut as its rank 0 measured; leave it away in one process.
+
+    Raises:
+        UsageError: fewer modules than pieces, an unknown `by`, or no sample to measure with.
+    """
+    if not 1 <= pieces <= len(model):
+        raise UsageError(f"{len(model)} modules cannot be cut into {pieces} pieces", hint="use fewer stages or chunks")
+    if by == "parameters":
+        costs = [float(sum(each.numel() for each in module.parameters())) for module in model]
+    elif by == "time":
+        costs = _agreed(_times(model, sample), group)
+    else:
+        raise UsageError(f"cut by {by!r}", hint='use "parameters" or "time"')
+    bounds = balanced(costs, pieces)
+    return [model[start:stop] for start, stop in pairwise(bounds)]
+
+
+def balanced(costs: Sequence[float], pieces: int) -> list[int]:
+    """Where to cut a sequence so that its heaviest piece is as light as can be; among those, where the pieces are most alike.
+
+    Returns:
+        pieces + 1 places, from 0 to len(costs); no piece is empty.
+    """
+    sums = [0.0, *accumulate(costs)]
+    # best[stop]: (heaviest piece, sum of squares, cuts) of costs[:stop] in so many pieces.
+    best = {stop: (sums[stop], sums[stop] ** 2, [0, stop]) for stop in range(1, len(sums))}
+    for count in range(2, pieces + 1):
+        best = {
+            stop: min(
+                (max(heaviest, weight), squares + weight**2, [*cuts, stop])
+                for start, (heaviest, squares, cuts) in best.items()
+                if start < stop and (weight := sums[stop] - sums[start]) >= 0
+            )
+            for stop in range(count, len(sums))
+        }
+    return best[len(costs)][2]
+
+
+def _times(model: torch.nn.Sequential, sample: torch.Tensor | None) -> list[float]:
+    """Seconds of each module's forward and backward, measured on copies."""
+    if sample is None:
+        raise UsageError("time can be measured on a sample only", hint="pass sample=, a microbatch of the model's input")
+    x = sample.detach()
+    times = []
+    with torch.random.fork_rng():
+        for module in model:
+            copied = copy.deepcopy(module)
+            times.append(min(_once(copied, x) for _ in range(REPETITIONS)))
+            with torch.no_grad():
+                x = copied(x)
+    return times
+
+
+def _once(module: torch.nn.Module, x: torch.Tensor) -> float:
+    leaf = x.detach().requires_grad_(x.is_floating_point())
+    start = _now(x)
+    y = module(leaf)
+    if y.requires_grad:
+        y.backward(torch.ones_like(y))
+    return _now(x) - start
+
+
+def _now(x: torch.Tensor) -> float:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return time.perf_counter()
+
+
+def _agreed(times: list[float], group: ProcessGroup | None) -> list[float]:
+    return times if group is None else group.broadcast(np.array(times), root=0).tolist()

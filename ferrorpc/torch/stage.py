@@ -1,0 +1,124 @@
+"""A torch module as a stage of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ferrorpc.torch.split import SplitBackward
+
+
+@dataclass(slots=True)
+class Context:
+    """What a backward needs of its forward.
+
+    Attributes:
+        inputs: what the module was given: leaves of the graph, those that can have gradients.
+        outputs: what it returned.
+        several: whether a tuple came in.
+        split: the backward, once the first half of it was done.
+    """
+
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    several: bool
+    split: SplitBackward | None = None
+
+
+class Stage:
+    """A module as a piece of a pipelined model; autograd does the backward.
+
+        pipe = ferrorpc.Pipeline(ferrorpc.torch.Stage(module), group, schedule="zbv")
+
+    Several inputs come to the module as several arguments, and it may return a tuple. Gradients are added to the parameters'
+    `.grad`, as `loss.backward()` does.
+
+    Args:
+        module: any torch module. What it keeps itself (running statistics) is updated by every microbatch.
+        split: whether schedules may do its backward in two. Say no for modules whose graph is one node that does everything,
+            as compiled ones: it would do everything twice.
+    """
+
+    def __init__(self, module: torch.nn.Module, split: bool = True) -> None:
+        self.module = module
+        if split:
+            self.backward_input = self._backward_input
+            self.backward_weight = self._backward_weight
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """The module's."""
+        return iter(self.module.parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The module's."""
+        return iter(self.module.named_parameters())
+
+    def forward(self, x: Any) -> tuple[Any, Context]:
+        """(y, context): y without its graph, which is in the context."""
+        several = isinstance(x, tuple)
+        inputs = tuple(_leaf(each) for each in (x if several else (x,)))
+        with torch.enable_grad():
+            y = self.module(*inputs)
+        outputs = y if isinstance(y, tuple) else (y,)
+        detached = tuple(each.detach() for each in outputs)
+        return (detached if isinstance(y, tuple) else detached[0]), Context(inputs, outputs, several)
+
+    def backward(self, context: Context, grad_y: Any) -> Any:
+        """The whole backward at once. Returns the gradient of x."""
+        outputs, grads = _differentiable(context.outputs, grad_y)
+        if outputs:
+            torch.autograd.backward(outputs, grads)
+        return _gradients(context)
+
+    def _backward_input(self, context: Context, grad_y: Any) -> Any:
+        outputs, grads = _differentiable(context.outputs, grad_y)
+        context.split = SplitBackward([each for each in context.inputs if each.requires_grad], outputs)
+        context.split.input(grads)
+        return _gradients(context)
+
+    def _backward_weight(self, context: Context, grad_y: Any) -> None:
+        assert context.split is not None, "the weights' part comes after the input's"
+        context.split.weight()
+
+
+def with_gradient(criterion: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any], tuple[torch.Tensor, Any]]:
+    """A `loss_fn` for pipelines from a loss as torch has them.
+
+        loss = pipe.step(x, target, ferrorpc.torch.with_gradient(torch.nn.functional.cross_entropy))
+
+    Args:
+        criterion: criterion(y, target) -> a tensor with one element.
+
+    Returns:
+        loss_fn(y, target) -> (loss, gradient of y); for a tuple y a tuple of gradients.
+    """
+
+    def loss_fn(y: Any, target: Any) -> tuple[torch.Tensor, Any]:
+        leaves = tuple(_leaf(each) for each in y) if isinstance(y, tuple) else _leaf(y)
+        with torch.enable_grad():
+            loss = criterion(leaves, target)
+        loss.backward()
+        grads = tuple(each.grad for each in leaves) if isinstance(leaves, tuple) else leaves.grad
+        return loss.detach(), grads
+
+    return loss_fn
+
+
+def _leaf(x: Any) -> Any:
+    """A leaf with the values of x, which requires a gradient if it can have one."""
+    return x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
+
+
+def _differentiable(outputs: tuple[Any, ...], grad_y: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The outputs through which gradients flow, and these."""
+    grads = grad_y if isinstance(grad_y, tuple) else (grad_y,)
+    pairs = [(y, grad) for y, grad in zip(outputs, grads, strict=True) if grad is not None and y.requires_grad]
+    return [y for y, _ in pairs], [grad for _, grad in pairs]
+
+
+def _gradients(context: Context) -> Any:
+    grads = tuple(each.grad for each in context.inputs)
+    return grads if context.several else grads[0]
