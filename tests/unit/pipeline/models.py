@@ -67,24 +67,36 @@ def whole_model(pieces: int, dtype: Any = np.float64) -> list[Joint]:
     return stages
 
 
-def one_process(stages: Sequence[Joint], x: Any, target: Any, loss_fn: Callable, microbatches: int, mean: bool = True) -> float:
+def one_process(
+    stages: Sequence[Joint],
+    x: Any,
+    target: Any,
+    loss_fn: Callable,
+    microbatches: int,
+    mean: bool = True,
+    skips: bool = True,
+    ties: bool = True,
+) -> float:
     """One microbatch after the other, backward right after forward. Tied gradients are added up in the order of stages."""
     last = len(stages) - 1
+    skips = skips and last > 1
     total = 0.0
     for part, wanted in zip(split(x, microbatches, "x"), split(target, microbatches, "target"), strict=True):
         contexts, skipped, value = [], None, part
         for number, stage in enumerate(stages):
-            y, context = stage.forward((skipped, value) if number == last and last > 1 else value)
+            value, context = stage.forward((skipped, value) if skips and number == last else value)
             contexts.append(context)
-            skipped, value = y if number == 0 and last > 1 else (skipped, y)
+            if skips and number == 0:
+                skipped, value = value
         loss, grad = loss_fn(value, wanted)
         share = len(wanted) / len(target) if mean else 1.0
         total += loss * share
         grad, to_first = scaled(grad, share), None
         for number in range(last, -1, -1):
-            grad = stages[number].backward(contexts[number], (grad, to_first) if number == 0 and last > 1 else grad)
-            if number == last and last > 1:
+            grad = stages[number].backward(contexts[number], (grad, to_first) if skips and number == 0 else grad)
+            if skips and number == last:
                 to_first, grad = grad
-    tied = stages[0].weight.grad + stages[-1].weight.grad
-    stages[0].weight.grad, stages[-1].weight.grad = tied, tied.copy()
+    if ties:
+        tied = stages[0].weight.grad + stages[-1].weight.grad
+        stages[0].weight.grad, stages[-1].weight.grad = tied, tied.copy()
     return total
