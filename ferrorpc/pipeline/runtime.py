@@ -225,7 +225,7 @@ class Pipeline:
             spans += [_span(line, rank) for line in text[1:]]
         origin = min((each.start for each in spans), default=0.0)
         moved = [Span(s.name, s.lane, s.start - origin, s.stop - origin, s.kind, s.text, s.shade) for s in spans]
-        return PipelineTimeline(moved, peaks, f"{self.schedule}, recorded")
+        return PipelineTimeline(self.schedule, moved, peaks, f"{self.schedule}, recorded", "seconds")
 
     def _begin(self, awaits_backward: bool) -> None:
         """A new pass over the batch; what an earlier forward kept goes."""

@@ -3,8 +3,8 @@
     title                                    makespan 33, bubble 27.3 %
     rank 0 | 0 | 1 | 2 |  .  .  .  | 0 | 1 |                   idle 27%
     rank 1 |     0 | 1 | ...
-           0        5        10       15        20
-    forward  backward
+           0        5        10       15        20        time units
+    forward  backward  idle
 
 A row for each lane; boxes to scale, with a word each; what is idle stays the colour of paper. Panels are stacked and share
 one scale of time, so that two timelines can be compared by eye.
@@ -25,7 +25,7 @@ PALETTE: Final = {
 }
 """Colours of the kinds that are known; each from its first shade to its last."""
 OTHERS: Final = (("#7a6fac", "#c2badf"), ("#b5597d", "#e6b3c7"), ("#6b7785", "#c0c7cf"))
-INK, FAINT, PAPER, EMPTY = "#20262e", "#8a929c", "#ffffff", "#f1f3f5"
+INK, FAINT, PAPER, EMPTY = "#20262e", "#6f7883", "#ffffff", "#eceff2"
 FONT: Final = 12
 CHARACTER: Final = 7.0
 """Pixels a character of this size takes, about."""
@@ -56,13 +56,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A timeline: title, figures, rows, how long it lasts, and what the words in boxes are."""
+    """A timeline: title, figures, rows, how long it lasts, what the words in boxes are, and what its time is counted in."""
 
     title: str
     summary: str
     rows: tuple[Row, ...]
     makespan: float
     key: str = ""
+    unit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,7 @@ def _panel(sheet: Sheet, panel: Panel, left: float, wide: float, scale: float, y
         x = left + tick * step * scale
         sheet.boxes.append(Box(x, y - GAP, 1, 5, FAINT))
         sheet.texts.append(Text(x, y + 10, f"{tick * step:g}", FAINT, "middle"))
+    sheet.texts.append(Text(left + wide + 8, y + 10, panel.unit, FAINT))
     return y + 20
 
 
@@ -161,8 +163,11 @@ def _bar(sheet: Sheet, bar: Bar, colours: dict[tuple[str, int], str], x: float, 
 
 def _legend(sheet: Sheet, colours: dict[tuple[str, int], str], key: str, x: float, y: float) -> None:
     shades = {kind: sum(1 for other, _ in colours if other == kind) for kind, _ in colours}
-    for (kind, shade), colour in colours.items():
-        words = (kind or "task") + (f", chunk {shade}" if shades[kind] > 1 else "")
+    named = [
+        ((kind or "task") + (f", chunk {shade}" if shades[kind] > 1 else ""), colour)
+        for (kind, shade), colour in colours.items()
+    ]
+    for words, colour in [*named, ("idle", EMPTY)]:
         sheet.boxes.append(Box(x, y, 16, 16, colour))
         sheet.texts.append(Text(x + 22, y + 8, words))
         x += 22 + CHARACTER * len(words) + 22

@@ -69,6 +69,8 @@ class Timeline:
 
     key = ""
     """What the words in boxes are, as pictures explain it."""
+    unit = "time units"
+    """What times are counted in."""
 
     def summary(self) -> str:
         """One line of figures, as it stands above pictures."""
@@ -110,7 +112,7 @@ class Timeline:
         named = [
             Row(name, tuple(bars), self.note(lane)) for lane, (name, bars) in enumerate(zip(self.lanes, rows, strict=True))
         ]
-        return Panel(self.title, self.summary(), tuple(named), self.makespan, self.key)
+        return Panel(self.title, self.summary(), tuple(named), self.makespan, self.key, self.unit)
 
     def _panels(self, beside: Timeline | None) -> list[Panel]:
         return [self.panel()] if beside is None else [self.panel(), beside.panel()]

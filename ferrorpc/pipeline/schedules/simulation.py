@@ -26,17 +26,20 @@ class PipelineTimeline(Timeline):
             a rank's chunks counts as its share. One lives from its forward to the end of its backward, weights included.
     """
 
-    def __init__(self, spans: Sequence[Span], peak_activations: Sequence[float], title: str = "") -> None:
-        super().__init__([f"rank {rank}" for rank in range(len(peak_activations))], spans, title)
-        self.peak_activations = list(peak_activations)
-
     key = "numbers are microbatches"
+
+    def __init__(
+        self, schedule: Schedule, spans: Sequence[Span], peak_activations: Sequence[float], title: str, unit: str = "time units"
+    ) -> None:
+        super().__init__([_lane(rank, schedule.pieces(rank)) for rank in range(schedule.stages)], spans, title)
+        self.peak_activations = list(peak_activations)
+        self.unit = unit
 
     def summary(self) -> str:
         return f"{super().summary()}, peak {max(self.peak_activations, default=0.0):g} activations"
 
     def note(self, lane: int) -> str:
-        return f"{super().note(lane)}, peak {self.peak_activations[lane]:g}"
+        return f"{super().note(lane)}, holds {self.peak_activations[lane]:g}"
 
     def costs(self, schedule: Schedule) -> dict[str, list[float]]:
         """What each piece of the model cost on average, as `schedule.simulate(**costs)` takes it.
@@ -73,7 +76,7 @@ def simulate(schedule: Schedule, costs: tuple[Cost, Cost, Cost], latency: float,
     rows = schedule.with_messages().actions
     program = Lowering(rows, schedule.placement, schedule.edges, durations, latency, transfer).program()
     spans = [span for span in plans.simulate(program).spans if span.kind != "message"]
-    return PipelineTimeline(spans, peaks(schedule), f"{schedule}, simulated")
+    return PipelineTimeline(schedule, spans, peaks(schedule), f"{schedule}, simulated")
 
 
 def peaks(schedule: Schedule) -> list[float]:
@@ -95,6 +98,10 @@ def columns(schedule: Schedule) -> list[list[str]]:
             row += [""] * (round(span.start) - len(row))
             row.append(span.name)
     return cells
+
+
+def _lane(rank: int, pieces: Sequence[int]) -> str:
+    return f"rank {rank}: stage{'s' * (len(pieces) > 1)} {', '.join(str(piece) for piece in pieces)}"
 
 
 def _peak(row: Sequence[Action]) -> int:
