@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,17 @@ def simulated(size: int) -> Iterator[Runner]:
 
 
 @contextmanager
-def grpc(size: int) -> Iterator[Runner]:
-    with GrpcWorld(size) as world:
+def real(size: int, transport: str) -> Iterator[Runner]:
+    """A server for each rank, in one process."""
+    with GrpcWorld(size, transport=transport) as world:
         yield lambda body: run_groups([ProcessGroup(backend, timeout=30.0) for backend in world.backends], body)
 
 
-WORLDS = {"simulated": simulated, "grpc": grpc}
+WORLDS = {
+    "simulated": simulated,
+    "grpc": partial(real, transport="grpc"),
+    "shared_memory": partial(real, transport="shared_memory"),
+}
 
 
 def rows(microbatches: int) -> int:
