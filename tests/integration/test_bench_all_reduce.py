@@ -9,27 +9,39 @@ from tests.integration.launching import environment
 
 def bench(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "ferrorpc.cli.main", "bench", "all_reduce", "--no-peers", *arguments],
+        [sys.executable, "-m", "ferrorpc.cli.main", "bench", "all_reduce", "--rounds", "2", "--seconds", "0.01", *arguments],
         capture_output=True, text=True, timeout=100, env=environment(),
     )  # fmt: skip
 
 
 def test_every_size_is_measured_on_every_process():
-    result = bench("-n", "2", "--sizes", "4,64KiB", "--seconds", "0.05", "--json")
+    result = bench("-n", "2", "--no-peers", "--transports", "grpc", "--sizes", "4,64KiB", "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
-    assert found["processes"] == 2
-    rows = found["lanes"]["grpc"]["sizes"]
-    assert [row["bytes"] for row in rows] == [4, 65536]
-    for row in rows:
-        assert row["repetitions"] >= 5
-        assert 0 < row["min_seconds"] <= row["median_seconds"] <= row["p90_seconds"]
+    assert found["machine"]["cpus"] > 0
+    assert [(row["case"]["ranks"], row["case"]["size_bytes"]) for row in found["rows"]] == [(2, 4), (2, 65536)]
+    for row in found["rows"]:
+        figures = row["results"]["grpc"]
+        assert figures["blocks"] >= 6
+        assert 0 < figures["min_seconds"] <= figures["median_seconds"] <= figures["p90_seconds"]
+        assert figures["cpu_seconds"] > 0
 
 
-def test_the_table_has_a_row_a_size():
-    result = bench("-n", "1", "--sizes", "4,8", "--seconds", "0.01")
+def test_the_table_has_a_line_for_each_system_and_says_why_one_was_not_measured():
+    result = bench("-n", "2", "--sizes", "1KiB", "--transports", "grpc,carrier_pigeon")
     assert result.returncode == 0, result.stderr
-    assert [line.split()[0] for line in result.stdout.splitlines()] == ["all_reduce", "bytes", "4", "8"]
+    lines = result.stdout.splitlines()
+    assert lines[1].split()[:6] == ["all_reduce", "1", "KiB", "float32,", "2", "ranks"]
+    for name in ("grpc", "gloo", "mpich"):
+        figures = [line for line in lines if f" {name} " in line and " of " in line]
+        assert figures or any(line.startswith(f"not measured: {name}: ") for line in lines)
+    assert any(line.startswith("not measured: carrier_pigeon: ") for line in lines)
+
+
+def test_nothing_measured_is_a_failure():
+    result = bench("--sizes", "4", "--no-peers", "--transports", "carrier_pigeon")
+    assert result.returncode == 1
+    assert "carrier_pigeon did not start" in result.stdout
 
 
 def test_a_size_that_is_none_is_refused():

@@ -1,80 +1,88 @@
-"""`ferrorpc bench all_reduce`: the time of one all_reduce, for several sizes, beside torch.distributed's Gloo."""
+"""`ferrorpc bench all_reduce`: ferrorpc's transports beside Gloo and MPICH, size by size, in turns.
+
+`benchmarks/compare.py` measures more with the same means, and says how much is hoped for.
+"""
 
 from __future__ import annotations
 
 import json
-import tempfile
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Final
 
 import click
 
-from ferrorpc.cli.run import launch, make_plan
-from ferrorpc.cli.table import table
+from ferrorpc.cli.bench import machine, report
+from ferrorpc.cli.bench.case import ALL_REDUCE, GLOO, MPICH, REGISTERED, Case, Contender, ferrorpc_system
+from ferrorpc.cli.bench.rounds import Comparison
 from ferrorpc.config import size_bytes
 
-SIZES: Final = ("4", "1KiB", "64KiB", "1MiB", "16MiB")
-_WORKER: Final = "ferrorpc.cli.bench.all_reduce_worker"
+SIZES: Final = "64,1KiB,64KiB,1MiB,16MiB"
+TRANSPORTS: Final = "shared_memory,grpc"
+PEERS: Final = (GLOO, MPICH)
 
 
 @click.command("all_reduce")
-@click.option("-n", "--nproc", "processes", type=click.IntRange(min=1), default=4, show_default=True, help="Processes.")
-@click.option("--sizes", default=",".join(SIZES), show_default=True, help="Bytes of float32, separated by commas.")
-@click.option("--seconds", type=click.FloatRange(min=0.01), default=1.0, show_default=True, help="About how long per size.")
-@click.option("--peers/--no-peers", default=True, show_default=True, help="Measure torch's Gloo beside it, if installed.")
+@click.option("-n", "--nproc", "processes", type=click.IntRange(min=1), default=2, show_default=True, help="Processes.")
+@click.option("--sizes", default=SIZES, show_default=True, help="Bytes of float32, separated by commas.")
+@click.option("--seconds", type=click.FloatRange(min=0.001), default=0.2, show_default=True, help="Length of a turn.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Turns of each system at each size.")
+@click.option("--transports", default=TRANSPORTS, show_default=True, help="Of ferrorpc, separated by commas.")
+@click.option("--peers/--no-peers", default=True, show_default=True, help="Measure Gloo and MPICH beside it, if installed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(processes: int, sizes: str, seconds: float, peers: bool, as_json: bool) -> int:
-    """Measure group.all_reduce over gRPC on this machine.
+def command(processes: int, sizes: str, seconds: float, rounds: int, transports: str, peers: bool, as_json: bool) -> int:
+    """Compare sums in place on this machine.
 
-    A repetition's time is that of its slowest rank, from a common start; the table has the median of all repetitions.
+    The systems take turns while the others are blocked. A time is that of the slowest rank; the table has the median of all
+    blocks of repetitions, CPU seconds of all ranks together, and memory beyond the arrays. Results are checked.
     """
     try:
         counts = [size_bytes(size) for size in sizes.split(",")]
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--sizes") from None
-    results = run(processes, counts, seconds, peers=peers)
+    names = transports.split(",")
+    results = run(processes, counts, names, seconds=seconds, rounds=rounds, peers=peers, quiet=as_json)
     click.echo(json.dumps(results) if as_json else describe(results))
-    return max(int(lane["exit_code"]) for lane in results["lanes"].values())
+    ours = [contender.label for contender in contenders(names)]
+    return 0 if any("median_seconds" in row["results"][label] for row in results["rows"] for label in ours) else 1
 
 
-def run(processes: int, sizes_bytes: list[int], seconds: float, *, peers: bool) -> dict[str, Any]:
-    """Measures every lane.
+def contenders(transports: Sequence[str], *, peers: bool = False) -> list[Contender]:
+    """Each transport with ordinary arrays, those that can map memory also with registered ones; then the peers."""
+    found = []
+    for transport in transports:
+        system = ferrorpc_system(transport)
+        found.append(Contender(system))
+        if transport != "grpc":
+            found.append(Contender(system, REGISTERED))
+    return [*found, *(Contender(peer) for peer in PEERS if peers)]
+
+
+def run(
+    processes: int,
+    sizes_bytes: Sequence[int],
+    transports: Sequence[str],
+    *,
+    seconds: float,
+    rounds: int,
+    peers: bool,
+    quiet: bool = True,
+) -> dict[str, Any]:
+    """Measures every size.
 
     Returns:
-        {"processes": n, "lanes": {lane: {"exit_code": 0, "sizes": [{"bytes", "repetitions", "median_seconds", ...}]}}}.
+        {"machine": {...}, "loads": [...], "rows": [{"case": {...}, "results": {label: {"median_seconds", ...}}}]}.
     """
-    lanes = ["grpc", *(["gloo"] if peers and find_spec("torch") is not None else [])]
-    return {"processes": processes, "lanes": {lane: _measure(lane, processes, sizes_bytes, seconds) for lane in lanes}}
-
-
-def _measure(lane: str, processes: int, sizes_bytes: list[int], seconds: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="ferrorpc-bench-") as directory:
-        out = Path(directory) / "results.json"
-        arguments = (lane, str(out), str(seconds), *map(str, sizes_bytes))
-        code = launch(make_plan(target=(_WORKER, *arguments), module=True, processes=str(processes), standalone=True))
-        return {"exit_code": code, "sizes": json.loads(out.read_text()) if code == 0 else []}
+    comparison = Comparison(seconds=seconds, rounds=rounds, note=(lambda text: None) if quiet else _note)
+    facts = machine.describe()
+    rows = comparison.run([Case(ALL_REDUCE, processes, size) for size in sizes_bytes], contenders(transports, peers=peers))
+    return {"machine": facts, "loads": comparison.loads, "rows": rows}
 
 
 def describe(results: dict[str, Any]) -> str:
-    """The results as a table: a row a size, a column a lane."""
-    lanes = results["lanes"]
-    header = ("bytes", *(f"{lane} median" for lane in lanes), *(f"{lane} p90" for lane in lanes), "repetitions")
-    columns = [lane["sizes"] for lane in lanes.values() if lane["sizes"]]
-    rows = [
-        (
-            str(row[0]["bytes"]),
-            *(_milliseconds(cell["median_seconds"]) for cell in row),
-            *(_milliseconds(cell["p90_seconds"]) for cell in row),
-            "/".join(str(cell["repetitions"]) for cell in row),
-        )
-        for row in zip(*columns, strict=True)
-    ]
-    failed = [f"{name} failed with exit code {lane['exit_code']}" for name, lane in lanes.items() if lane["exit_code"]]
-    if failed:
-        return "\n".join(failed)
-    return f"all_reduce of float32 on {results['processes']} processes\n" + table(header, rows, right=frozenset(header))
+    """The results as a table, and what they were measured on."""
+    facts = machine.line(results["machine"], results["loads"])
+    return f"{report.describe(results['rows'], [peer.name for peer in PEERS])}\n{facts}"
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3f} ms"
+def _note(text: str) -> None:
+    click.echo(text, err=True)

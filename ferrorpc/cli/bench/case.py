@@ -1,0 +1,98 @@
+"""What is measured, and on whom: values that the side that drives and the ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+BARRIER: Final = "barrier"
+ALL_REDUCE: Final = "all_reduce"
+SEND: Final = "send"
+ROUND_TRIP: Final = "round_trip"
+ORDINARY: Final = "ordinary"
+REGISTERED: Final = "registered"
+ITEM_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing to measure: an operation on so many ranks, with an array of so many bytes on each.
+
+    Attributes:
+        operation: "barrier"; "all_reduce" (a sum, in place); "send" (rank 0 to rank 1, until the answer that all arrays are
+            there); "round_trip" (an array, and an answer to each).
+        size_bytes: bytes of a rank's array; 0 for a barrier.
+        dtype: float32, float16 or bfloat16.
+    """
+
+    operation: str
+    ranks: int = 2
+    size_bytes: int = 0
+    dtype: str = "float32"
+
+    @property
+    def count(self) -> int:
+        """Elements of a rank's array: at least one."""
+        return max(1, self.size_bytes // ITEM_BYTES[self.dtype])
+
+    @property
+    def title(self) -> str:
+        """As tables name it: "all_reduce 16 MiB float32, 2 ranks"."""
+        what = f" {size_text(self.size_bytes)} {self.dtype}" if self.size_bytes else ""
+        return f"{self.operation}{what}, {self.ranks} ranks"
+
+    def to_json(self) -> dict[str, Any]:
+        """For the wire between driver and ranks, and for result files."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """How the ranks of one system are started.
+
+    Attributes:
+        name: as tables name it.
+        runner: "module:Class" of its side in the rank processes, a `runners.base.Runner`.
+        settings: what that class is told.
+        through_mpiexec: its ranks are started by MPI's launcher.
+        needs: modules that must be installed.
+    """
+
+    name: str
+    runner: str
+    settings: Mapping[str, str] = field(default_factory=dict, hash=False)
+    through_mpiexec: bool = False
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A system as it is used in one column: with ordinary or registered arrays, with or without compressed messages."""
+
+    system: System
+    memory: str = ORDINARY
+    wire: str | None = None
+
+    @property
+    def label(self) -> str:
+        """As tables name it: "shared_memory registered", "grpc int8", "gloo"."""
+        memory = [] if self.memory == ORDINARY else [self.memory]
+        return " ".join((self.system.name, *memory, *([self.wire] if self.wire else [])))
+
+
+def size_text(size_bytes: int) -> str:
+    """A size as `config.size_bytes` reads it, with a space: "64 B", "16 KiB", "1 MiB"."""
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:g} {name}"
+    return f"{size_bytes} B"
+
+
+def ferrorpc_system(transport: str) -> System:
+    """ferrorpc with this transport, called by its name."""
+    return System(transport, "ferrorpc.cli.bench.runners.ferrorpc:FerrorpcRunner", {"transport": transport})
+
+
+GLOO: Final = System("gloo", "ferrorpc.cli.bench.runners.gloo:GlooRunner", needs=("torch",))
+MPICH: Final = System("mpich", "ferrorpc.cli.bench.runners.mpich:MpichRunner", through_mpiexec=True, needs=("mpi4py",))

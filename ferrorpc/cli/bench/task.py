@@ -1,0 +1,208 @@
+"""What one rank repeats, and how it is known that the result was right.
+
+An all_reduce in place multiplies ones by the number of ranks, so its sums are known after any number of repetitions; they
+are refilled before each block of repetitions, outside the time. Every block is checked at three places; `verify` checks
+every element, with values that differ from element to element and from rank to rank.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any, Final
+
+import numpy as np
+
+from ferrorpc.cli.bench.case import ALL_REDUCE, BARRIER, ROUND_TRIP, SEND, Case
+from ferrorpc.cli.bench.runners.base import Runner
+from ferrorpc.errors import FerroError, UsageError
+
+PATTERN: Final = np.arange(1, 8, dtype=np.float32)
+"""Values repeat; their sums over 8 ranks are exact in every dtype."""
+PIECE: Final = 7 * 8192
+"""Elements that are verified at a time: little memory, so that the peak is the system's own."""
+LARGEST: Final = {"float32": 2.0**100, "float16": 2.0**15, "bfloat16": 2.0**100}
+QUANTISED_TOLERANCE: Final = 0.02
+"""Of the largest value, where messages are compressed."""
+BARRIERS_MAX: Final = 1000
+SENDS_MAX: Final = 256
+SENDS_BYTES: Final = 128 << 20
+REPEATS_MAX: Final = 60
+
+
+class Task(ABC):
+    """One case on one rank.
+
+    Attributes:
+        arrays_bytes: what its arrays take.
+        repeats_max: how often it may be repeated before its values must be filled in again.
+    """
+
+    arrays_bytes: int = 0
+    repeats_max: int
+
+    @abstractmethod
+    def refill(self) -> None:
+        """Puts the values in that a block of repetitions starts from."""
+
+    @abstractmethod
+    def run(self, count: int) -> None:
+        """Repeats the operation; this is what is timed."""
+
+    @abstractmethod
+    def check(self, count: int) -> None:
+        """Looks at some values after `run(count)`.
+
+        Raises:
+            FerroError: the system computed something else.
+        """
+
+    @abstractmethod
+    def verify(self) -> None:
+        """Runs it once more and looks at every value. Raises as `check` does."""
+
+
+class Barrier(Task):
+    """Barriers, one after the other. That they hold nobody back too little is shown by every other case."""
+
+    repeats_max = BARRIERS_MAX
+
+    def __init__(self, runner: Runner) -> None:
+        self._act = runner.barrier()
+
+    def refill(self) -> None:
+        pass
+
+    def run(self, count: int) -> None:
+        act = self._act
+        for _ in repeat(None, count):
+            act()
+
+    def check(self, count: int) -> None:
+        pass
+
+    def verify(self) -> None:
+        self.run(1)
+
+
+class AllReduce(Task):
+    """Sums in place."""
+
+    def __init__(self, runner: Runner, case: Case, memory: str, wire: str | None) -> None:
+        self._runner = runner
+        self._array = runner.array(case.count, case.dtype, memory)
+        self._act = runner.all_reduce(self._array, wire)
+        self._tolerance = QUANTISED_TOLERANCE if wire else 0.0
+        self.arrays_bytes = case.size_bytes
+        self.repeats_max = min(REPEATS_MAX, int(math.log(LARGEST[case.dtype], max(2, runner.size))))
+        self.refill()
+
+    def refill(self) -> None:
+        self._array[...] = 1
+
+    def run(self, count: int) -> None:
+        act = self._act
+        for _ in repeat(None, count):
+            act()
+
+    def check(self, count: int) -> None:
+        last = len(self._array) - 1
+        expected = np.full(3, float(self._runner.size) ** count)
+        found = np.array([float(self._array[index]) for index in (0, last // 2, last)])
+        _equal(found, expected, self._tolerance * count or _rounding(self._runner.size))
+
+    def verify(self) -> None:
+        _write(self._runner, self._array, self._runner.rank + 1)
+        self.run(1)
+        _verify(self._runner, self._array, sum(range(1, self._runner.size + 1)), self._tolerance)
+
+
+class Send(Task):
+    """Arrays from rank 0 to rank 1, all of them answered by one message, or each by its own."""
+
+    def __init__(self, runner: Runner, case: Case, memory: str, *, answer_each: bool) -> None:
+        if runner.size != 2:
+            raise UsageError(f"{case.operation} is between 2 ranks, and there are {runner.size}")
+        self._runner = runner
+        self._array = runner.array(case.count, case.dtype, memory)
+        self._received = self._array
+        self._each = answer_each
+        self._blocks = 0
+        self.arrays_bytes = case.size_bytes
+        self.repeats_max = max(1, min(SENDS_MAX, SENDS_BYTES // max(1, case.size_bytes)))
+        self.refill()
+
+    def refill(self) -> None:
+        self._blocks += 1
+        self._array[...] = self._value() if self._runner.rank == 0 else 0
+
+    def run(self, count: int) -> None:
+        for _ in repeat(None, count if self._each else 1):
+            self._once(1 if self._each else count)
+
+    def check(self, count: int) -> None:
+        last = len(self._received) - 1
+        found = np.array([float(self._received[index]) for index in (0, last // 2, last)])
+        _equal(found, np.full(3, float(self._value())), 0.0)
+
+    def verify(self) -> None:
+        _write(self._runner, self._array, 1 if self._runner.rank == 0 else 0)
+        self._once(1)
+        _verify(self._runner, self._received, 1, 0.0)
+
+    def _once(self, count: int) -> None:
+        if self._runner.rank == 0:
+            self._runner.send(self._array, count)
+        else:
+            self._received = self._runner.receive(self._array, count)
+
+    def _value(self) -> int:
+        return self._blocks % 100 + 1
+
+
+def make(runner: Runner, case: Case, memory: str, wire: str | None) -> Task:
+    """The task of a case.
+
+    Raises:
+        BackendUnavailableError: the system has no such thing.
+    """
+    if case.operation == BARRIER:
+        return Barrier(runner)
+    if case.operation == ALL_REDUCE:
+        return AllReduce(runner, case, memory, wire)
+    if case.operation in (SEND, ROUND_TRIP):
+        return Send(runner, case, memory, answer_each=case.operation == ROUND_TRIP)
+    raise UsageError(f"there is no operation {case.operation!r} to measure")
+
+
+def _rounding(ranks: int) -> float:
+    """Powers of two are exact in floats; those of other numbers of ranks are rounded again and again."""
+    return 0.0 if ranks & (ranks - 1) == 0 else 0.05
+
+
+def _pieces(length: int) -> Iterator[tuple[slice, np.ndarray[Any, Any]]]:
+    """The pieces of an array, each with the pattern's values there."""
+    pattern = np.resize(PATTERN, min(PIECE, length))
+    for start in range(0, length, PIECE):
+        stop = min(start + PIECE, length)
+        yield slice(start, stop), pattern[: stop - start]
+
+
+def _write(runner: Runner, array: Any, factor: int) -> None:
+    for piece, pattern in _pieces(len(array)):
+        runner.write(array[piece], pattern * factor)
+
+
+def _verify(runner: Runner, array: Any, factor: int, tolerance: float) -> None:
+    for piece, pattern in _pieces(len(array)):
+        _equal(runner.read(array[piece]), pattern * factor, tolerance)
+
+
+def _equal(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], tolerance: float) -> None:
+    wrong = np.abs(found - expected) > tolerance * np.abs(expected).max()
+    if wrong.any():
+        index = int(np.argmax(wrong))
+        text = f"{int(wrong.sum())} of {wrong.size} values are wrong, such as {found[index]} for {expected[index]}"
+        raise FerroError(text, hint="do not trust its times either")

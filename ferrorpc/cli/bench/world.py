@@ -1,0 +1,264 @@
+"""The rank processes of one system, seen from the side that drives the measurement."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TextIO
+
+from ferrorpc.cli.bench.case import Case, Contender, System
+from ferrorpc.errors import BackendUnavailableError, CollectiveTimeoutError, FerroError, PeerLostError
+
+START_SECONDS: Final = 90.0
+REPLY_SECONDS: Final = 120.0
+END_SECONDS: Final = 5.0
+STDERR_LINES: Final = 8
+_WORKER: Final = "ferrorpc.cli.bench.worker"
+_OUTER_JOB: Final = ("FERRORPC_", "TORCHELASTIC_", "PET_", "SLURM_", "OMPI_", "PMI_", "GLOO_", "MPICH_", "HYDRA_")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Where a rank runs.
+
+    Attributes:
+        prefix: what its command line begins with, such as ("ip", "netns", "exec", "left").
+        address: by which the others reach it.
+        interface: that address's.
+    """
+
+    prefix: tuple[str, ...] = ()
+    address: str = "127.0.0.1"
+    interface: str = "lo"
+
+
+LOCAL: Final = Host()
+
+
+@dataclass(slots=True)
+class _Member:
+    """One rank's line."""
+
+    line: socket.socket
+    stream: TextIO = field(init=False)
+    rank: int = -1
+
+    def __post_init__(self) -> None:
+        self.stream = self.line.makefile("rw", encoding="utf-8")
+
+
+class World:
+    """The running ranks of a system; a context manager. Between commands they are blocked in a read.
+
+    Args:
+        hosts: one for each rank. Not for systems that mpiexec starts: those are local.
+        pin: rank r is bound to processor r, modulo their number.
+
+    Raises:
+        BackendUnavailableError: the system is not installed, or did not start; the message has its own words.
+    """
+
+    def __init__(self, system: System, ranks: int, *, hosts: Sequence[Host] = (), pin: bool = False) -> None:
+        require(system)
+        self.system = system
+        self.version = ""
+        self._hosts = hosts or [LOCAL] * ranks
+        self._directory = tempfile.TemporaryDirectory(prefix="ferrorpc-bench-")
+        self._stderr = Path(self._directory.name) / "stderr"
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._members: list[_Member] = []
+        try:
+            self._start(ranks, dict(system.settings) | ({"pin": True} if pin else {}))
+        except BaseException:
+            self._end()
+            raise
+
+    def prepare(self, case: Case, contender: Contender) -> int:
+        """Makes a case's arrays on every rank; how often a block may repeat it.
+
+        Raises:
+            BackendUnavailableError: this system has no such operation, dtype or memory.
+        """
+        replies = self.ask("prepare", case=case.to_json(), memory=contender.memory, wire=contender.wire)
+        return min(int(reply["repeats_max"]) for reply in replies)
+
+    def ask(self, command: str, *, deadline_seconds: float = REPLY_SECONDS, **fields: Any) -> list[dict[str, Any]]:
+        """Has every rank do one thing; their replies in rank order.
+
+        Raises:
+            BackendUnavailableError: every rank refused; the world is as it was.
+            PeerLostError: a rank ended, or one failed and the others did not; the world is to be closed.
+            CollectiveTimeoutError: not all replied in time.
+        """
+        text = json.dumps({"do": command, **fields}) + "\n"
+        for member in self._members:
+            member.stream.write(text)
+            member.stream.flush()
+        replies = self._replies(time.monotonic() + deadline_seconds)
+        failed = {rank: str(reply["error"]) for rank, reply in enumerate(replies) if "error" in reply}
+        if len(failed) == len(replies):
+            raise BackendUnavailableError(failed[0], "measure without it, or mend what it says")
+        for rank, error in failed.items():
+            raise self._lost(rank, error)
+        return replies
+
+    def process_ids(self) -> list[int]:
+        """Of the ranks, in rank order."""
+        return self._ids
+
+    def close(self) -> None:
+        """Ends the ranks in good order, and after END_SECONDS in any. More than once does nothing."""
+        if not self._members:
+            return
+        try:
+            with contextlib.suppress(FerroError, OSError):
+                self.ask("close", deadline_seconds=END_SECONDS)
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(END_SECONDS)
+        finally:
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _start(self, ranks: int, settings: dict[str, Any]) -> None:
+        address = f"{self._directory.name}/driver"
+        with socket.socket(socket.AF_UNIX) as listener, self._stderr.open("wb") as stderr:
+            listener.bind(address)
+            listener.listen(ranks)
+            worker = [sys.executable, "-m", _WORKER, self.system.runner, address, json.dumps(settings)]
+            for command, environment in self._commands(worker, ranks):
+                self._processes.append(
+                    subprocess.Popen(
+                        command, env=environment, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, start_new_session=True
+                    )
+                )
+            deadline = time.monotonic() + START_SECONDS
+            while len(self._members) < ranks:
+                self._members.append(_Member(self._accept(listener, deadline)))
+        hellos = self._replies(deadline)
+        errors = [str(hello["error"]) for hello in hellos if "error" in hello]
+        if errors:
+            raise BackendUnavailableError(f"{self.system.name} did not start: {errors[0]}", "measure without it")
+        for member, hello in zip(self._members, hellos, strict=True):
+            member.rank = int(hello["rank"])
+        self._ids = [int(hello["pid"]) for hello in sorted(hellos, key=lambda hello: int(hello["rank"]))]
+        self._members.sort(key=lambda member: member.rank)
+        self.version = str(hellos[0]["version"])
+
+    def _commands(self, worker: list[str], ranks: int) -> Iterator[tuple[list[str], dict[str, str]]]:
+        base = {name: value for name, value in os.environ.items() if not name.startswith(_OUTER_JOB)}
+        base |= {"OMP_NUM_THREADS": "1"}
+        if self.system.through_mpiexec:
+            yield [mpiexec(), "-n", str(ranks), *worker], base
+            return
+        port, coordinator_port = free_ports(2)
+        for rank, host in enumerate(self._hosts):
+            together = sum(other.address == host.address for other in self._hosts)
+            variables = {
+                "RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": self._hosts[0].address, "MASTER_PORT": str(port),
+                "LOCAL_WORLD_SIZE": str(together), "FERRORPC_PORT": str(coordinator_port), "FERRORPC_BIND": host.address,
+                "FERRORPC_INSECURE": "1", "GLOO_SOCKET_IFNAME": host.interface,
+            }  # fmt: skip
+            yield [*host.prefix, *worker], base | variables
+
+    def _accept(self, listener: socket.socket, deadline: float) -> socket.socket:
+        """The next rank's line; looks twice a second whether all processes still run."""
+        while time.monotonic() < deadline:
+            if select.select([listener], [], [], 0.5)[0]:
+                return listener.accept()[0]
+            ended = [process for process in self._processes if process.poll() is not None]
+            if ended:
+                raise self._did_not_start(f"a rank ended with code {ended[0].returncode}")
+        raise self._did_not_start(f"not all ranks ran after {START_SECONDS:.0f} s")
+
+    def _replies(self, deadline: float) -> list[dict[str, Any]]:
+        """One line from every rank, in the order of the members."""
+        replies: dict[int, dict[str, Any]] = {}
+        while len(replies) < len(self._members):
+            waiting = {member.line: number for number, member in enumerate(self._members) if number not in replies}
+            ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._overdue(sorted(waiting.values()), replies)
+            for line in ready:
+                text = self._members[waiting[line]].stream.readline()
+                if not text:
+                    raise self._lost(waiting[line], "its process ended")
+                replies[waiting[line]] = json.loads(text)
+                if "error" in replies[waiting[line]]:
+                    deadline = min(deadline, time.monotonic() + END_SECONDS)  # the others may wait for it in vain
+        return [replies[number] for number in range(len(self._members))]
+
+    def _overdue(self, ranks: list[int], replies: dict[int, dict[str, Any]]) -> FerroError:
+        for rank, reply in replies.items():
+            if "error" in reply:
+                return self._lost(rank, str(reply["error"]))
+        text = f"ranks {ranks} of {self.system.name} did not reply in time{self._last_words()}"
+        return CollectiveTimeoutError(ranks, text, hint="measure without it, or smaller sizes")
+
+    def _lost(self, rank: int, reason: str) -> PeerLostError:
+        text = f"rank {rank} of {self.system.name} failed: {reason}{self._last_words()}"
+        return PeerLostError(rank, reason, text, hint="measure without it, or mend what it says")
+
+    def _did_not_start(self, why: str) -> BackendUnavailableError:
+        return BackendUnavailableError(f"{self.system.name} did not start: {why}{self._last_words()}", "measure without it")
+
+    def _last_words(self) -> str:
+        lines = self._stderr.read_text(errors="replace").splitlines()[-STDERR_LINES:]
+        return "".join(f"\n  | {line}" for line in lines)
+
+    def _end(self) -> None:
+        for member in self._members:
+            member.stream.close()
+            member.line.close()
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._members.clear()
+        self._processes.clear()
+        self._directory.cleanup()
+
+
+def require(system: System) -> None:
+    """Raises BackendUnavailableError unless what a system needs is installed."""
+    missing = [name for name in system.needs if find_spec(name) is None]
+    if missing:
+        raise BackendUnavailableError(f"{system.name}: {', '.join(missing)} is not installed", "see docs/benchmarks.md")
+    if system.through_mpiexec:
+        mpiexec()
+
+
+def mpiexec() -> str:
+    """MPI's launcher: beside the interpreter, where wheels put it, else on the PATH."""
+    found = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
+    if found is None:
+        raise BackendUnavailableError("there is no mpiexec", "pip install mpich")
+    return found
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
