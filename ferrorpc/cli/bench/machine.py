@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+_JIFFY_SECONDS: Final = 1 / os.sysconf("SC_CLK_TCK")
 _PACKAGES: Final = ("ferrorpc", "grpcio", "protobuf", "numpy", "torch", "mpi4py", "mpich", "pyarrow", "ml_dtypes")
 
 
@@ -31,6 +32,13 @@ def line(machine: dict[str, Any], loads: list[float]) -> str:
     seen = f"{min(loads):.1f} to {max(loads):.1f}" if loads else f"{machine['load_average'][0]:.1f}"
     versions = ", ".join(f"{name} {found}" for name, found in machine["versions"].items())
     return f"{machine['cpus']} CPUs ({machine['processor']}), load average {seen}; Python {machine['python']}, {versions}"
+
+
+def busy_seconds() -> float:
+    """Processor seconds since the start that went to processes, or to other guests of the host, but not to interrupts."""
+    names = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
+    user, nice, system, _, _, _, _, steal = map(int, names[:8])
+    return (user + nice + system + steal) * _JIFFY_SECONDS
 
 
 def _processor() -> str:

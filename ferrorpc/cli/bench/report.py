@@ -1,4 +1,4 @@
-"""Comparisons as tables. A contender that could not be measured is a line with the reason; one that loses is a line too."""
+"""Comparisons as tables. One that loses has its line like one that wins; one that was not measured, a note with the reason."""
 
 from __future__ import annotations
 
@@ -14,25 +14,31 @@ def describe(rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> str:
 
     Args:
         rows: of `Comparison.run`.
-        peers: labels that get a column "x LABEL": how many times this peer's median each contender's fits into.
+        peers: labels that get a column "x LABEL": how often a contender's median fits into this peer's.
+
+    The column "others" is what everything else on the machine took of one processor meanwhile.
     """
     shown = [peer for peer in peers if any("median_seconds" in row["results"].get(peer, {}) for row in rows)]
-    numbers = ("median", "minimum", "p90", "CPU", "peak memory", "blocks", *(f"x {peer}" for peer in shown))
+    numbers = ("median", "minimum", "p90", "CPU", "peak memory", "others", "blocks", *(f"x {peer}" for peer in shown))
     lines: list[tuple[str, ...]] = []
+    notes: dict[str, list[str]] = {}
     for row in rows:
         title = Case(**row["case"]).title
         for label, result in row["results"].items():
+            if "skipped" in result:
+                notes.setdefault(f"not measured: {label}: {result['skipped']}", []).append(Case(**row["case"]).title)
+                continue
             ratios = (_times(ratio(row, label, peer)) for peer in shown)
-            lines.append((title, label, *(_figures(result, ratios) if "median_seconds" in result else ("-",) * len(numbers))))
+            lines.append((title, label, *_figures(result, ratios)))
             title = ""
-    reasons = {label: result["skipped"] for row in rows for label, result in row["results"].items() if "skipped" in result}
-    notes = [f"not measured: {label}: {reason}" for label, reason in reasons.items()]
-    return "\n".join([table(("case", "system", *numbers), lines, right=frozenset(numbers)), *notes])
+    return "\n".join(
+        [table(("case", "system", *numbers), lines, right=frozenset(numbers)), *(_note(*each) for each in notes.items())]
+    )
 
 
-def ratio(row: dict[str, Any], label: str, peer: str) -> float | None:
-    """The peer's median over this contender's, more is better; None where either was not measured."""
-    ours, theirs = (row["results"].get(name, {}).get("median_seconds") for name in (label, peer))
+def ratio(row: dict[str, Any], label: str, peer: str, figure: str = "median_seconds") -> float | None:
+    """The peer's median (or other figure) over this contender's, more is better; None where either was not measured."""
+    ours, theirs = (row["results"].get(name, {}).get(figure) for name in (label, peer))
     return theirs / ours if ours and theirs else None
 
 
@@ -44,10 +50,15 @@ def time_text(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
+def _note(reason: str, titles: list[str]) -> str:
+    return f"{reason} [{titles[0]}{f', and {len(titles) - 1} more' if len(titles) > 1 else ''}]"
+
+
 def _figures(result: dict[str, Any], ratios: Any) -> tuple[str, ...]:
     times = (time_text(result[f"{name}_seconds"]) for name in ("median", "min", "p90", "cpu"))
     memory = f"{result['peak_bytes'] / (1 << 20):.1f} MiB"
-    return (*times, memory, f"{result['blocks']} of {result['repetitions']}", *ratios)
+    others = f"{100 * result['others_cpus']:.0f}%"
+    return (*times, memory, others, f"{result['blocks']} of {result['repetitions']}", *ratios)
 
 
 def _times(value: float | None) -> str:

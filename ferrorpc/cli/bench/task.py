@@ -27,8 +27,9 @@ LARGEST: Final = {"float32": 2.0**100, "float16": 2.0**15, "bfloat16": 2.0**100}
 QUANTISED_TOLERANCE: Final = 0.02
 """Of the largest value, where messages are compressed."""
 BARRIERS_MAX: Final = 1000
-SENDS_MAX: Final = 256
+SENDS_MAX: Final = 64
 SENDS_BYTES: Final = 128 << 20
+"""In a block, which is long enough for what flows before the first answer to be more than buffers hold."""
 REPEATS_MAX: Final = 60
 
 
@@ -37,10 +38,11 @@ class Task(ABC):
 
     Attributes:
         arrays_bytes: what its arrays take.
-        repeats_max: how often it may be repeated before its values must be filled in again.
+        repeats_min, repeats_max: how often it is repeated in a block; after so many the values must be filled in again.
     """
 
     arrays_bytes: int = 0
+    repeats_min: int = 1
     repeats_max: int
 
     @abstractmethod
@@ -132,6 +134,7 @@ class Send(Task):
         self._blocks = 0
         self.arrays_bytes = case.size_bytes
         self.repeats_max = max(1, min(SENDS_MAX, SENDS_BYTES // max(1, case.size_bytes)))
+        self.repeats_min = 1 if answer_each else self.repeats_max
         self.refill()
 
     def refill(self) -> None:

@@ -33,17 +33,18 @@ class Worker:
     def prepare(self, case: dict[str, Any], memory: str, wire: str | None) -> dict[str, Any]:
         """Makes a case's arrays."""
         self._task = task.make(self._runner, Case(**case), memory, wire)
-        return {"repeats_max": self._task.repeats_max}
+        return {"repeats_min": self._task.repeats_min, "repeats_max": self._task.repeats_max}
 
     def turn(self, warm_ups: int, blocks: int, count: int) -> dict[str, Any]:
         """Times blocks of `count` repetitions, after `warm_ups` blocks that are not counted.
 
         Returns:
-            This rank's seconds per operation of each block, its processor seconds per operation, and the most memory it held
-            beyond what it held when its world had met and the case's arrays.
+            This rank's seconds per operation of each block, its processor seconds per operation, those of the whole turn, and
+            the most memory it held beyond what it held when its world had met and the case's arrays.
         """
         assert self._task is not None
         usage.reset_peak()
+        began = time.process_time()
         for _ in range(warm_ups):
             self._block(count)
         timed = [self._block(count) for _ in range(blocks)]
@@ -51,6 +52,7 @@ class Worker:
         return {
             "seconds": [seconds / count for seconds, _ in timed],
             "cpu_seconds": sum(cpu for _, cpu in timed) / (count * blocks),
+            "turn_cpu_seconds": time.process_time() - began,
             "peak_bytes": max(0, beyond),
         }
 

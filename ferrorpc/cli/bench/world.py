@@ -87,14 +87,14 @@ class World:
             self._end()
             raise
 
-    def prepare(self, case: Case, contender: Contender) -> int:
-        """Makes a case's arrays on every rank; how often a block may repeat it.
+    def prepare(self, case: Case, contender: Contender) -> tuple[int, int]:
+        """Makes a case's arrays on every rank; how often a block must and may repeat it.
 
         Raises:
             BackendUnavailableError: this system has no such operation, dtype or memory.
         """
         replies = self.ask("prepare", case=case.to_json(), memory=contender.memory, wire=contender.wire)
-        return min(int(reply["repeats_max"]) for reply in replies)
+        return max(int(reply["repeats_min"]) for reply in replies), min(int(reply["repeats_max"]) for reply in replies)
 
     def ask(self, command: str, *, deadline_seconds: float = REPLY_SECONDS, **fields: Any) -> list[dict[str, Any]]:
         """Has every rank do one thing; their replies in rank order.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,10 +20,12 @@ class Runner(ABC):
         settings: of the `case.System`.
 
     Attributes:
+        name: of the system, in messages.
         rank, size: its place.
         version: of what is measured.
     """
 
+    name: ClassVar[str]
     rank: int
     size: int
     version: str
@@ -71,5 +73,4 @@ class Runner(ABC):
 
     def unable(self, what: str) -> BackendUnavailableError:
         """The error for what this system does not have."""
-        name = type(self).__name__.removesuffix("Runner")
-        return BackendUnavailableError(f"{name} has no {what}", "measure without it")
+        return BackendUnavailableError(f"{self.name} has no {what}", "measure without it")

@@ -17,6 +17,8 @@ from ferrorpc.cli.bench.runners.base import Action, Runner
 class FerrorpcRunner(Runner):
     """A rank of a group. Setting: transport."""
 
+    name = "ferrorpc"
+
     def __init__(self, settings: Mapping[str, str]) -> None:
         super().__init__(settings)
         self.group = init_process_group(transport=settings["transport"])

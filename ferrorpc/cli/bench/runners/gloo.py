@@ -19,6 +19,8 @@ LIMIT: Final = timedelta(seconds=60)
 class GlooRunner(Runner):
     """A rank of the default process group; its place comes from torchrun's variables."""
 
+    name = "Gloo"
+
     def __init__(self, settings: Mapping[str, str]) -> None:
         super().__init__(settings)
         torch.set_num_threads(1)

@@ -15,6 +15,8 @@ from ferrorpc.errors import BackendUnavailableError
 class MpichRunner(Runner):
     """A rank of COMM_WORLD, started by mpiexec."""
 
+    name = "MPICH"
+
     def __init__(self, settings: Mapping[str, str]) -> None:
         super().__init__(settings)
         self._world = MPI.COMM_WORLD

@@ -1,0 +1,129 @@
+"""ferrorpc beside its peers, all of them in one run and in turns: Gloo, MPICH, pyarrow Flight, a stock protobuf stream.
+
+    python -m benchmarks.compare [--sections barrier all_reduce four_ranks half send] [--transports shared_memory,grpc]
+                                 [--json FILE] [--plot FILE.png] [--from FILE ...]
+
+Systems that are not installed, or cannot start, are lines with the reason. docs/benchmarks.md says how it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import plot, targets
+from ferrorpc.cli.bench import machine, report
+from ferrorpc.cli.bench.all_reduce import contenders
+from ferrorpc.cli.bench.case import (
+    ALL_REDUCE,
+    BARRIER,
+    GLOO,
+    ORDINARY,
+    ROUND_TRIP,
+    SEND,
+    Case,
+    Contender,
+    System,
+    ferrorpc_system,
+)
+from ferrorpc.cli.bench.rounds import Comparison
+
+FLIGHT = System(targets.FLIGHT, "benchmarks.flight:FlightRunner", needs=("pyarrow",))
+STOCK_STREAM = System(targets.STOCK_STREAM, "benchmarks.stock_stream:StockStreamRunner")
+MIB = 1 << 20
+SECTIONS = {
+    "barrier": [Case(BARRIER), Case(BARRIER, 4)],
+    "all_reduce": [Case(ALL_REDUCE, 2, size) for size in targets.SIZES],
+    "four_ranks": [Case(ALL_REDUCE, 4, size) for size in targets.SIZES[1:]],
+    "half": [Case(ALL_REDUCE, 2, 16 * MIB, dtype) for dtype in ("float16", "bfloat16")],
+    "send": [Case(ROUND_TRIP, 2, 64), *(Case(SEND, 2, size * MIB) for size in (1, 16, 64))],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="ferrorpc beside its peers.")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--transports", default="shared_memory,grpc", help="of ferrorpc; the first is held against the targets")
+    parser.add_argument("--seconds", type=float, default=0.2, help="about how long one turn takes")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each system at each case, with one set of processes")
+    parser.add_argument("--restarts", type=int, default=2, help="sets of fresh processes")
+    parser.add_argument("--patience", type=int, default=3, help="how often a turn that others disturbed may be taken again")
+    parser.add_argument("--pin", action="store_true", help="bind rank r of every system to processor r")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture of all_reduce there")
+    parser.add_argument(
+        "--from", dest="files", type=Path, nargs="+", metavar="FILE", help="show earlier figures; measure nothing"
+    )
+    arguments = parser.parse_args()
+    results = merge(arguments.files) if arguments.files else measure(arguments)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if arguments.plot:
+        plot.draw(results, arguments.plot)
+    print(describe(results))
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Runs the sections.
+
+    Returns:
+        {"machine", "loads", "transports", "systems": {name: version}, "rows" (of `Comparison.run`), "targets" (of `judge`)}.
+    """
+    transports = arguments.transports.split(",")
+    comparison = Comparison(
+        seconds=arguments.seconds,
+        rounds=arguments.rounds,
+        restarts=arguments.restarts,
+        patience=arguments.patience,
+        pin=arguments.pin,
+        note=_note,
+    )
+    facts = machine.describe()
+    rows: list[dict[str, Any]] = []
+    for section in arguments.sections:
+        rows += comparison.run(SECTIONS[section], _contenders(section, transports))
+    return {
+        "machine": facts, "loads": comparison.loads, "transports": transports, "systems": comparison.versions,
+        "pinned": arguments.pin, "rows": rows, "targets": targets.judge(rows, transports[0]),
+    }  # fmt: skip
+
+
+def merge(files: Sequence[Path]) -> dict[str, Any]:
+    """Results of several runs as one. A row, and so each ratio, stays within its run; of a case's rows the last counts."""
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    rows = {Case(**row["case"]): row for run in runs for row in run["rows"]}
+    merged: dict[str, Any] = {**runs[-1], "rows": list(rows.values())}
+    merged["loads"] = [load for run in runs for load in run["loads"]]
+    merged["systems"] = {name: version for run in runs for name, version in run["systems"].items()}
+    merged["targets"] = targets.judge(merged["rows"], merged["transports"][0])
+    return merged
+
+
+def describe(results: dict[str, Any]) -> str:
+    """All figures, then the targets, then what it was measured on."""
+    peers = [GLOO.name, "mpich", FLIGHT.name, STOCK_STREAM.name]
+    systems = "; ".join(f"{name}: {version}" for name, version in results["systems"].items())
+    facts = machine.line(results["machine"], results["loads"])
+    parts = [report.describe(results["rows"], peers), targets.describe(results["targets"]), f"{facts}\n{systems}"]
+    return "\n\n".join(parts)
+
+
+def _contenders(section: str, transports: Sequence[str]) -> list[Contender]:
+    if section == "barrier":
+        return [each for each in contenders(transports, peers=True) if each.memory == ORDINARY]
+    if section != "send":
+        return contenders(transports, peers=True)
+    peers = [Contender(system) for system in (FLIGHT, STOCK_STREAM, GLOO)]
+    return [*(Contender(ferrorpc_system(transport)) for transport in transports), *peers]
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
