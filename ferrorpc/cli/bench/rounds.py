@@ -148,9 +148,10 @@ class Comparison:
         if verify:
             world.ask("verify")
         if not found.count:
-            found.count = self._repetitions(world, repeats_min, repeats_max)
-        first = _slowest(world.ask("turn", warm_ups=WARM_UPS, blocks=1, count=found.count))[0]
-        blocks = max(BLOCKS_MIN, min(BLOCKS_MAX, int(self._seconds / (first * found.count))))
+            found.count, one = self._repetitions(world, repeats_min, repeats_max)
+        else:
+            one = statistics.median(found.seconds)
+        blocks = max(BLOCKS_MIN, min(BLOCKS_MAX, int(self._seconds / (one * found.count))))
         others, replies = self._undisturbed(world, blocks, found.count)
         found.seconds += _slowest(replies)
         found.cpu_seconds.append(sum(reply["cpu_seconds"] for reply in replies))
@@ -158,13 +159,15 @@ class Comparison:
         found.others_cpus.append(others)
         world.ask("finish")
 
-    def _repetitions(self, world: World, low: int, high: int) -> int:
-        """How many operations make a block of BLOCK_SECONDS. Asked twice: a block of one is mostly the ranks' uneven start."""
-        count = low
-        for _ in range(2):
-            one = statistics.median(_slowest(world.ask("turn", warm_ups=WARM_UPS, blocks=CALIBRATIONS, count=count)))
-            count = max(low, min(high, int(BLOCK_SECONDS / one)))
-        return count
+    def _repetitions(self, world: World, low: int, high: int) -> tuple[int, float]:
+        """How many operations make a block of BLOCK_SECONDS, and the seconds of one. An uneven start blurs short blocks."""
+        count, tries = low, 1
+        while True:
+            one = statistics.median(_slowest(world.ask("turn", warm_ups=WARM_UPS, blocks=tries, count=count)))
+            enough = max(low, min(high, int(BLOCK_SECONDS / one)))
+            if enough <= count:
+                return count, one
+            count, tries = enough, CALIBRATIONS
 
     def _undisturbed(self, world: World, blocks: int, count: int) -> tuple[float, list[dict[str, Any]]]:
         """One turn, or the least disturbed of several: what others took, and the ranks' replies."""

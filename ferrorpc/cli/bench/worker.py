@@ -67,6 +67,15 @@ class Worker:
         self._task = None
         return {}
 
+    def settle(self) -> dict[str, Any]:
+        """From now on, memory is what is held beyond this moment's."""
+        self._idle_bytes = usage.resident_bytes()
+        return {}
+
+    def usage(self) -> dict[str, Any]:
+        """Memory now, and processor seconds since the start."""
+        return {"resident_bytes": usage.resident_bytes(), "cpu_seconds": time.process_time()}
+
     def _block(self, count: int) -> tuple[float, float]:
         assert self._task is not None
         self._task.refill()
