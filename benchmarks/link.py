@@ -35,7 +35,7 @@ from ferrorpc.config import size_bytes
 PREFIX = "ferrorpc-bench-"
 INTERFACE = "bench0"
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
-BURST_BYTES = 64 << 10
+BURST_BYTES = 128 << 10
 QUEUE = "50ms"
 FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
 MUST_SHARE, AIM_SHARE = 0.9, 0.97

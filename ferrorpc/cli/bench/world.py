@@ -81,6 +81,7 @@ class World:
         self._stderr = Path(self._directory.name) / "stderr"
         self._processes: list[subprocess.Popen[bytes]] = []
         self._members: list[_Member] = []
+        self._broken = False
         try:
             self._start(ranks, dict(system.settings) | ({"pin": True} if pin else {}))
         except BaseException:
@@ -105,15 +106,20 @@ class World:
             CollectiveTimeoutError: not all replied in time.
         """
         text = json.dumps({"do": command, **fields}) + "\n"
-        for member in self._members:
-            member.stream.write(text)
-            member.stream.flush()
+        self._broken = True  # unless this ends well
+        for rank, member in enumerate(self._members):
+            try:
+                member.stream.write(text)
+                member.stream.flush()
+            except OSError:
+                raise self._lost(rank, "its process ended") from None
         replies = self._replies(time.monotonic() + deadline_seconds)
         failed = {rank: str(reply["error"]) for rank, reply in enumerate(replies) if "error" in reply}
-        if len(failed) == len(replies):
+        if 0 < len(failed) < len(replies):
+            raise self._lost(*failed.popitem())
+        self._broken = False
+        if failed:
             raise BackendUnavailableError(failed[0], "measure without it, or mend what it says")
-        for rank, error in failed.items():
-            raise self._lost(rank, error)
         return replies
 
     def process_ids(self) -> list[int]:
@@ -121,15 +127,14 @@ class World:
         return self._ids
 
     def close(self) -> None:
-        """Ends the ranks in good order, and after END_SECONDS in any. More than once does nothing."""
-        if not self._members:
-            return
+        """Ends the ranks in good order, and after END_SECONDS, or an error, in any. More than once does nothing."""
         try:
-            with contextlib.suppress(FerroError, OSError):
+            if self._members and not self._broken:
                 self.ask("close", deadline_seconds=END_SECONDS)
-            for process in self._processes:
-                with contextlib.suppress(subprocess.TimeoutExpired):
+                for process in self._processes:
                     process.wait(END_SECONDS)
+        except (FerroError, OSError, subprocess.TimeoutExpired):
+            pass
         finally:
             self._end()
 
@@ -227,7 +232,8 @@ class World:
 
     def _end(self) -> None:
         for member in self._members:
-            member.stream.close()
+            with contextlib.suppress(OSError):  # what could not be sent to a rank that has ended
+                member.stream.close()
             member.line.close()
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):

@@ -53,7 +53,7 @@ class Runner(ABC):
 
     def barrier(self) -> Action:
         """What is to be called for one barrier."""
-        raise self.unable("a barrier")
+        raise self.unable("barrier")
 
     def all_reduce(self, array: Any, wire: str | None) -> Action:
         """What is to be called for one sum in place."""

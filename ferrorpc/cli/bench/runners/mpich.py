@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from mpi4py import MPI
-
 from ferrorpc.cli.bench.runners.base import Action, Runner
 from ferrorpc.errors import BackendUnavailableError
 
@@ -19,6 +17,10 @@ class MpichRunner(Runner):
 
     def __init__(self, settings: Mapping[str, str]) -> None:
         super().__init__(settings)
+        from mpi4py import MPI  # which joins the world by being imported
+
+        self._in_place = MPI.IN_PLACE
+        self._finalize = MPI.Finalize
         self._world = MPI.COMM_WORLD
         self.rank, self.size = self._world.Get_rank(), self._world.Get_size()
         name, numbers = MPI.get_vendor()
@@ -38,7 +40,7 @@ class MpichRunner(Runner):
     def all_reduce(self, array: Any, wire: str | None) -> Action:
         if wire is not None:
             raise self.unable(f"{wire} messages")
-        return partial(self._world.Allreduce, MPI.IN_PLACE, array)
+        return partial(self._world.Allreduce, self._in_place, array)
 
     def close(self) -> None:
-        MPI.Finalize()
+        self._finalize()
