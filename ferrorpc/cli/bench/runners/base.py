@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ferrorpc.cli.bench.case import ORDINARY
 from ferrorpc.errors import BackendUnavailableError
 
 Action = Callable[[], object]
@@ -39,7 +40,7 @@ class Runner(ABC):
         Raises:
             BackendUnavailableError: it has no such dtype or memory.
         """
-        if memory != "ordinary":
+        if memory != ORDINARY:
             raise self.unable(f"{memory} memory")
         return np.empty(count, dtype)
 

@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
+
+from ferrorpc.cli.bench.case import ORDINARY
 from ferrorpc.cli.bench.runners.base import Action, Runner
 
 LIMIT: Final = timedelta(seconds=60)
@@ -31,7 +33,8 @@ class GlooRunner(Runner):
         self.version = f"torch {torch.__version__}"
 
     def array(self, count: int, dtype: str, memory: str) -> Any:
-        super().array(0, "float32", memory)
+        if memory != ORDINARY:
+            raise self.unable(f"{memory} memory")
         return self._torch.empty(count, dtype=getattr(self._torch, dtype))
 
     def write(self, array: Any, values: np.ndarray[Any, Any]) -> None:
