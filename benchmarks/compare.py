@@ -60,15 +60,14 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     results = merge(arguments.files) if arguments.files else measure(arguments)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    _save(results, arguments.json)
     if arguments.plot:
         plot.draw(results, arguments.plot)
     print(describe(results))
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs the sections.
+    """Runs the sections; after each, what there is so far is saved.
 
     Returns:
         {"machine", "loads", "transports", "systems": {name: version}, "rows" (of `Comparison.run`), "targets" (of `judge`)}.
@@ -83,13 +82,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         note=_note,
     )
     facts = machine.describe()
-    rows: list[dict[str, Any]] = []
+    results: dict[str, Any] = {"machine": facts, "transports": transports, "pinned": arguments.pin, "rows": []}
     for section in arguments.sections:
-        rows += comparison.run(SECTIONS[section], _contenders(section, transports))
-    return {
-        "machine": facts, "loads": comparison.loads, "transports": transports, "systems": comparison.versions,
-        "pinned": arguments.pin, "rows": rows, "targets": targets.judge(rows, transports[0]),
-    }  # fmt: skip
+        results["rows"] += comparison.run(SECTIONS[section], _contenders(section, transports))
+        results |= {"loads": comparison.loads, "systems": comparison.versions}
+        results["targets"] = targets.judge(results["rows"], transports[0])
+        _save(results, arguments.json)
+    return results
 
 
 def merge(files: Sequence[Path]) -> dict[str, Any]:
@@ -119,6 +118,11 @@ def _contenders(section: str, transports: Sequence[str]) -> list[Contender]:
         return contenders(transports, peers=True)
     peers = [Contender(system) for system in (FLIGHT, STOCK_STREAM, GLOO)]
     return [*(Contender(ferrorpc_system(transport)) for transport in transports), *peers]
+
+
+def _save(results: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def _note(text: str) -> None:

@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from benchmarks import targets
 from ferrorpc.cli.bench import machine, report
@@ -70,7 +70,7 @@ def _times(axes: Axes, rows: Sequence[dict[str, Any]], colours: dict[str, str]) 
         )
         axes.plot(sizes, [result["median_seconds"] for _, result in seen], "o-", color=colour, label=label, ms=4, lw=1.8)
     axes.set_yscale("log")
-    axes.set_ylabel("time of one operation (median; shade: minimum to p90)")
+    axes.set_ylabel("time of one (median; shade: minimum to p90)")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: report.time_text(value)))
     _sizes(axes, rows)
 
@@ -90,6 +90,8 @@ def _ratios(axes: Axes, rows: Sequence[dict[str, Any]], colours: dict[str, str],
     axes.annotate("Gloo", (1.0, 1.0), xycoords=("axes fraction", "data"), xytext=(-4, 3), textcoords="offset points",
                   ha="right", color=COLOURS[GLOO.name])  # fmt: skip
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylabel("times as fast as Gloo (medians; band: must to aim)")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
     _sizes(axes, rows)
