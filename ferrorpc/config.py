@@ -93,6 +93,16 @@ def boolean(text: str) -> bool:
     return known[text.lower()]
 
 
+def choices_by_operation(text: str) -> tuple[tuple[str, str], ...]:
+    """ "all_reduce=ring,broadcast=tree", as ((operation, algorithm), ...)."""
+    pairs = [tuple(part.strip() for part in each.partition("=")[::2]) for each in text.split(",")]
+    if not all(operation and name for operation, name in pairs):
+        raise ValueError("expected OPERATION=ALGORITHM, separated by commas, such as all_reduce=ring,broadcast=tree")
+    if len({operation for operation, _ in pairs}) < len(pairs):
+        raise ValueError("an operation is named twice")
+    return tuple((operation, name) for operation, name in pairs)
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One row of the table."""
@@ -133,6 +143,13 @@ SETTINGS: Final = (
     Setting("listen", f"127.0.0.1:{DEFAULT_PORT}", host_port, "host:port a coordinator listens on; port 0 takes a free one"),
     Setting("data_dir", None, str, "directory of a coordinator's journal; without one a restart forgets everything"),
     Setting("http_port", None, port, "port of a coordinator's status page, /metrics and /healthz; none without it"),
+    Setting("cost_table", None, str, "file with the cost table a coordinator publishes to its jobs; none for the packaged one"),
+    Setting(
+        "algorithm",
+        None,
+        choices_by_operation,
+        "algorithms by operation, as all_reduce=ring,broadcast=tree, for calls that name none; the same on every rank",
+    ),
     Setting("timeout", 60.0, seconds, "seconds for a rendezvous and for each operation"),
     Setting("heartbeat_interval", 0.5, seconds, "seconds between beats"),
     Setting(

@@ -16,8 +16,7 @@ import numpy as np
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import NUMPY, view
 from ferrorpc.backends.base import Backend
-from ferrorpc.collectives import select
-from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.call import Call, Operation, example
 from ferrorpc.coordination.base import Session, Store
 from ferrorpc.coordination.farewell import reason_of
 from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, UsageError
@@ -199,18 +198,25 @@ class ProcessGroup:
     # Moves. Messages describe themselves, so nobody needs to know in advance what arrives.
 
     def broadcast(
-        self, x: Any = None, root: int = 0, *, out: Any = None, async_op: bool = False, timeout: float | None = None
+        self,
+        x: Any = None,
+        root: int = 0,
+        *,
+        out: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+        algorithm: str | None = None,
     ) -> Any:
         """The root's x, on every rank. Others may pass None, or an array: the result is then of its kind."""
         root = rank_of(root, self._size, "root")
         if root != self._rank:
             result = one_result(out, kind_like(x, out), None, [])
-            return self._move(Operation.BROADCAST, [], root, result, async_op, timeout)
+            return self._move(Operation.BROADCAST, [], root, result, async_op, timeout, algorithm)
         if x is None:
             raise UsageError(f"rank {root} is the root of this broadcast, so x must be an array")
         source = view(x)
         result = one_result(out, source.kind, source.spec, [source])
-        return self._move(Operation.BROADCAST, [source], root, result, async_op, timeout)
+        return self._move(Operation.BROADCAST, [source], root, result, async_op, timeout, algorithm)
 
     def gather(self, x: Any, root: int = 0, *, out: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """Every rank's x as a list in rank order, on rank `root`; the others get None. Shapes may differ, dtypes not."""
@@ -237,13 +243,17 @@ class ProcessGroup:
         result = one_result(out, sources[0].kind, sources[root].spec, sources)
         return self._move(Operation.SCATTER, sources, root, result, async_op, timeout)
 
-    def all_gather(self, x: Any, *, out: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
+    def all_gather(
+        self, x: Any, *, out: Any = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None
+    ) -> Any:
         """Every rank's x as a list in rank order, on every rank. Shapes may differ, dtypes not."""
         sources = [view(x)]
         result = list_result(out, sources[0].kind, self._size, sources)
-        return self._move(Operation.ALL_GATHER, sources, None, result, async_op, timeout)
+        return self._move(Operation.ALL_GATHER, sources, None, result, async_op, timeout, algorithm)
 
-    def all_to_all(self, parts: Any, *, out: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
+    def all_to_all(
+        self, parts: Any, *, out: Any = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None
+    ) -> Any:
         """A list of what every rank had for this one, in rank order.
 
         Args:
@@ -252,17 +262,18 @@ class ProcessGroup:
         """
         sources = parts_of(parts, self._size)
         result = list_result(out, sources[0].kind, self._size, sources)
-        return self._move(Operation.ALL_TO_ALL, sources, None, result, async_op, timeout)
+        return self._move(Operation.ALL_TO_ALL, sources, None, result, async_op, timeout, algorithm)
 
-    def barrier(self, timeout: float | None = None, *, async_op: bool = False) -> Any:
+    def barrier(self, timeout: float | None = None, *, async_op: bool = False, algorithm: str | None = None) -> Any:
         """Returns when every rank has called it.
 
         Raises:
             BarrierTimeoutError: naming every rank that did not, and what is known of it.
         """
-        if self._shortcut is not None and timeout is None and not async_op:
-            return self._shortcut.barrier()
-        return self._move(Operation.BARRIER, [], None, NOTHING, async_op, timeout)
+        simple = timeout is None and algorithm is None and not async_op
+        if simple and self._shortcut is not None and self._shortcut.barrier():
+            return None
+        return self._move(Operation.BARRIER, [], None, NOTHING, async_op, timeout, algorithm)
 
     # Two ranks.
 
@@ -342,7 +353,7 @@ class ProcessGroup:
 
     def explain(self, operation: str, nbytes: int) -> str:
         """Which algorithm runs a float32 operation of so many bytes a rank, why, and what else there is. No message flows."""
-        return select.explain(_example(operation, nbytes, self._size), self._size)
+        return self._backend.explain(example(operation, nbytes, self._size))
 
     # Life.
 
@@ -450,10 +461,16 @@ class ProcessGroup:
         result: Result,
         async_op: bool,
         timeout: float | None,
+        algorithm: str | None = None,
     ) -> Any:
         specs = tuple([source.spec for source in sources])
         return self._run(
-            (operation, specs, root), lambda: Call(operation, specs, root=root), sources, result, async_op, timeout
+            (operation, specs, root, algorithm),
+            lambda: Call(operation, specs, root=root, algorithm=algorithm),
+            sources,
+            result,
+            async_op,
+            timeout,
         )
 
     def _run(
@@ -478,22 +495,3 @@ class ProcessGroup:
 def _is_clean(error: BaseException) -> bool:
     """Whether a program ends by it as it meant to."""
     return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
-
-
-def _example(operation: str, nbytes: int, size: int) -> Call:
-    """A float32 call of so many bytes a rank, as `explain` looks at."""
-    try:
-        chosen = Operation(operation)
-    except ValueError:
-        names = ", ".join(known.value for known in Operation)
-        raise UsageError(f"there is no operation {operation!r}", hint=f"use one of: {names}") from None
-    count = int(nbytes) // DType.FLOAT32.itemsize
-    counts = [count]
-    if chosen in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL, Operation.SCATTER):
-        counts = [count * (rank + 1) // size - count * rank // size for rank in range(size)]
-    elif chosen is Operation.BARRIER:
-        counts = []
-    specs = tuple(TensorSpec(DType.FLOAT32, (each,)) for each in counts)
-    reduces = chosen in (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
-    rooted = chosen in (Operation.REDUCE, Operation.BROADCAST, Operation.GATHER, Operation.SCATTER)
-    return Call(chosen, specs, ReduceOp.SUM if reduces else None, 0 if rooted else None)

@@ -169,6 +169,8 @@ class Assignment:
     rank: int
     peers: tuple[Peer, ...]
     reason: str = ""
+    cost_table: str = ""
+    """The cost table of this generation as JSON (wire.cost_table); empty for the packaged one."""
 
     @property
     def size(self) -> int:

@@ -19,6 +19,7 @@ from ferrorpc.guard import SYSTEM_CLOCK, Latch
 
 if TYPE_CHECKING:
     from ferrorpc.collectives.arena.prepared import Arena
+    from ferrorpc.collectives.basis import Basis
     from ferrorpc.collectives.call import Call
     from ferrorpc.collectives.execution import Execution, Prepared
     from ferrorpc.collectives.progress import Progress
@@ -110,7 +111,20 @@ class Backend(ABC):
         from ferrorpc.collectives.announced import prepare
         from ferrorpc.collectives.relay import RelayPrepared
 
-        return prepare(call, self.rank, self.size, lambda known, plan: RelayPrepared(self, known, plan))
+        return prepare(call, self.rank, self.size, lambda known, plan: RelayPrepared(self, known, plan), self.basis)
+
+    @cached_property
+    def basis(self) -> Basis:
+        """What its choice of algorithms rests on; a backend that sets none knows the packaged cost table only."""
+        from ferrorpc.collectives.basis import Basis
+
+        return Basis()
+
+    def explain(self, call: Call) -> str:
+        """Which algorithm runs a call, why, and what else there is, a line each. No message flows."""
+        from ferrorpc.collectives.select import explain
+
+        return explain(call, self.size, self.basis)
 
     @property
     def arena(self) -> Arena | None:

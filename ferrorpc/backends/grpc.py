@@ -6,12 +6,15 @@ from typing import Final
 
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.collectives.arena.board import Board
+from ferrorpc.collectives.basis import Basis, published
+from ferrorpc.collectives.call import Operation
 from ferrorpc.coordination.base import Session
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.grpc import GrpcTransport
 from ferrorpc.transports.grpc_server import WorkerServer
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.transports.routed import RoutedTransport
+from ferrorpc.transports.shared_memory.hosts import Hosts
 from ferrorpc.transports.shared_memory.meeting import meet
 from ferrorpc.transports.shared_memory.transport import SharedMemoryTransport
 
@@ -29,6 +32,7 @@ class GrpcBackend(MessageBackend):
         path: how tensors travel: "auto" (through memory between ranks of one host, else over gRPC), "grpc", or
             "shared_memory" where all ranks must be on one host.
         timeout: seconds an operation may take where none are given.
+        asked: algorithms for calls that name none.
 
     Raises:
         BackendUnavailableError: "shared_memory" was asked for on any rank, and not all ranks share it.
@@ -36,7 +40,15 @@ class GrpcBackend(MessageBackend):
 
     name = "grpc"
 
-    def __init__(self, session: Session, server: WorkerServer, *, path: str = "auto", timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        session: Session,
+        server: WorkerServer,
+        *,
+        path: str = "auto",
+        timeout: float = 60.0,
+        asked: tuple[tuple[Operation, str], ...] = (),
+    ) -> None:
         membership = session.membership
         assignment = membership.assignment
         neighbours = meet(assignment, path, session.barrier, membership.latch, session.clock)
@@ -48,7 +60,9 @@ class GrpcBackend(MessageBackend):
             near = SharedMemoryTransport(neighbours, assignment, mailbox, latch, told)
             transport = RoutedTransport(near, near.peers, transport, session.clock)
             board = Board(neighbours, assignment.rank)
-        super().__init__(transport, session, timeout=timeout, board=board)
+        basis = Basis(published(assignment.cost_table), asked, _host_of_each(neighbours.hosts))
+        super().__init__(transport, session, timeout=timeout, board=board, basis=basis)
+        self._asked = asked
         session.carry(transport.traffic)
         self._line = session
         self._server = server
@@ -58,4 +72,10 @@ class GrpcBackend(MessageBackend):
         """Closes this generation's streams, takes part in the next one and opens its, on the same server."""
         self.transport.close(LAST_WORDS_SECONDS)
         self._line.rejoin(timeout)
-        return GrpcBackend(self._line, self._server, path=self._path, timeout=self.timeout)
+        return GrpcBackend(self._line, self._server, path=self._path, timeout=self.timeout, asked=self._asked)
+
+
+def _host_of_each(hosts: Hosts) -> tuple[int, ...]:
+    """For each rank the number of its host."""
+    number = {rank: place for place, ranks in enumerate(hosts) for rank in ranks}
+    return tuple(number[rank] for rank in range(len(number)))

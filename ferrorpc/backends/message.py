@@ -16,11 +16,13 @@ from ferrorpc.collectives.announced import prepare
 from ferrorpc.collectives.arena import select as arena_select
 from ferrorpc.collectives.arena.board import Board
 from ferrorpc.collectives.arena.prepared import Arena
+from ferrorpc.collectives.basis import Basis
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.executor import PlanPrepared
 from ferrorpc.collectives.pairwise import RecvExecution, SendExecution, SendNumbers
 from ferrorpc.collectives.progress import progress_of
+from ferrorpc.collectives.select import ANYWHERE, explain
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import SelfSendError
 from ferrorpc.guard import Guard
@@ -51,6 +53,7 @@ class MessageBackend(Backend):
         ranks: world ranks of the group, in group order; None for the world.
         group_id: 0 for the world.
         board: where this rank's host shares memory, its board; a group whose ranks are all there needs no messages.
+        basis: what the choice of algorithms rests on, in this group.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class MessageBackend(Backend):
         ranks: Sequence[int] | None = None,
         group_id: int = 0,
         board: Board | None = None,
+        basis: Basis = ANYWHERE,
     ) -> None:
         self.transport = transport
         self.session: Session | None = session
@@ -73,6 +77,7 @@ class MessageBackend(Backend):
         self.size = len(self.world_ranks)
         self.rank = self.world_ranks.index(transport.rank)
         self.board = board
+        self.basis = basis
         self._arena: Arena | None = None
         if board is not None and self.size > 1 and set(self.world_ranks) <= set(board.memory.ranks):
             self._arena = Arena(board, transport, group_id, self.world_ranks, self._describe)
@@ -98,8 +103,14 @@ class MessageBackend(Backend):
         return Guard(self.clock, self.latch, self.timeout if timeout is None else timeout)
 
     def prepare(self, call: Call) -> Prepared:
+        call = self.basis.applied(call)
         laid_out = None if self._arena is None else arena_select.prepare(self._arena, call)
-        return laid_out or prepare(call, self.rank, self.size, self._run_plan)
+        return laid_out or prepare(call, self.rank, self.size, self._run_plan, self.basis)
+
+    def explain(self, call: Call) -> str:
+        as_messages = explain(call, self.size, self.basis)
+        shared = None if self._arena is None else arena_select.explain(self.basis.applied(call), self.size)
+        return as_messages if shared is None else f"{shared}\nas messages it would be:\n{as_messages}"
 
     def _run_plan(self, call: Call, plan: Plan) -> Prepared:
         return PlanPrepared(self.transport, self.world_ranks, self.rank, call, plan, self._describe)
@@ -164,7 +175,13 @@ class _Subgroup(MessageBackend):
         if parent.session is None:
             raise AssertionError("a message backend always has a session")
         super().__init__(
-            parent.transport, parent.session, timeout=parent.timeout, ranks=world, group_id=group_id, board=parent.board
+            parent.transport,
+            parent.session,
+            timeout=parent.timeout,
+            ranks=world,
+            group_id=group_id,
+            board=parent.board,
+            basis=parent.basis.among([parent.world_ranks.index(rank) for rank in world]),
         )
         self._parent = parent
 

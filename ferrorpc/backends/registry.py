@@ -9,6 +9,7 @@ from typing import Final, TypeAlias
 from ferrorpc.backends.base import Backend
 from ferrorpc.backends.grpc import GrpcBackend
 from ferrorpc.backends.simulated import Lanes, SimulatedBackend
+from ferrorpc.collectives.call import Operation
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import BackendUnavailableError, ConfigError
 from ferrorpc.transports.grpc_server import WorkerServer
@@ -26,6 +27,8 @@ class Place:
     transport: str = "auto"
     timeout: float = 60.0
     """Seconds an operation may take where none are given."""
+    asked: tuple[tuple[Operation, str], ...] = ()
+    """Algorithms for calls that name none."""
 
 
 Factory: TypeAlias = Callable[[Place], Backend]
@@ -69,7 +72,7 @@ def _grpc(place: Place) -> Backend:
         raise BackendUnavailableError(
             "backend 'grpc' needs a server for its peers, and this process has none", "join a coordinator's job first"
         )
-    return GrpcBackend(place.session, place.server, path=place.transport, timeout=place.timeout)
+    return GrpcBackend(place.session, place.server, path=place.transport, timeout=place.timeout, asked=place.asked)
 
 
 def _simulated(place: Place) -> Backend:

@@ -16,7 +16,18 @@ from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError
 
 START_SECONDS: Final = 30.0
-_FLAGS: Final = ("lease", "grace", "stall", "tls_ca", "tls_cert", "tls_key", "token_file", "log_level", "log_format")
+_FLAGS: Final = (
+    "lease",
+    "grace",
+    "stall",
+    "tls_ca",
+    "tls_cert",
+    "tls_key",
+    "token_file",
+    "cost_table",
+    "log_level",
+    "log_format",
+)
 _running: dict[str, int] = {}
 """Address -> the pipe whose end tells the keeper that this process has ended; a byte in it, that it ended in good order."""
 

@@ -11,6 +11,7 @@ from ferrorpc.backends import registry
 from ferrorpc.bootstrap.address import advertised_host
 from ferrorpc.bootstrap.coordinator import start_coordinator
 from ferrorpc.bootstrap.environment import Place, detect, member_name, own_coordinator
+from ferrorpc.collectives.basis import asked_for
 from ferrorpc.config import Config
 from ferrorpc.coordination import farewell
 from ferrorpc.coordination.channel import peer_tls, read_token
@@ -59,12 +60,13 @@ def init_process_group(
     arguments = settings | {name: value for name, value in chosen.items() if value != "auto"} | {"timeout": timeout}
     config = Config(arguments)
     set_up_logging(config)
+    asked = asked_for(config["algorithm"] or ())
     place = detect(os.environ, config)
     _log.info("place in the job taken from %s: %s", place.source, place)
     session, server = _local_seat(config) if _alone(config, place) else _remote_seat(config, place)
     _open[:] = [session]
     try:
-        made_for = registry.Place(session, server, config["transport"], config["timeout"])
+        made_for = registry.Place(session, server, config["transport"], config["timeout"], asked)
         return ProcessGroup(registry.create(config["backend"], made_for), config["timeout"])
     except BaseException as error:
         session.leave(farewell.reason_of(error))

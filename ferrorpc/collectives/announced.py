@@ -16,8 +16,10 @@ import numpy as np
 from ferrorpc.collectives import select
 from ferrorpc.collectives.algorithms import tree
 from ferrorpc.collectives.algorithms.plan import Plan
+from ferrorpc.collectives.basis import Basis
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.collectives.select import ANYWHERE
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import DType, TensorSpec
@@ -32,19 +34,21 @@ _KNOWN_MAX: Final = 64
 Array = np.ndarray[Any, Any]
 
 
-def prepare(call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared]) -> Prepared:
+def prepare(call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared], basis: Basis = ANYWHERE) -> Prepared:
     """A call validated and laid out, after a notice where it needs one.
 
     Args:
         run: prepares one call with one plan.
+        basis: what the choice rests on.
 
     Raises:
         UsageError, TensorMismatchError: as `select.plan_for`.
     """
+    call = basis.applied(call)
     select.check(call)
-    if not select.is_announced(call, size):
-        return run(call, select.plan_for(call, rank, size))
-    return AnnouncedPrepared(call, rank, size, run)
+    if not select.is_announced(call, size, basis):
+        return run(call, select.plan_for(call, rank, size, basis))
+    return AnnouncedPrepared(call, rank, size, run, basis)
 
 
 class AnnouncedPrepared(Prepared):
@@ -53,9 +57,10 @@ class AnnouncedPrepared(Prepared):
     Args:
         call: as this rank made it: only the root brings an array.
         run: prepares one call with one plan.
+        basis: what the choice rests on.
     """
 
-    def __init__(self, call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared]) -> None:
+    def __init__(self, call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared], basis: Basis) -> None:
         if call.root is None:
             raise AssertionError(f"{call.operation.value} was called without a root")
         self.is_root = rank == call.root
@@ -63,6 +68,7 @@ class AnnouncedPrepared(Prepared):
         self._rank = rank
         self._size = size
         self._run = run
+        self._basis = basis
         self._known: dict[TensorSpec, Prepared] = {}
         inputs = tuple(TensorSpec(DType.UINT8, (notice.size_bytes(spec),)) for spec in call.inputs) if self.is_root else ()
         self.opening = run(replace(call, inputs=inputs), tree.broadcast(rank, size, call.root, NOTICE_SLOT))
@@ -74,7 +80,7 @@ class AnnouncedPrepared(Prepared):
             if len(self._known) >= _KNOWN_MAX:
                 self._known.clear()
             call = replace(self.call, inputs=(spec,))
-            found = self._known[spec] = self._run(call, select.plan_for(call, self._rank, self._size))
+            found = self._known[spec] = self._run(call, select.plan_for(call, self._rank, self._size, self._basis))
         return found
 
     def start(self, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard) -> Execution:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import Enum, unique
 from typing import Final
 
-from ferrorpc.types import ReduceOp, TensorSpec
+from ferrorpc.errors import UsageError
+from ferrorpc.types import DType, ReduceOp, TensorSpec
 
 BUNDLING: Final = ("bruck",)
 """Algorithms whose messages bundle the arrays of several ranks, which then must be of one shape."""
@@ -73,3 +74,28 @@ class Call:
         if self.algorithm is not None:
             facts.append(f"algorithm={self.algorithm}")
         return f"{self.operation.value}({', '.join(facts)})"
+
+
+def example(operation: str, nbytes: int, size: int) -> Call:
+    """A float32 call of so many bytes a rank, to explain or to predict.
+
+    Where a call takes a part for every rank, those are its bytes together. The root is rank 0.
+
+    Raises:
+        UsageError: there is no such operation.
+    """
+    try:
+        chosen = Operation(operation)
+    except ValueError:
+        names = ", ".join(known.value for known in Operation)
+        raise UsageError(f"there is no operation {operation!r}", hint=f"use one of: {names}") from None
+    count = int(nbytes) // DType.FLOAT32.itemsize
+    counts = [count]
+    if chosen in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL, Operation.SCATTER):
+        counts = [count * (rank + 1) // size - count * rank // size for rank in range(size)]
+    elif chosen is Operation.BARRIER:
+        counts = []
+    specs = tuple(TensorSpec(DType.FLOAT32, (each,)) for each in counts)
+    reduces = chosen in (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
+    rooted = chosen in (Operation.REDUCE, Operation.BROADCAST, Operation.GATHER, Operation.SCATTER)
+    return Call(chosen, specs, ReduceOp.SUM if reduces else None, 0 if rooted else None)

@@ -1,16 +1,20 @@
-"""Which algorithm runs a call: a pure function of (operation, group size, bytes), the same on every rank and every lane.
+"""Which algorithm runs a call: a pure function of what every rank knows, the same on every rank.
 
-Up to RANK_ORDER_RANKS ranks the default folds in rank order, so changing the lane, the transport or the machine never
-changes a bit of the result. Above, and where `algorithm=` asks for it, other orders are allowed (still the same on every
-rank and every run): the cheaper one under the cost model is taken.
+First the order of summation, which is a function of (operation, group size, bytes) alone: up to RANK_ORDER_RANKS ranks the
+left fold in rank order; above, that of the cheapest algorithm under REFERENCE, which never changes. So neither the lane nor
+a measurement changes a bit of any result. Then, among the algorithms of that order, the cheapest under the cost table in
+force (wire/cost_table.py), which is the same on every rank because the coordinator publishes it.
 
-The model's constants are what this library's gRPC lane did between processes of one host. They are constants on purpose: a
-measurement at start-up would let two runs of one job choose differently. What they give for all_reduce, in bytes a rank,
-where two rounds of slices become cheaper than one message to everyone; and beyond 16 ranks where Rabenseifner's algorithm
-becomes cheaper than recursive doubling, and the ring (never where p is a power of two) cheaper than both:
+What REFERENCE gives for all_reduce beyond 16 ranks, in bytes a rank: where folding in pairs gives way to folding round the
+ring (never where the number of ranks is a power of two):
+
+    17 ranks: 2.5 MB    48 ranks: 9.4 MB
+
+And under the packaged table, whose figures are the same: where two rounds of slices become cheaper than one message to
+everyone, and beyond 16 ranks where Rabenseifner's algorithm becomes cheaper than recursive doubling:
 
     2 ranks: 1.2 MB    4 ranks: 69 kB    8 ranks: 21 kB    16 ranks: 8.5 kB
-    17 ranks: 198 kB, 2.5 MB    32 ranks: 176 kB    48 ranks: 176 kB, 9.4 MB    64 ranks: 163 kB
+    17 ranks: 198 kB   32 ranks: 176 kB    64 ranks: 163 kB
 """
 
 from __future__ import annotations
@@ -18,31 +22,34 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from ferrorpc.collectives.algorithms.catalogue import CATALOGUE
-from ferrorpc.collectives.algorithms.entry import Cost, Entry
+from ferrorpc.collectives.algorithms.entry import Cost, Entry, Order
 from ferrorpc.collectives.algorithms.plan import Plan
+from ferrorpc.collectives.basis import Basis, names_of
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import DType, refusal
 from ferrorpc.wire.codecs import codec
+from ferrorpc.wire.cost_table import Costs
 from ferrorpc.wire.notice import INLINE_BYTES
 
 RANK_ORDER_RANKS: Final = 16
 """Largest group whose default keeps rank order; direct exchange opens p-1 streams a rank, which stops paying about here."""
 
-ALPHA_SECONDS: Final = 90e-6
-"""One message from a sender's call to its receiver's wake."""
-BETA_SECONDS_PER_BYTE: Final = 0.65e-9
-"""The inverse of the 1.5 GB/s a stream carries."""
-GAMMA_SECONDS_PER_BYTE: Final = 0.15e-9
-"""The inverse of the 7 GB/s at which NumPy adds arrays that do not fit the cache."""
+REFERENCE: Final = Costs(
+    alpha_seconds=90e-6, message_seconds=0.0, beta_seconds_per_byte=0.65e-9, gamma_seconds_per_byte=0.15e-9
+)
+"""What this library's gRPC lane once did between processes of one host. It decides on the order of summation, so changing it
+changes results of groups beyond RANK_ORDER_RANKS: that is a break, not a measurement."""
+
+ANYWHERE: Final = Basis()
+"""The packaged table, nothing asked for, no host known."""
 
 _REDUCTIONS: Final = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
 _DIRECT_NAMES: Final = ("direct", "one_shot", "two_shot")
 """Algorithms in which a rank talks to all others."""
 
 
-def plan_for(call: Call, rank: int, size: int) -> Plan:
+def plan_for(call: Call, rank: int, size: int, basis: Basis = ANYWHERE) -> Plan:
     """This rank's plan for a call of a group of `size` ranks. Where `is_announced`, the call must have the root's array.
 
     Raises:
@@ -50,36 +57,40 @@ def plan_for(call: Call, rank: int, size: int) -> Plan:
         TensorMismatchError: the operator means nothing for the dtype, the codec needs another dtype, or the algorithm wants
             arrays of one shape.
     """
-    return select(call, size).build(call, rank, size)
+    return select(call, size, basis).build(call, rank, size)
 
 
-def is_announced(call: Call, size: int) -> bool:
+def is_announced(call: Call, size: int, basis: Basis = ANYWHERE) -> bool:
     """Whether the root's array has to be announced first, because what is done depends on its size."""
     if call.operation is not Operation.BROADCAST or size == 1:
         return False
     if call.algorithm is None:
         return size > 2  # between two ranks there is one way, whatever the size
-    return any(entry.needs_size for entry in _candidates(call, size))
+    return any(entry.needs_size for entry in _candidates(call, size, basis))
 
 
-def select(call: Call, size: int) -> Entry:
+def select(call: Call, size: int, basis: Basis = ANYWHERE) -> Entry:
     """The catalogue's entry for a call. Raises as `plan_for`.
 
     All ranks of a reduction bring as many bytes, and those of a broadcast have been told, so the cheapest is taken. Other
     moves may be uneven, so their choice must not depend on bytes: the first in the catalogue is taken.
     """
     check(call)
-    candidates = _candidates(call, size)
-    if call.operation not in _REDUCTIONS and not is_announced(call, size):
+    candidates = _candidates(call, size, basis)
+    if call.operation not in _REDUCTIONS and not is_announced(call, size, basis):
         return candidates[0]
     nbytes = bytes_of(call)
-    return min(candidates, key=lambda entry: seconds(entry.cost(size, nbytes)))
+    order = min(candidates, key=lambda entry: seconds(entry.cost(size, nbytes), REFERENCE)).order
+    costs = basis.costs(size)
+    equal = [entry for entry in candidates if entry.order is order]
+    return min(equal, key=lambda entry: seconds(entry.cost(size, nbytes), costs))
 
 
-def seconds(cost: Cost) -> float:
-    """Time the model gives to a cost."""
-    through_links = (cost.sent_bytes + cost.filling_bytes) * BETA_SECONDS_PER_BYTE
-    return cost.rounds * ALPHA_SECONDS + through_links + cost.folded_bytes * GAMMA_SECONDS_PER_BYTE
+def seconds(cost: Cost, costs: Costs) -> float:
+    """Time the model gives to what the busiest rank does: the closed form of what `predict` follows chunk by chunk."""
+    waiting = cost.rounds * costs.alpha_seconds + max(cost.rounds, cost.messages) * costs.message_seconds
+    through_links = (cost.sent_bytes + cost.filling_bytes) * costs.beta_seconds_per_byte
+    return waiting + through_links + cost.folded_bytes * costs.gamma_seconds_per_byte
 
 
 def bytes_of(call: Call) -> int:
@@ -88,7 +99,7 @@ def bytes_of(call: Call) -> int:
 
 
 def sent_bytes(call: Call, size: int) -> int:
-    """Bytes the busiest rank sends in a call, codec included. Raises as `plan_for`."""
+    """Bytes the busiest rank sends in a call by the packaged table, codec included. Raises as `plan_for`."""
     plain = select(call, size).cost(size, bytes_of(call)).sent_bytes
     if call.wire is None or not plain:
         return int(plain)
@@ -96,25 +107,38 @@ def sent_bytes(call: Call, size: int) -> int:
     return int(plain * codec(call.wire).encoded_bytes(count) / bytes_of(call))
 
 
-def explain(call: Call, size: int) -> str:
-    """The choice for a call, why, and what else there is: one line each."""
-    chosen = select(call, size)
+def explain(call: Call, size: int, basis: Basis = ANYWHERE) -> str:
+    """The choice for a call as messages, why, and what else there is: one line each."""
+    applied = basis.applied(call)
+    chosen = select(applied, size, basis)
     nbytes = bytes_of(call)
-    lines = [f"{call.signature} on {size} ranks: {chosen.name}, {chosen.order.value}"]
-    if call.algorithm is not None:
-        lines[0] += " (asked for)"
-    for entry in sorted(CATALOGUE[call.operation], key=lambda entry: seconds(entry.cost(size, nbytes))):
+    costs = basis.costs(size)
+    lines = [
+        f"{call.signature} on {size} ranks: {chosen.name}, {chosen.order.value}{_why(call, applied)}",
+        f"  by the cost table {basis.table.name!r}: {costs}",
+    ]
+    for entry in sorted(basis.entries(call.operation), key=lambda entry: seconds(entry.cost(size, nbytes), costs)):
         cost = entry.cost(size, nbytes)
-        mark = "*" if entry is chosen else " "
+        mark = "*" if entry is chosen or entry.name == chosen.name else " "
         lines.append(
             f"  {mark} {entry.name:<18} {cost.rounds:3g} rounds, {cost.sent_bytes:12,.0f} bytes sent, "
-            f"{cost.folded_bytes:12,.0f} folded: about {seconds(cost) * 1e6:,.0f} us, {entry.order.value}"
+            f"{cost.folded_bytes:12,.0f} folded: about {seconds(cost, costs) * 1e6:,.0f} us, {entry.order.value}"
         )
     return "\n".join(lines)
 
 
-def _candidates(call: Call, size: int) -> list[Entry]:
-    entries = CATALOGUE[call.operation]
+def _why(call: Call, applied: Call) -> str:
+    if call.algorithm is not None:
+        return " (asked for)"
+    if applied.algorithm is not None:
+        return " (asked for by FERRORPC_ALGORITHM)"
+    if call.operation not in _REDUCTIONS and call.operation is not Operation.BROADCAST:
+        return " (arrays may differ from rank to rank, so their sizes decide nothing)"
+    return ""
+
+
+def _candidates(call: Call, size: int, basis: Basis) -> list[Entry]:
+    entries = basis.entries(call.operation)
     if call.algorithm is not None:
         return _asked_for(call, entries)
     if call.wire is not None:
@@ -123,8 +147,13 @@ def _candidates(call: Call, size: int) -> list[Entry]:
         return [entry for entry in entries if entry.name == "tree"]  # as notices travel, and it with its own
     if size <= RANK_ORDER_RANKS:
         return [entry for entry in entries if entry.order.is_canonical and not entry.needs_alike]
-    # Beyond, direct exchange opens too many streams; whatever else there is has fewer partners.
-    fewer = [entry for entry in entries if entry.name not in _DIRECT_NAMES and not entry.needs_alike]
+    # Beyond, direct exchange opens too many streams; whatever else there is has fewer partners. Where hosts are must not
+    # decide on the order of summation.
+    fewer = [
+        entry
+        for entry in entries
+        if entry.name not in _DIRECT_NAMES and not entry.needs_alike and entry.order is not Order.HOSTS
+    ]
     return fewer or list(entries)
 
 
@@ -133,6 +162,11 @@ def _asked_for(call: Call, entries: tuple[Entry, ...]) -> list[Entry]:
     names = _DIRECT_NAMES if both else (call.algorithm,)
     found = [entry for entry in entries if entry.name in names]
     if not found:
+        if call.algorithm in names_of(call.operation):
+            raise UsageError(
+                f"{call.operation.value} by algorithm={call.algorithm!r} needs ranks that share memory on several hosts",
+                hint="leave algorithm= away; transport='auto' finds out which ranks share a host",
+            )
         known = [entry.name for entry in entries] + ["direct"] * (call.operation is Operation.ALL_REDUCE)
         raise UsageError(
             f"{call.operation.value} has no algorithm {call.algorithm!r}",

@@ -316,7 +316,15 @@ class RemoteSession(Session):
             for rank, peer in enumerate(response.peers)
         )
         self.membership = Membership(
-            Assignment(self.job, position.cluster_id, response.generation, response.rank, peers, response.reason)
+            Assignment(
+                self.job,
+                position.cluster_id,
+                response.generation,
+                response.rank,
+                peers,
+                response.reason,
+                response.cost_table,
+            )
         )
         self._ordinals.clear()
         seat = f"rank {response.rank} of {len(peers)} in generation {response.generation}"

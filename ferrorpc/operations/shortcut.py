@@ -63,10 +63,12 @@ class Shortcut:
         self._run(prepared, (x,), (out,))
         return out
 
-    def barrier(self) -> None:
-        """A barrier with the group's timeout."""
-        if self._barrier is not None:
-            self._run(self._barrier, (), None)
+    def barrier(self) -> bool:
+        """A barrier with the group's timeout; False where it has to be gone about in the general way."""
+        if self._barrier is None:
+            return False
+        self._run(self._barrier, (), None)
+        return True
 
     def _run(self, prepared: ArenaPrepared, inputs: Sequence[Array], outputs: Sequence[Array] | None) -> None:
         dispatch = self._dispatch

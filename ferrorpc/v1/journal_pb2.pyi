@@ -81,9 +81,12 @@ class GenerationRow(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     END_REASON_FIELD_NUMBER: builtins.int
     BROKEN_FIELD_NUMBER: builtins.int
+    COST_TABLE_FIELD_NUMBER: builtins.int
     reason: builtins.str
     end_reason: builtins.str
     """Set once it is over."""
+    cost_table: builtins.str
+    """What its members were told in JoinResponse."""
     @property
     def seats(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Seat]:
         """In rank order."""
@@ -102,9 +105,10 @@ class GenerationRow(google.protobuf.message.Message):
         reason: builtins.str = ...,
         end_reason: builtins.str = ...,
         broken: ferrorpc.v1.session_pb2.GenerationBroken | None = ...,
+        cost_table: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["broken", b"broken", "policy", b"policy"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["broken", b"broken", "end_reason", b"end_reason", "policy", b"policy", "reason", b"reason", "seats", b"seats"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["broken", b"broken", "cost_table", b"cost_table", "end_reason", b"end_reason", "policy", b"policy", "reason", b"reason", "seats", b"seats"]) -> None: ...
 
 Global___GenerationRow: typing_extensions.TypeAlias = GenerationRow
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from ferrorpc.v1 import identity_pb2 as ferrorpc_dot_v1_dot_identity__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x66\x65rrorpc/v1/rendezvous.proto\x12\x0b\x66\x65rrorpc.v1\x1a\x1a\x66\x65rrorpc/v1/identity.proto\"G\n\x0bWorldPolicy\x12\x10\n\x08min_size\x18\x01 \x01(\r\x12\x10\n\x08max_size\x18\x02 \x01(\r\x12\x14\n\x0clast_call_ms\x18\x03 \x01(\r\"\x8f\x01\n\x0bJoinRequest\x12(\n\x06policy\x18\x01 \x01(\x0b\x32\x18.ferrorpc.v1.WorldPolicy\x12\x18\n\x10\x61\x66ter_generation\x18\x02 \x01(\x04\x12\x13\n\x0bpinned_rank\x18\x03 \x01(\x11\x12\x13\n\x0bhinted_rank\x18\x04 \x01(\x11\x12\x12\n\ntimeout_ms\x18\x05 \x01(\r\"d\n\x0cJoinResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\x11\x12\"\n\x05peers\x18\x03 \x03(\x0b\x32\x13.ferrorpc.v1.Member\x12\x0e\n\x06reason\x18\x04 \x01(\t\"2\n\x0cLeaveRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rLeaveResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x66\x65rrorpc/v1/rendezvous.proto\x12\x0b\x66\x65rrorpc.v1\x1a\x1a\x66\x65rrorpc/v1/identity.proto\"G\n\x0bWorldPolicy\x12\x10\n\x08min_size\x18\x01 \x01(\r\x12\x10\n\x08max_size\x18\x02 \x01(\r\x12\x14\n\x0clast_call_ms\x18\x03 \x01(\r\"\x8f\x01\n\x0bJoinRequest\x12(\n\x06policy\x18\x01 \x01(\x0b\x32\x18.ferrorpc.v1.WorldPolicy\x12\x18\n\x10\x61\x66ter_generation\x18\x02 \x01(\x04\x12\x13\n\x0bpinned_rank\x18\x03 \x01(\x11\x12\x13\n\x0bhinted_rank\x18\x04 \x01(\x11\x12\x12\n\ntimeout_ms\x18\x05 \x01(\r\"x\n\x0cJoinResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\x11\x12\"\n\x05peers\x18\x03 \x03(\x0b\x32\x13.ferrorpc.v1.Member\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x12\n\ncost_table\x18\x05 \x01(\t\"2\n\x0cLeaveRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x0f\n\rLeaveResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,9 +37,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINREQUEST']._serialized_start=147
   _globals['_JOINREQUEST']._serialized_end=290
   _globals['_JOINRESPONSE']._serialized_start=292
-  _globals['_JOINRESPONSE']._serialized_end=392
-  _globals['_LEAVEREQUEST']._serialized_start=394
-  _globals['_LEAVEREQUEST']._serialized_end=444
-  _globals['_LEAVERESPONSE']._serialized_start=446
-  _globals['_LEAVERESPONSE']._serialized_end=461
+  _globals['_JOINRESPONSE']._serialized_end=412
+  _globals['_LEAVEREQUEST']._serialized_start=414
+  _globals['_LEAVEREQUEST']._serialized_end=464
+  _globals['_LEAVERESPONSE']._serialized_start=466
+  _globals['_LEAVERESPONSE']._serialized_end=481
 # @@protoc_insertion_point(module_scope)

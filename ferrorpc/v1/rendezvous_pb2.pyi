@@ -86,11 +86,14 @@ class JoinResponse(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     PEERS_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    COST_TABLE_FIELD_NUMBER: builtins.int
     generation: builtins.int
     rank: builtins.int
     """-1 for a spare: the world is full, this member waits on."""
     reason: builtins.str
     """Why this generation exists, such as "4 of 4 joined" or "replaces generation 3: rank 2 was lost"."""
+    cost_table: builtins.str
+    """The cost table that all ranks of this generation choose algorithms by, as JSON; empty for the one that comes with ferrorpc."""
     @property
     def peers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ferrorpc.v1.identity_pb2.Member]:
         """In rank order."""
@@ -102,8 +105,9 @@ class JoinResponse(google.protobuf.message.Message):
         rank: builtins.int = ...,
         peers: collections.abc.Iterable[ferrorpc.v1.identity_pb2.Member] | None = ...,
         reason: builtins.str = ...,
+        cost_table: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation", "peers", b"peers", "rank", b"rank", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cost_table", b"cost_table", "generation", b"generation", "peers", b"peers", "rank", b"rank", "reason", b"reason"]) -> None: ...
 
 Global___JoinResponse: typing_extensions.TypeAlias = JoinResponse
 

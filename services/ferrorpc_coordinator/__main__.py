@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import sys
@@ -20,6 +21,7 @@ from typing import Final
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError
 from ferrorpc.logs import set_up_logging
+from ferrorpc.wire.cost_table import parse
 from ferrorpc_coordinator.server import Announcement, Options, Tls, serve
 from ferrorpc_coordinator.state.settings import SECOND, Settings
 
@@ -63,6 +65,7 @@ def options_from(config: Config) -> Options:
             durable=data_dir is not None,
             token=_token(config["token_file"]),
             version=metadata.version("ferrorpc"),
+            cost_table=_cost_table(config["cost_table"]),
         ),
         data_dir=None if data_dir is None else Path(data_dir),
         tls=_tls(config),
@@ -90,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tls-key", metavar="FILE", help="its key")
     parser.add_argument("--token-file", metavar="FILE", help="clients must bring the secret in this file")
     parser.add_argument("--insecure", action="store_true", help="listen beyond loopback without TLS")
+    parser.add_argument("--cost-table", metavar="FILE", help="what ranks choose algorithms by, from `ferrorpc bench --fit`")
     parser.add_argument("--http-port", metavar="PORT", type=int, help="serve the status page and /metrics here")
     parser.add_argument("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR")
     parser.add_argument("--log-format", metavar="FORMAT", help="text or json")
@@ -120,6 +124,17 @@ def _tls(config: Config) -> Tls | None:
     if certificate is None or key is None:
         raise ConfigError("FERRORPC_TLS_CERT and FERRORPC_TLS_KEY belong together; only one of them is given")
     return Tls(Path(certificate), Path(key), None if ca is None else Path(ca))
+
+
+def _cost_table(path: str | None) -> str:
+    """The table as it travels, without the blanks of its file."""
+    if path is None:
+        return ""
+    try:
+        return json.dumps(json.loads(parse(Path(path).read_text(encoding="utf-8")).text()), separators=(",", ":"))
+    except (OSError, ValueError) as error:
+        hint = "check FERRORPC_COST_TABLE; `ferrorpc bench --fit FILE` writes such a file"
+        raise ConfigError(f"the cost table {path} cannot be used: {error}", hint=hint) from None
 
 
 def _token(path: str | None) -> str:

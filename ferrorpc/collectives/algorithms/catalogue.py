@@ -67,6 +67,11 @@ def _chain_cost(size: int, nbytes: int) -> Cost:
     return Cost(size - 1, nbytes if size > 1 else 0, filling_bytes=max(size - 2, 0) * min(nbytes, CHUNK_BYTES))
 
 
+def _broadcast_two_shot_cost(size: int, nbytes: int) -> Cost:
+    filling = _share(max(size - 1, 1)) * nbytes
+    return Cost(2, nbytes if size > 1 else 0, filling_bytes=filling, messages=2 * size - 3 if size > 1 else 0)
+
+
 def _bruck_all_to_all_cost(size: int, nbytes: int) -> Cost:
     """A block takes a trip for every bit set in its number."""
     return Cost(_log2(size), nbytes / size * sum(block.bit_count() for block in range(size)))
@@ -76,13 +81,13 @@ _ALL_REDUCE: Final = (
     Entry(
         "one_shot",
         lambda call, rank, size: direct.all_reduce_one_shot(_count(call), rank, size),
-        lambda size, nbytes: Cost(1, (size - 1) * nbytes, (size - 1) * nbytes),
+        lambda size, nbytes: Cost(1, (size - 1) * nbytes, (size - 1) * nbytes, messages=size - 1),
         Order.RANKS,
     ),
     Entry(
         "two_shot",
         lambda call, rank, size: direct.all_reduce_two_shot(_count(call), rank, size, compressed=call.wire is not None),
-        lambda size, nbytes: Cost(2, 2 * _share(size) * nbytes, _share(size) * nbytes),
+        lambda size, nbytes: Cost(2, 2 * _share(size) * nbytes, _share(size) * nbytes, messages=2 * (size - 1)),
         Order.RANKS,
         compresses=True,
     ),
@@ -116,7 +121,7 @@ _REDUCE: Final = (
     Entry(
         "direct",
         lambda call, rank, size: direct.reduce(_count(call), rank, size, _root(call)),
-        lambda size, nbytes: Cost(1, (size - 1) * nbytes, (size - 1) * nbytes),
+        lambda size, nbytes: Cost(1, (size - 1) * nbytes, (size - 1) * nbytes, messages=size - 1),
         Order.RANKS,
         compresses=True,
     ),
@@ -132,7 +137,7 @@ _REDUCE_SCATTER: Final = (
     Entry(
         "direct",
         lambda call, rank, size: direct.reduce_scatter(_counts(call), rank, size),
-        lambda size, nbytes: Cost(1, _share(size) * nbytes, _share(size) * nbytes),
+        lambda size, nbytes: Cost(1, _share(size) * nbytes, _share(size) * nbytes, messages=size - 1),
         Order.RANKS,
         compresses=True,
     ),
@@ -153,13 +158,13 @@ _BROADCAST: Final = (
     Entry(
         "direct",
         lambda call, rank, size: direct.broadcast(rank, size, _root(call)),
-        lambda size, nbytes: Cost(1, (size - 1) * nbytes),
+        lambda size, nbytes: Cost(1, (size - 1) * nbytes, messages=size - 1),
     ),
     Entry("chain", lambda call, rank, size: chain.broadcast(rank, size, _root(call)), _chain_cost),
     Entry(
         "two_shot",
         lambda call, rank, size: direct.broadcast_two_shot(_count(call), rank, size, _root(call)),
-        lambda size, nbytes: Cost(2, nbytes if size > 1 else 0, filling_bytes=_share(max(size - 1, 1)) * nbytes),
+        _broadcast_two_shot_cost,
         needs_size=True,
     ),
     Entry(
@@ -174,7 +179,7 @@ _ALL_GATHER: Final = (
     Entry(
         "direct",
         lambda call, rank, size: direct.all_gather(rank, size),
-        lambda size, nbytes: Cost(1, (size - 1) * nbytes),
+        lambda size, nbytes: Cost(1, (size - 1) * nbytes, messages=size - 1),
     ),
     Entry(
         "ring",
@@ -193,7 +198,7 @@ _ALL_TO_ALL: Final = (
     Entry(
         "direct",
         lambda call, rank, size: direct.all_to_all(rank, size),
-        lambda size, nbytes: Cost(1, _share(size) * nbytes),
+        lambda size, nbytes: Cost(1, _share(size) * nbytes, messages=size - 1),
     ),
     Entry(
         "pairwise",
@@ -209,7 +214,7 @@ _ALL_TO_ALL: Final = (
 )
 
 _BARRIER: Final = (
-    Entry("direct", lambda call, rank, size: barrier.direct(rank, size), lambda size, nbytes: Cost(1, 0)),
+    Entry("direct", lambda call, rank, size: barrier.direct(rank, size), lambda size, nbytes: Cost(1, 0, messages=size - 1)),
     Entry(
         "dissemination",
         lambda call, rank, size: barrier.dissemination(rank, size),
@@ -220,12 +225,12 @@ _BARRIER: Final = (
 _GATHER: Final = Entry(
     "direct",
     lambda call, rank, size: direct.gather(rank, size, _root(call)),
-    lambda size, nbytes: Cost(1, (size - 1) * nbytes),
+    lambda size, nbytes: Cost(1, (size - 1) * nbytes, messages=size - 1),
 )
 _SCATTER: Final = Entry(
     "direct",
     lambda call, rank, size: direct.scatter(rank, size, _root(call)),
-    lambda size, nbytes: Cost(1, (size - 1) * nbytes),
+    lambda size, nbytes: Cost(1, (size - 1) * nbytes, messages=size - 1),
 )
 
 CATALOGUE: Final[dict[Operation, tuple[Entry, ...]]] = {

@@ -39,6 +39,8 @@ class Cost:
     """Bytes that go through a reduction kernel: times gamma."""
     filling_bytes: float = 0.0
     """Bytes that pass other links before the busiest one can begin: times beta too."""
+    messages: float = 0.0
+    """Messages the busiest rank sends, or receives, one after another; 0 for one a round."""
 
 
 @dataclass(frozen=True, slots=True)

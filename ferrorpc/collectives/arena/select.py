@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
-import math
-
 from ferrorpc.collectives.arena.all_reduce import OneShot, TwoShot
 from ferrorpc.collectives.arena.board import SLOT_BYTES
 from ferrorpc.collectives.arena.exchange import Barrier, Exchange
 from ferrorpc.collectives.arena.prepared import Arena, ArenaPrepared
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.select import select
+from ferrorpc.collectives.select import bytes_of, select
 
 
 def prepare(arena: Arena, call: Call) -> ArenaPrepared | None:
     """The call laid out for shared memory; None where it has to travel as messages.
 
-    Messages are for what only they can do: a wire codec, an algorithm asked for by name, operations that start in any order,
-    and orders of summation that are not the left fold in rank order, which is the only one here (so that the lane never
-    decides about bits).
-
     Raises:
         UsageError: the call means nothing on any lane.
     """
-    chosen = select(call, arena.size)
-    if call.wire is not None or call.algorithm is not None or call.unordered or not chosen.order.is_canonical:
+    if not _runs_here(call, arena.size):
         return None
     if call.operation is Operation.BARRIER:
         return Barrier(arena, call)
     if call.operation is not Operation.ALL_REDUCE:
         return Exchange(arena, call)
-    nbytes = math.prod(call.inputs[0].shape) * call.inputs[0].dtype.itemsize
-    return OneShot(arena, call) if nbytes <= SLOT_BYTES else TwoShot(arena, call)
+    return OneShot(arena, call) if bytes_of(call) <= SLOT_BYTES else TwoShot(arena, call)
+
+
+def explain(call: Call, size: int) -> str | None:
+    """How the call runs in shared memory and why, in one line; None where it travels as messages. Raises as `prepare`."""
+    if not _runs_here(call, size):
+        return None
+    how = "flags" if call.operation is Operation.BARRIER else "every rank reads what it needs where it lies"
+    if call.operation is Operation.ALL_REDUCE:
+        limit = f"{SLOT_BYTES >> 10} KiB"
+        how = f"one_shot, up to {limit}" if bytes_of(call) <= SLOT_BYTES else f"two_shot, above {limit}"
+    return f"{call.signature} on {size} ranks: in shared memory, which all of them have; {how}"
+
+
+def _runs_here(call: Call, size: int) -> bool:
+    """Messages are for what only they can do: a wire codec, an algorithm asked for by name, operations that start in any
+    order, and orders of summation that are not the left fold in rank order, which is the only one here (so that the lane
+    never decides about bits)."""
+    order = select(call, size).order
+    return call.wire is None and call.algorithm is None and not call.unordered and order.is_canonical

@@ -30,6 +30,8 @@ class Generation:
     reason: str
     end_reason: str = ""
     broken: session_pb2.GenerationBroken | None = None
+    cost_table: str = ""
+    """What its members choose algorithms by; empty for what comes with ferrorpc."""
     departed: set[int] = field(default_factory=set)
     """Ranks that left; the generation goes on without them until somebody needs one."""
     ranks: tuple[int, ...] = field(init=False)
@@ -55,7 +57,9 @@ class Generation:
 
     def row(self) -> journal_pb2.GenerationRow:
         """What survives a restart."""
-        row = journal_pb2.GenerationRow(policy=self.policy, reason=self.reason, end_reason=self.end_reason)
+        row = journal_pb2.GenerationRow(
+            policy=self.policy, reason=self.reason, end_reason=self.end_reason, cost_table=self.cost_table
+        )
         for member in self.seats:
             row.seats.add(name=member.name, incarnation=member.incarnation, pinned=member.pinned)
         if self.broken is not None:
@@ -221,7 +225,7 @@ class Generations:
                 member.last_rank = rank
         broken = row.broken if row.HasField("broken") else None
         seats = tuple(self._seated(seat, broken is not None) for seat in row.seats)
-        generation = Generation(number, seats, row.policy, row.reason, row.end_reason, broken)
+        generation = Generation(number, seats, row.policy, row.reason, row.end_reason, broken, row.cost_table)
         self._desk.newest_generation = number
         self.newest = generation
         self._remember(generation)

@@ -208,7 +208,8 @@ class Rendezvous:
         reason = f"{len(chosen)} of {high} joined" if low == high else f"{len(chosen)} joined, {low} to {high} were wanted"
         if newest is not None:
             reason += f", after generation {newest.number}: {newest.end_reason or 'all its members asked for another'}"
-        generation = Generation(number, tuple(bid.member for bid in in_order), chosen[0].request.policy, reason)
+        seats, policy = tuple(bid.member for bid in in_order), chosen[0].request.policy
+        generation = Generation(number, seats, policy, reason, cost_table=self._desk.settings.cost_table)
         if newest is not None:
             self._closing(newest)
         self._generations.begin(generation)
@@ -228,7 +229,9 @@ class Rendezvous:
         return Claim(member.host, bid.request.pinned_rank, current, member.last_rank, bid.request.hinted_rank)
 
     def _response(self, generation: Generation, rank: int) -> rendezvous_pb2.JoinResponse:
-        response = rendezvous_pb2.JoinResponse(generation=generation.number, rank=rank, reason=generation.reason)
+        response = rendezvous_pb2.JoinResponse(
+            generation=generation.number, rank=rank, reason=generation.reason, cost_table=generation.cost_table
+        )
         for number, member in enumerate(generation.seats):
             peer = response.peers.add(
                 name=member.name,

@@ -87,4 +87,6 @@ class Settings:
     token: str = ""
     """The secret every Hello and unary call must bring; empty for none."""
     version: str = ""
+    cost_table: str = ""
+    """What the generations that begin from now on choose algorithms by, as JSON; empty for what comes with ferrorpc."""
     limits: Limits = field(default_factory=Limits)

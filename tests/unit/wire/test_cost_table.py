@@ -1,0 +1,56 @@
+"""The cost table: what it accepts, what it gives between measured numbers of ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ferrorpc.wire.cost_table import LANES, TABLE_BYTES_MAX, Costs, CostTable, parse
+
+ROW = {
+    "ranks": 4,
+    "alpha_seconds": 1e-4,
+    "message_seconds": 0,
+    "beta_seconds_per_byte": 1e-9,
+    "gamma_seconds_per_byte": 2e-10,
+}
+
+
+def text(*rows: object, name: object = "mine", **more: object) -> str:
+    return json.dumps({"name": name, "lanes": {"grpc": list(rows)}, **more})
+
+
+def test_a_table_comes_back_as_it_was_written():
+    table = CostTable("mine", {lane: {2: Costs(1e-4, 1e-5, 1e-9, 0.0), 8: Costs(2e-4, 0.0, 3e-9, 1e-10)} for lane in LANES})
+    assert parse(table.text()) == table
+
+
+def test_the_nearest_number_of_ranks_by_ratio_holds():
+    table = parse(text({**ROW, "ranks": 2, "alpha_seconds": 2}, {**ROW, "ranks": 16, "alpha_seconds": 16}))
+    chosen = {ranks: table.costs("grpc", ranks).alpha_seconds for ranks in (1, 2, 5, 6, 16, 1000)}
+    assert chosen == {1: 2, 2: 2, 5: 2, 6: 16, 16: 16, 1000: 16}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("{", "not JSON"),
+        ("[]", "name and lanes"),
+        (text(ROW, extra=1), "name and lanes"),
+        (text(ROW, name=1), "name is no text"),
+        (json.dumps({"name": "x", "lanes": {"carrier pigeon": [ROW]}}), "exactly: grpc"),
+        (text(), "one row or more"),
+        (text({**ROW, "ranks": 0}), "not a number of ranks"),
+        (text({**ROW, "ranks": True}), "not a number of ranks"),
+        (text(ROW, ROW), "4 ranks have a row already"),
+        (text({**ROW, "alpha_seconds": -1}), "alpha_seconds is -1"),
+        (text({**ROW, "beta_seconds_per_byte": "1"}), "beta_seconds_per_byte is '1'"),
+        (text({**ROW, "gamma_seconds_per_byte": float("nan")}), "gamma_seconds_per_byte is nan"),
+        (text({key: value for key, value in ROW.items() if key != "message_seconds"}), "must have ranks"),
+        (text(ROW, name="x" * TABLE_BYTES_MAX), "at most"),
+    ],
+)
+def test_what_is_no_table_is_refused_with_the_place(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        parse(wrong)
