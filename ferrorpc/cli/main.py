@@ -18,7 +18,7 @@ COMMANDS: Final = {
     "health": Entry("ferrorpc.cli.health", "Ask a server whether it is healthy; exit code 0 or 1."),
     "demo": Entry("ferrorpc.cli.demo", "Train a small network on handwritten digits, on four processes."),
     "bench": Entry("ferrorpc.cli.bench.command", "Measure rendezvous, barriers and collectives."),
-    "plan": Entry("ferrorpc.cli.plan", "Show what a pipeline schedule would do and cost, before anything runs."),
+    "plan": Entry("ferrorpc.cli.plan", "Show what a collective or a pipeline schedule would do and cost before it runs."),
     "config": Entry("ferrorpc.cli.config", "Show each setting's value and where it came from."),
     "version": Entry("ferrorpc.cli.version", "Show the versions of ferrorpc and of what it stands on."),
 }

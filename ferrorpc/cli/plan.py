@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ferrorpc.cli.plan_collective import COMMANDS
 from ferrorpc.cli.table import table
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline import schedules
@@ -20,6 +21,10 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.group("plan")
 def command() -> None:
     """Show what a plan would do and cost, before anything runs."""
+
+
+for _collective in COMMANDS:
+    command.add_command(_collective)
 
 
 @command.command("pipeline")

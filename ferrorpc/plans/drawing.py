@@ -22,6 +22,9 @@ PALETTE: Final = {
     "backward": ("#2f8f6b", "#8fd3b6"),
     "backward input": ("#54a24b", "#a7dc9e"),
     "backward weight": ("#e8913a", "#f8cf9b"),
+    "send": ("#4c78a8", "#9ecae9"),
+    "receive": ("#54a24b", "#a7dc9e"),
+    "fold": ("#e8913a", "#f8cf9b"),
 }
 """Colours of the kinds that are known; each from its first shade to its last."""
 OTHERS: Final = (("#7a6fac", "#c2badf"), ("#b5597d", "#e6b3c7"), ("#6b7785", "#c0c7cf"))

@@ -69,7 +69,7 @@ def _chain_cost(size: int, nbytes: int) -> Cost:
 
 def _broadcast_two_shot_cost(size: int, nbytes: int) -> Cost:
     filling = _share(max(size - 1, 1)) * nbytes
-    return Cost(2, nbytes if size > 1 else 0, filling_bytes=filling, messages=2 * size - 3 if size > 1 else 0)
+    return Cost(min(size - 1, 2), nbytes if size > 1 else 0, filling_bytes=filling, messages=2 * size - 3 if size > 1 else 0)
 
 
 def _bruck_all_to_all_cost(size: int, nbytes: int) -> Cost:

@@ -1,0 +1,174 @@
+"""`ferrorpc plan all_reduce` and the other collectives: what each rank does, how long that takes, what else there is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from ferrorpc.cli.table import table
+from ferrorpc.collectives.algorithms.entry import Entry
+from ferrorpc.collectives.algorithms.plan import Action, Fold, FoldUnder, Quantise, Receive, Send
+from ferrorpc.collectives.basis import Basis, names_of
+from ferrorpc.collectives.call import Call, Operation, example
+from ferrorpc.collectives.predict import Prediction, predict
+from ferrorpc.collectives.select import select
+from ferrorpc.config import Config, size_bytes
+from ferrorpc.errors import ConfigError
+from ferrorpc.wire.cost_table import CostTable, parse
+
+FILE: Final = click.Path(dir_okay=False, path_type=Path)
+STEPS_SHOWN: Final = 32
+_WORDS: Final = {
+    "Load": "load {source} into {region}",
+    "FoldOwn": "fold {source} into {region}",
+    "Finish": "finish {source} as {region}",
+    "Copy": "copy {source} to {region}",
+}
+
+
+def command_of(operation: Operation) -> click.Command:
+    """The command that plans one operation."""
+    names = ", ".join(names_of(operation))
+
+    @click.command(operation.value, help=f"Show what {operation.value} does on every rank, and what it would cost.")
+    @click.option("--algorithm", help=f"One of {names}. Without it, what would be chosen.")
+    @click.option("--ranks", type=click.IntRange(1), default=8, show_default=True)
+    @click.option("--hosts", type=click.IntRange(1), default=1, show_default=True, help="The ranks are spread over so many.")
+    @click.option("--size", default="16MiB", show_default=True, help="Bytes of float32 that a rank brings.")
+    @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Whose steps are listed.")
+    @click.option("--cost-table", help="A file that `ferrorpc bench --fit` wrote; default the setting's, or the packaged one.")
+    @click.option("--svg", type=FILE, help="Draw who does what when into this file.")
+    @click.option("--png", type=FILE, help="The same as PNG (needs matplotlib).")
+    @click.option("--trace", type=FILE, help="Write a trace for chrome://tracing and Perfetto.")
+    @click.option("--json", "as_json", is_flag=True, help="Figures as one JSON object.")
+    def planned(
+        algorithm: str | None,
+        ranks: int,
+        hosts: int,
+        size: str,
+        rank: int,
+        cost_table: str | None,
+        svg: Path | None,
+        png: Path | None,
+        trace: Path | None,
+        as_json: bool,
+    ) -> None:
+        if rank >= ranks:
+            raise click.BadParameter(f"there are ranks 0 to {ranks - 1}", param_hint="--rank")
+        layout = tuple(each * min(hosts, ranks) // ranks for each in range(ranks))
+        basis = Basis(_table(cost_table), hosts=layout)
+        planned = _Planned(replace(example(operation.value, _bytes(size), ranks), algorithm=algorithm), ranks, size, basis)
+        if svg or png or trace:
+            timeline = planned.prediction.timeline(planned.title)
+            for path, write in ((svg, timeline.to_svg), (png, timeline.to_png), (trace, timeline.to_chrome_trace)):
+                if path:
+                    write(path)
+        click.echo(json.dumps(planned.figures(), indent=2) if as_json else planned.shown(rank))
+
+    return planned
+
+
+def _bytes(size: str) -> int:
+    try:
+        return size_bytes(size)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--size") from None
+
+
+def _table(given: str | None) -> CostTable | None:
+    path = Config({"cost_table": given})["cost_table"]
+    if path is None:
+        return None
+    try:
+        return parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the cost table {path} cannot be used: {error}") from None
+
+
+class _Planned:
+    """One call, its algorithm and the others."""
+
+    def __init__(self, call: Call, ranks: int, size: str, basis: Basis) -> None:
+        self.call, self.ranks, self.basis = call, ranks, basis
+        self.chosen = select(call, ranks, basis)
+        self.title = f"{call.operation.value} by {self.chosen.name}, {size} on {ranks} ranks"
+        costs = basis.costs(ranks)
+        self.predictions: list[tuple[Entry, Prediction]] = [
+            (entry, predict(entry, call, ranks, costs)) for entry in basis.entries(call.operation)
+        ]
+        self.predictions.sort(key=lambda each: each[1].seconds)
+        self.prediction = next(found for entry, found in self.predictions if entry.name == self.chosen.name)
+
+    def shown(self, rank: int) -> str:
+        """As people read it."""
+        actions = self._actions(rank)
+        rows = [(str(place), _in_words(action)) for place, action in enumerate(actions[:STEPS_SHOWN])]
+        more = [f"... and {len(actions) - STEPS_SHOWN} more"] if len(actions) > STEPS_SHOWN else []
+        why = "asked for" if self.call.algorithm else "what would be chosen"
+        costs = f"cost table {self.basis.table.name!r}: {self.basis.costs(self.ranks)}"
+        steps = table(("step", f"rank {rank} does, in elements of its arrays"), rows, right=frozenset({"step"}))
+        return "\n".join(
+            [f"{self.title}: {self.chosen.order.value} ({why})", costs, "", steps, *more, "", self._alternatives()]
+        )
+
+    def _actions(self, rank: int) -> tuple[Action, ...]:
+        call = self.call
+        if call.operation is Operation.SCATTER and rank != call.root:
+            call = replace(call, inputs=())
+        return self.chosen.build(call, rank, self.ranks).actions
+
+    def _alternatives(self) -> str:
+        header = ("", "algorithm", "predicted", "messages", "MB sent", "order of summation")
+        rows = [
+            (
+                "*" if entry.name == self.chosen.name else "",
+                entry.name,
+                f"{found.seconds * 1e3:,.3f} ms" + ("" if found.steps else " (closed form)"),
+                f"{found.messages:g}",
+                f"{found.sent_bytes / 1e6:,.3f}",
+                entry.order.value,
+            )
+            for entry, found in self.predictions
+        ]
+        return table(header, rows, right=frozenset({"predicted", "messages", "MB sent"}))
+
+    def figures(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "operation": self.call.operation.value,
+            "ranks": self.ranks,
+            "algorithm": self.chosen.name,
+            "cost_table": self.basis.table.name,
+            "algorithms": [
+                {
+                    "algorithm": entry.name,
+                    "order": entry.order.value,
+                    "seconds": found.seconds,
+                    "followed": found.steps is not None,
+                    "messages": found.messages,
+                    "sent_bytes": found.sent_bytes,
+                }
+                for entry, found in self.predictions
+            ],
+        }
+
+
+def _in_words(action: Action) -> str:
+    if isinstance(action, Send):
+        return f"send {action.region} to rank {action.peer}"
+    if isinstance(action, Receive):
+        return f"receive {action.region} from rank {action.peer}"
+    if isinstance(action, Fold | FoldUnder):
+        side = " (as the left operand)" if isinstance(action, FoldUnder) else ""
+        return f"fold what rank {action.peer} sent into {action.region}{side}"
+    if isinstance(action, Quantise):
+        return f"round {action.region} as its receivers do"
+    return _WORDS[type(action).__name__].format(source=action.source, region=action.region)
+
+
+COMMANDS: Final = tuple(command_of(operation) for operation in Operation)
+"""One for every collective."""

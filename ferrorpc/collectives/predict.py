@@ -1,0 +1,412 @@
+"""How long a collective takes by its plans: every message of every rank followed chunk by chunk, under a cost table's figures.
+
+Each rank has three *lanes*: its link outwards, its link inwards, and the kernel that folds; each does one thing at a time. A
+message keeps its sender's link for `message_seconds`, then each of its chunks for beta times its bytes; a chunk begins to
+arrive alpha after it began to leave, as soon as the receiver's link is free, and keeps that as long. What depends on what is
+followed element by element, as the executor does it: a chunk is sent on as soon as its elements are final, so a chain
+streams, and a ring folds one chunk while it receives the next. Actions on no elements stand for an order in time.
+
+Exact under that model: dependencies, bytes, and that lanes are shared, first come, first served (ties in the plan's order). The
+model leaves out copies inside a rank, credit, and that ranks of one host share its processors (the figures of a table that
+was fitted there have that in them).
+
+Beyond CHUNKS_MAX the closed form of the catalogue takes over (`select.seconds`). It knows the busiest rank only and waits
+for whole rounds, so it says more where rounds overlap and less where ranks wait for others that are as busy.
+
+Cost: about 50 us for each chunk of each message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Final, NamedTuple
+
+from ferrorpc.collectives.algorithms.catalogue import CHUNK_BYTES
+from ferrorpc.collectives.algorithms.entry import Entry
+from ferrorpc.collectives.algorithms.plan import Action, Buffer, Fold, FoldOwn, FoldUnder, Plan, Quantise, Receive, Region, Send
+from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.select import bytes_of, seconds
+from ferrorpc.errors import UsageError
+from ferrorpc.plans.timeline import Span, Timeline
+from ferrorpc.wire.cost_table import Costs
+
+CHUNKS_MAX: Final = 60_000
+"""Chunks of all messages together up to which a collective is followed: some seconds."""
+MILLISECOND: Final = 1e-3
+"""The time unit of timelines here."""
+OUTWARDS, INWARDS, FOLDING = range(3)
+_LANE_NAMES: Final = ("sends", "receives", "folds")
+_KINDS: Final = ("send", "receive", "fold")
+_WORDS: Final = ("to", "from", "+")
+_WORK_BYTES: Final = 4
+"""Of an element of WORK where halves are folded."""
+
+
+class CollectiveTimeline(Timeline):
+    """What the ranks of one collective do, in milliseconds."""
+
+    key = "to 3: sent to rank 3 · from 3: received from it · + 3: its part folded in · time in milliseconds"
+
+    def summary(self) -> str:
+        return f"predicted {self.makespan:.4g} ms"
+
+    def note(self, lane: int) -> str:
+        return f"busy {1 - self.bubbles[lane]:.0%}"
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one algorithm takes for one call, all ranks starting at once.
+
+    Attributes:
+        seconds: until the last rank ends.
+        messages, sent_bytes: the most that one rank sends.
+        steps: where it was followed, every step of every rank; None where this is the closed form.
+    """
+
+    algorithm: str
+    seconds: float
+    messages: float
+    sent_bytes: float
+    steps: Steps | None
+
+    def timeline(self, title: str) -> CollectiveTimeline:
+        """What each lane does when. Chunks of one message that follow one another are one span.
+
+        Raises:
+            UsageError: it was not followed.
+        """
+        if self.steps is None:
+            raise UsageError(
+                f"{self.algorithm} has too many messages here to be followed one by one", hint="ask for fewer ranks or bytes"
+            )
+        return self.steps.timeline(title)
+
+
+def predict(entry: Entry, call: Call, size: int, costs: Costs) -> Prediction:
+    """The time of one algorithm.
+
+    Args:
+        call: as the root makes it, or any rank where there is none.
+        costs: of the lane, for so many ranks.
+    """
+    cost = entry.cost(size, bytes_of(call) // (size if call.operation is Operation.SCATTER else 1))
+    messages = max(cost.rounds, cost.messages)
+    if size * (messages + cost.sent_bytes / CHUNK_BYTES) > CHUNKS_MAX:
+        return Prediction(entry.name, seconds(cost, costs), messages, cost.sent_bytes, None)
+    ranks = [_Rank(rank, entry.build(_call_on(call, rank), rank, size), _call_on(call, rank)) for rank in range(size)]
+    steps = Steps(costs, size)
+    _lower(entry.name, ranks, steps)
+    return Prediction(
+        entry.name, steps.run(), max(rank.messages for rank in ranks), max(rank.sent_bytes for rank in ranks), steps
+    )
+
+
+def _call_on(call: Call, rank: int) -> Call:
+    """The call as a rank makes it: only the root of a scatter brings arrays; that of a broadcast has been announced."""
+    if call.operation is Operation.SCATTER and rank != call.root:
+        return Call(call.operation, (), root=call.root)
+    return call
+
+
+def _lower(name: str, ranks: list[_Rank], steps: Steps) -> None:
+    """Turns all plans into steps, each listed after those it needs."""
+    flying: Flying = {}
+    waiting = ranks
+    while waiting:
+        moved = [rank.advance(steps, flying) for rank in waiting]
+        waiting = [rank for rank in waiting if rank.at < len(rank.plan.actions)]
+        if not any(moved):
+            raise UsageError(f"{name} never ends: {len(waiting)} ranks wait for messages that nobody sends")
+
+
+class Step(NamedTuple):
+    """A chunk on one lane of one rank, or (lane None) something that takes no time.
+
+    Attributes:
+        needs: steps that have to be over.
+        begun: a step of another rank whose *beginning* has to be `lag_seconds` ago; None for none.
+    """
+
+    rank: int
+    lane: int | None
+    seconds: float
+    needs: tuple[int, ...]
+    begun: int | None
+    lag_seconds: float
+    peer: int
+    action: int
+
+
+class Steps:
+    """All steps of all ranks, in an order in which each stands after those it needs, and when they run."""
+
+    def __init__(self, costs: Costs, size: int) -> None:
+        self.costs = costs
+        self.size = size
+        self.all: list[Step] = []
+        self.starts: list[float] = []
+
+    def add(self, step: Step) -> int:
+        self.all.append(step)
+        return len(self.all) - 1
+
+    def run(self) -> float:
+        """Finds when each step starts; returns when the last one ends, in seconds.
+
+        Steps are taken up in the order in which they become ready; none becomes ready before the one that set it free was
+        taken up, so whoever comes first to a lane is served first.
+        """
+        waits, wakes = self._dependencies()
+        ready = [0.0] * len(self.all)
+        starts = self.starts = [0.0] * len(self.all)
+        free = [0.0] * (3 * self.size)
+        queue = [(0.0, index) for index, count in enumerate(waits) if not count]
+        last = 0.0
+        while queue:
+            start, index = heappop(queue)
+            step = self.all[index]
+            if step.lane is not None:
+                place = 3 * step.rank + step.lane
+                start = max(start, free[place])
+                free[place] = start + step.seconds
+            starts[index] = start
+            last = max(last, start + step.seconds)
+            for other in wakes[index]:
+                after = self.all[other]
+                moment = start + (after.lag_seconds if after.begun == index else step.seconds)
+                ready[other] = max(ready[other], moment)
+                waits[other] -= 1
+                if not waits[other]:
+                    heappush(queue, (ready[other], other))
+        return last
+
+    def _dependencies(self) -> tuple[list[int], list[list[int]]]:
+        """How many steps each waits for, and which wait for it."""
+        waits: list[int] = []
+        wakes: list[list[int]] = [[] for _ in self.all]
+        for index, step in enumerate(self.all):
+            before = set(step.needs) if step.begun is None else {*step.needs, step.begun}
+            waits.append(len(before))
+            for need in before:
+                wakes[need].append(index)
+        return waits, wakes
+
+    def timeline(self, title: str) -> CollectiveTimeline:
+        """See `Prediction.timeline`."""
+        spans: dict[int, list[Span]] = {}
+        latest: dict[int, int] = {}
+        for index in sorted(range(len(self.all)), key=self.starts.__getitem__):
+            step = self.all[index]
+            if step.lane is None or not step.seconds:
+                continue
+            place = 3 * step.rank + step.lane
+            start = self.starts[index] / MILLISECOND
+            stop = start + step.seconds / MILLISECOND
+            drawn = spans.setdefault(place, [])
+            if drawn and latest[place] == step.action and start - drawn[-1].stop < stop * 1e-9:
+                start = drawn.pop().start
+            latest[place] = step.action
+            name = f"rank {step.rank} {_LANE_NAMES[step.lane]} {_WORDS[step.lane]} {step.peer}, action {step.action}"
+            text = f"{_WORDS[step.lane]} {step.peer}"
+            drawn.append(Span(name, len(spans), start, stop, _KINDS[step.lane], text))
+        places = sorted(spans)
+        lanes = [f"rank {place // 3} {_LANE_NAMES[place % 3]}" for place in places]
+        placed = [
+            Span(each.name, lane, each.start, each.stop, each.kind, each.text)
+            for lane, place in enumerate(places)
+            for each in spans[place]
+        ]
+        return CollectiveTimeline(lanes, placed, title)
+
+
+class _Chunk(NamedTuple):
+    """Elements [start, stop) of a message, the step in which they leave, and how long after its start they begin to arrive."""
+
+    start: int
+    stop: int
+    nbytes: int
+    step: int
+    lag_seconds: float
+
+
+Flying = dict[tuple[int, int, int], list[_Chunk]]
+"""Messages on their way, by source, destination and slot."""
+
+
+class _Piece(NamedTuple):
+    """Elements [start, stop) of an array: the steps that made them, and those that have read them since."""
+
+    start: int
+    stop: int
+    writers: tuple[int, ...]
+    readers: tuple[int, ...]
+
+
+class _Rank:
+    """One rank's plan, as far as it has become steps."""
+
+    def __init__(self, rank: int, plan: Plan, call: Call) -> None:
+        self.rank = rank
+        self.plan = plan
+        self.at = 0
+        self.messages = 0
+        self.sent_bytes = 0
+        dtype = call.inputs[0].dtype if call.inputs else None
+        self._itemsize = 1 if dtype is None else dtype.itemsize
+        self._work_itemsize = max(self._itemsize, _WORK_BYTES) if dtype is not None and dtype.is_half else self._itemsize
+        self._pieces: dict[tuple[Buffer, int], list[_Piece]] = {}
+        self._counts = {(Buffer.IN, item): math.prod(spec.shape) for item, spec in enumerate(call.inputs)}
+        self._counts |= {(Buffer.WORK, item): count for item, count in enumerate(plan.work_items)}
+        self._fence: tuple[int, ...] = ()
+        self._since: list[int] = []
+        """Steps since the last action that moved nothing, that one's included."""
+
+    def advance(self, steps: Steps, flying: Flying) -> bool:
+        """Turns into steps what it can; False when that was nothing."""
+        began = self.at
+        for action in self.plan.actions[began:]:
+            if isinstance(action, Receive | Fold | FoldUnder):
+                chunks = flying.pop((action.peer, self.rank, action.slot), None)
+                if chunks is None:
+                    break
+                self._take(steps, action, chunks)
+            elif isinstance(action, Send):
+                flying[self.rank, action.peer, action.slot] = self._send(steps, action)
+            else:
+                self._compute(steps, action)
+            if action.region.start == action.region.stop and self._since:
+                self._fence = (self._since[-1],)
+                self._since = [self._since[-1]]
+            self.at += 1
+        return self.at > began
+
+    def _add(
+        self,
+        steps: Steps,
+        lane: int | None,
+        took: float,
+        needs: Iterable[int],
+        peer: int,
+        begun: int | None = None,
+        lag_seconds: float = 0.0,
+    ) -> int:
+        index = steps.add(Step(self.rank, lane, took, tuple(needs), begun, lag_seconds, peer, self.at))
+        self._since.append(index)
+        return index
+
+    def _order(self, region: Region) -> tuple[int, ...]:
+        """What an action needs only for its place in time: all before it where it moves nothing, else the last of those."""
+        return self._fence if region.start != region.stop else tuple(self._since)
+
+    def _send(self, steps: Steps, action: Send) -> list[_Chunk]:
+        start, stop = self._bounds(action.region)
+        itemsize = self._work_itemsize if action.region.buffer is Buffer.WORK else self._itemsize
+        costs = steps.costs
+        chunks = []
+        after = self._order(action.region)
+        for first, last in _runs(start, stop, max(CHUNK_BYTES // itemsize, 1)):
+            nbytes = (last - first) * itemsize
+            needs = [*after, *self._writers(action.region, first, last)]
+            opening = costs.message_seconds if first == start else 0.0
+            sent = self._add(steps, OUTWARDS, opening + nbytes * costs.beta_seconds_per_byte, needs, action.peer)
+            self._read(action.region, first, last, sent)
+            chunks.append(_Chunk(first - start, last - start, nbytes, sent, opening + costs.alpha_seconds))
+            self.sent_bytes += nbytes
+        self.messages += 1
+        return chunks
+
+    def _take(self, steps: Steps, action: Receive | Fold | FoldUnder, chunks: list[_Chunk]) -> None:
+        region, costs = action.region, steps.costs
+        if region.stop is None:
+            self._counts[region.buffer, region.item] = chunks[-1].stop
+        after = self._order(region)
+        for chunk in chunks:
+            first, last = region.start + chunk.start, region.start + chunk.stop
+            before = self._before(region, first, last)
+            taking = chunk.nbytes * costs.beta_seconds_per_byte
+            made = self._add(steps, INWARDS, taking, after, action.peer, chunk.step, chunk.lag_seconds)
+            if not isinstance(action, Receive):
+                folding = chunk.nbytes * costs.gamma_seconds_per_byte
+                made = self._add(steps, FOLDING, folding, (made, *before), action.peer)
+            elif before:
+                made = self._add(steps, None, 0.0, (made, *before), action.peer)
+            self._write(region, first, last, (made,))
+
+    def _compute(self, steps: Steps, action: Action) -> None:
+        """What a rank does alone: only folding its own array takes time."""
+        if isinstance(action, Quantise | Send):
+            return
+        source = action.source if not isinstance(action, Receive | Fold | FoldUnder) else action.region
+        start, stop = self._bounds(source)
+        offset = action.region.start - start
+        if action.region.stop is None:
+            self._counts[action.region.buffer, action.region.item] = stop + offset
+        after = self._order(action.region)
+        itemsize = self._work_itemsize
+        for first, last in _runs(start, stop, max(CHUNK_BYTES // itemsize, 1)):
+            ready = self._writers(source, first, last)
+            before = self._before(action.region, first + offset, last + offset)
+            needs = (*after, *ready, *before)
+            if isinstance(action, FoldOwn):
+                folding = (last - first) * itemsize * steps.costs.gamma_seconds_per_byte
+                made = self._add(steps, FOLDING, folding, needs, self.rank)
+            elif needs:
+                made = self._add(steps, None, 0.0, needs, self.rank)
+            else:
+                continue
+            self._read(source, first, last, made)
+            self._write(action.region, first + offset, last + offset, (made,))
+
+    def _bounds(self, region: Region) -> tuple[int, int]:
+        stop = self._counts[region.buffer, region.item] if region.stop is None else region.stop
+        return region.start, stop
+
+    def _over(self, region: Region, first: int, last: int) -> list[_Piece]:
+        pieces = self._pieces.get((region.buffer, region.item), ())
+        return [piece for piece in pieces if piece.start < last and first < piece.stop]
+
+    def _writers(self, region: Region, first: int, last: int) -> set[int]:
+        return {writer for piece in self._over(region, first, last) for writer in piece.writers}
+
+    def _before(self, region: Region, first: int, last: int) -> set[int]:
+        """Who has to be done with these elements before they are written again."""
+        return {step for piece in self._over(region, first, last) for step in (*piece.writers, *piece.readers)}
+
+    def _read(self, region: Region, first: int, last: int, step: int) -> None:
+        key = region.buffer, region.item
+        pieces: list[_Piece] = []
+        for piece in self._pieces.get(key, ()):
+            if piece.start < last and first < piece.stop:
+                inside = piece._replace(start=max(piece.start, first), stop=min(piece.stop, last))
+                pieces += [*_outside(piece, first, last), inside._replace(readers=(*piece.readers, step))]
+            else:
+                pieces.append(piece)
+        if pieces:
+            self._pieces[key] = pieces
+
+    def _write(self, region: Region, first: int, last: int, writers: tuple[int, ...]) -> None:
+        if first == last:
+            return
+        key = region.buffer, region.item
+        kept = [part for piece in self._pieces.get(key, ()) for part in _outside(piece, first, last)]
+        self._pieces[key] = [*kept, _Piece(first, last, writers, ())]
+
+
+def _outside(piece: _Piece, first: int, last: int) -> list[_Piece]:
+    """What of a piece lies before and after [first, last)."""
+    if piece.stop <= first or last <= piece.start:
+        return [piece]
+    parts = (piece._replace(stop=first), piece._replace(start=last))
+    return [part for part in parts if part.start < part.stop]
+
+
+def _runs(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    """[start, stop) in runs of `step`; one empty run where there is nothing."""
+    if start == stop:
+        yield start, stop
+    for first in range(start, stop, step):
+        yield first, min(first + step, stop)

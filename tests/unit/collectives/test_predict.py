@@ -1,0 +1,112 @@
+"""Predicted times, held against closed forms worked out by hand and against the catalogue's."""
+
+from __future__ import annotations
+
+import pytest
+
+from ferrorpc.collectives.algorithms.catalogue import CATALOGUE, CHUNK_BYTES
+from ferrorpc.collectives.basis import Basis
+from ferrorpc.collectives.call import Call, Operation, example
+from ferrorpc.collectives.predict import CHUNKS_MAX, predict
+from ferrorpc.collectives.select import ANYWHERE, seconds
+from ferrorpc.errors import UsageError
+from ferrorpc.types import DType, ReduceOp, TensorSpec
+from ferrorpc.wire.cost_table import Costs
+
+ALPHA, MESSAGE, BETA, GAMMA = 1e-4, 1e-5, 1e-9, 2e-10
+COSTS = Costs(ALPHA, MESSAGE, BETA, GAMMA)
+MIB = 1 << 20
+
+
+def entry(operation: Operation, name: str, hosts=()):
+    return next(found for found in Basis(hosts=hosts).entries(operation) if found.name == name)
+
+
+def time_of(operation: str, name: str, nbytes: int, size: int, costs: Costs = COSTS) -> float:
+    return predict(entry(Operation(operation), name), example(operation, nbytes, size), size, costs).seconds
+
+
+def test_one_message_takes_alpha_its_opening_and_its_bytes():
+    assert time_of("broadcast", "direct", 4000, 2) == pytest.approx(ALPHA + MESSAGE + 4000 * BETA)
+    assert time_of("broadcast", "direct", 8 * MIB, 2) == pytest.approx(ALPHA + MESSAGE + 8 * MIB * BETA)
+
+
+def test_links_are_shared_one_message_after_the_other():
+    assert time_of("broadcast", "direct", 4000, 5) == pytest.approx(ALPHA + 4 * (MESSAGE + 4000 * BETA))
+    assert time_of("gather", "direct", 4000, 5) == pytest.approx(ALPHA + MESSAGE + 4 * 4000 * BETA)
+
+
+def test_chunks_stream_through_a_chain():
+    chunk = CHUNK_BYTES * BETA
+    assert time_of("broadcast", "chain", 8 * CHUNK_BYTES, 5) == pytest.approx(4 * (ALPHA + MESSAGE) + (8 + 3) * chunk)
+    assert time_of("broadcast", "chain", CHUNK_BYTES, 5) == pytest.approx(4 * (ALPHA + MESSAGE) + 4 * chunk)
+
+
+def test_a_small_ring_waits_for_every_round_and_folds_in_half_of_them():
+    part = 1000 * 4
+    rounds = 6 * (ALPHA + MESSAGE + part * BETA) + 3 * part * GAMMA
+    assert time_of("all_reduce", "ring", 4 * part, 4) == pytest.approx(rounds)
+
+
+def test_a_long_ring_folds_while_it_receives():
+    slices = 6 * 16 * MIB * BETA
+    found = time_of("all_reduce", "ring", 64 * MIB, 4)
+    assert slices < found < slices + 6 * (ALPHA + MESSAGE) + 3 * CHUNK_BYTES * (GAMMA + BETA)
+
+
+def test_rounds_on_no_elements_wait_for_one_another():
+    assert time_of("barrier", "dissemination", 0, 8) == pytest.approx(3 * (ALPHA + MESSAGE))
+    assert time_of("barrier", "direct", 0, 8) == pytest.approx(ALPHA + 7 * MESSAGE)
+
+
+def test_halves_travel_at_their_size_and_partial_sums_at_their_work_size():
+    half = TensorSpec(DType.FLOAT16, (1024,))
+
+    def sent(name: str) -> float:
+        return predict(entry(Operation.REDUCE, name), Call(Operation.REDUCE, (half,), ReduceOp.SUM, 0), 4, COSTS).sent_bytes
+
+    assert sent("direct") == 2048
+    assert sent("tree") == 4096
+
+
+LOOSE = {"tree", "pairwise", "scatter_all_gather", "bruck", "hierarchical"}
+"""Whose busiest rank is not who everybody waits for, or whose rounds overlap."""
+PAIRS = [(operation, found.name) for operation, entries in CATALOGUE.items() for found in entries if found.name not in LOOSE]
+
+
+@pytest.mark.parametrize(("operation", "name"), PAIRS, ids=lambda value: str(getattr(value, "value", value)))
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("nbytes", [4096, 16 * MIB])
+def test_the_closed_form_is_near_what_is_followed(operation, name, size, nbytes):
+    costs = ANYWHERE.costs(size)
+    call = example(operation.value, nbytes, size)
+    per_rank = nbytes // (size if operation is Operation.SCATTER else 1)
+    closed = seconds(entry(operation, name).cost(size, per_rank), costs)
+    assert 0.7 < predict(entry(operation, name), call, size, costs).seconds / closed < 1.4
+
+
+@pytest.mark.parametrize("operation", list(Operation))
+def test_every_algorithm_can_be_followed(operation):
+    for hosts in ((0, 0, 1, 1, 1), ()):
+        for found in Basis(hosts=hosts).entries(operation):
+            prediction = predict(found, example(operation.value, 3 * MIB, 5), 5, COSTS)
+            assert prediction.steps is not None
+            assert prediction.seconds >= ALPHA
+            lanes = prediction.timeline("a title")
+            assert lanes.makespan <= prediction.seconds * 1e3 * (1 + 1e-9)
+            assert all(busy <= lanes.makespan * (1 + 1e-9) for busy in lanes.busy)
+
+
+def test_what_is_too_large_to_be_followed_is_the_closed_form_and_cannot_be_drawn():
+    size = CHUNKS_MAX
+    prediction = predict(entry(Operation.ALL_REDUCE, "ring"), example("all_reduce", MIB, size), size, COSTS)
+    assert prediction.steps is None
+    assert prediction.seconds > 2 * (size - 1) * ALPHA
+    with pytest.raises(UsageError, match="too many messages"):
+        prediction.timeline("")
+
+
+def test_a_thousand_ranks_are_followed_where_their_messages_are_few():
+    prediction = predict(entry(Operation.BARRIER, "dissemination"), Call(Operation.BARRIER), 1024, COSTS)
+    assert prediction.steps is not None
+    assert prediction.seconds == pytest.approx(10 * (ALPHA + MESSAGE))
