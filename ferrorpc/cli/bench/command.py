@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
+
+import click
 
 from ferrorpc.cli.lazy import Entry, LazyGroup
 
@@ -12,9 +15,40 @@ MEASUREMENTS: Final = {
     "barrier": Entry("ferrorpc.cli.bench.barrier", "Named barriers of many members."),
 }
 
+
+@click.pass_context
+def _fit(context: click.Context, fit: Path | None, ranks: str) -> None:
+    """Runs where options of the group itself are given."""
+    if fit is None:
+        if context.invoked_subcommand is None:
+            click.echo(context.get_help())
+        return
+    if context.invoked_subcommand is not None:
+        raise click.UsageError("--fit is a measurement of its own: leave the other one away")
+    from ferrorpc.cli.bench.fit import table_of
+
+    if not all(part.strip().isdigit() and int(part) >= 2 for part in ranks.split(",")):
+        raise click.BadParameter("expected numbers of ranks from 2 on, separated by commas", param_hint="--ranks")
+    table = table_of(sorted({int(part) for part in ranks.split(",")}))
+    fit.write_text(table.text(), encoding="utf-8")
+    for lane, rows in table.lanes.items():
+        for count, costs in rows.items():
+            click.echo(f"{lane}, {count} ranks: {costs}")
+    click.echo(f"written to {fit}; a coordinator publishes it with --cost-table {fit}")
+
+
 command = LazyGroup(
     MEASUREMENTS,
     name="bench",
     help="Measure on this machine. Each takes --json, and runs its counterparts beside it where they are installed.",
-    no_args_is_help=True,
+    invoke_without_command=True,
+    callback=_fit,
+    params=[
+        click.Option(
+            ["--fit"],
+            type=click.Path(dir_okay=False, path_type=Path),
+            help="Measure what messages and folding cost between processes here, and write the cost table into this file.",
+        ),
+        click.Option(["--ranks"], default="2,4", show_default=True, help="With --fit: numbers of ranks to measure with."),
+    ],
 )

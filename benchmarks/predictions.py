@@ -1,0 +1,55 @@
+"""Predicted against measured times of all_reduce over gRPC: three algorithms, three sizes, real processes on this machine.
+
+    python -m benchmarks.predictions [--ranks 4] [--fitted-at 2] [--sizes 16KiB 1MiB 8MiB] [--seconds 0.3] [--json]
+
+A cost table is fitted as `ferrorpc bench --fit` does it, from all_gather and reduce_scatter: no all_reduce is in it. Then the
+simulator predicts with the row of the same number of ranks, and with that of another. The ratio is predicted / measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from ferrorpc.cli.bench.fit import Case, measure, table_of
+from ferrorpc.cli.table import table
+from ferrorpc.collectives.basis import LANE
+from ferrorpc.collectives.call import example
+from ferrorpc.collectives.predict import predict
+from ferrorpc.config import size_bytes
+
+ALGORITHMS = ("one_shot", "two_shot", "ring")
+HEADER = ("algorithm", "bytes", "measured ms", "predicted ms", "ratio", "from other ranks ms", "ratio ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--fitted-at", type=int, default=2, help="another number of ranks to fit at")
+    parser.add_argument("--sizes", nargs="+", default=["16KiB", "1MiB", "8MiB"])
+    parser.add_argument("--seconds", type=float, default=0.3)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    costs = table_of(sorted({options.ranks, options.fitted_at}), options.seconds).lanes[LANE]
+    cases = [Case("all_reduce", name, size_bytes(size)) for name in ALGORITHMS for size in options.sizes]
+    rows = []
+    for case, measured in zip(cases, measure(options.ranks, cases, options.seconds), strict=True):
+        call = example(case.operation, case.nbytes, options.ranks)
+        same, other = (
+            predict(case.entry, call, options.ranks, costs[fitted]).seconds for fitted in (options.ranks, options.fitted_at)
+        )
+        rows.append((case.algorithm, case.nbytes, measured, same, other))
+    if options.json:
+        sys.stdout.write(json.dumps(rows) + "\n")
+        return
+    sys.stdout.write("".join(f"fitted at {ranks} ranks: {found}\n" for ranks, found in costs.items()))
+    shown = [
+        (name, str(nbytes), f"{t * 1e3:.3f}", f"{same * 1e3:.3f}", f"{same / t:.2f}", f"{other * 1e3:.3f}", f"{other / t:.2f}")
+        for name, nbytes, t, same, other in rows
+    ]
+    sys.stdout.write(table(HEADER, shown, right=frozenset(HEADER[1:])) + "\n")
+
+
+if __name__ == "__main__":
+    main()
