@@ -15,6 +15,8 @@ from ferrorpc.errors import ConfigError
 
 DEFAULT_PORT: Final = 29700
 DEFAULT_HTTP_PORT: Final = 29701
+LANES_MAX: Final = 16
+"""Streams that one rank may open to another."""
 PREFIX: Final = "FERRORPC_"
 _SECONDS: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0}
 _BYTES: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 1000, "MB": 10**6, "GB": 10**9}
@@ -41,6 +43,13 @@ def whole_number(text: str) -> int:
     """ "0", "17"."""
     if not (text.isascii() and text.isdigit()):
         raise ValueError("expected a whole number")
+    return int(text)
+
+
+def lanes(text: str) -> int:
+    """How many connections to a peer, "1" to "16"."""
+    if not 1 <= whole_number(text) <= LANES_MAX:
+        raise ValueError(f"expected a number from 1 to {LANES_MAX}")
     return int(text)
 
 
@@ -132,6 +141,7 @@ SETTINGS: Final = (
     Setting("rank_hint", None, whole_number, "the rank to give this member where it is free"),
     Setting("backend", "auto", str, "who performs operations", ("auto", "grpc", "simulated", "nccl", "hybrid")),
     Setting("transport", "auto", str, "how tensors travel between ranks", ("auto", "grpc", "shared_memory")),
+    Setting("lanes", 1, lanes, "gRPC connections to each peer that the chunks of large messages are dealt out to, 1 to 16"),
     Setting("bind", "127.0.0.1", str, "address this worker listens on"),
     Setting(
         "advertise",

@@ -93,7 +93,7 @@ def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerSer
     host = socket.gethostname()
     advertised = advertised_host(address, config)
     token, tls = read_token(config["token_file"]), peer_tls(config)
-    server = WorkerServer(config["bind"], advertised, SYSTEM_CLOCK, token, tls=tls)
+    server = WorkerServer(config["bind"], advertised, SYSTEM_CLOCK, token, tls=tls, lanes=config["lanes"])
     try:
         session = RemoteSession.join(
             address,

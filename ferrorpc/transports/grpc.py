@@ -1,22 +1,27 @@
 """The transport over gRPC: one stream per ordered pair of ranks, dialled by the sender at first use.
 
-What a rank sends to a peer goes out on its lane to it (grpc_lane.py); grants and answers for what a peer sends go back on that
-peer's inlet (grpc_inlet.py). A stream that ends without a goodbye is a suspicion, told once per peer; who is right is decided
-elsewhere. A peer that has said goodbye is gone without fault: only what is still sent to it finds its link lost.
+Where a rank has several lanes to a peer, each on a connection of its own, the chunks of a message are dealt out to them in
+turn; whatever fits one chunk, and every question, takes the first. What a rank sends to a peer goes out on its lanes to it
+(grpc_lane.py); grants and answers for what a peer sends go back on that peer's first inlet (grpc_inlet.py). A stream that ends
+without a goodbye is a suspicion, told once per peer; who is right is decided elsewhere. A peer that has said goodbye is gone
+without fault: only what is still sent to it finds its link lost.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
 
+from ferrorpc.config import LANES_MAX
 from ferrorpc.errors import CodecError, FerroError, GroupClosedError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports import control
 from ferrorpc.transports.base import Transport
+from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.grpc_inlet import GOODBYE, Inlet, refusal
 from ferrorpc.transports.grpc_lane import Lane
 from ferrorpc.transports.grpc_server import PROTOCOL_VERSION, WorkerServer
@@ -66,12 +71,15 @@ class GrpcTransport(Transport):
         self._on_link_lost = on_link_lost
         self._dial_seconds = dial_seconds
         self._lock = threading.Lock()
-        self._lanes: dict[int, Lane] = {}
-        self._inlets: dict[int, Inlet] = {}
-        self._opened: set[int] = set()
+        self._lanes: dict[tuple[int, int], Lane] = {}
+        """By (peer, number)."""
+        self._inlets: dict[tuple[int, int], Inlet] = {}
+        """By (source, number)."""
         self._left: dict[int, float] = {}
-        self._finished: set[int] = set()
-        self._carried: set[int] = set()
+        self._streams: dict[int, int] = {}
+        """How many streams a peer that said goodbye had opened to this rank."""
+        self._ended: Counter[int] = Counter()
+        """How many of a peer's streams are over."""
         self._asked: set[tuple[int, Key]] = set()
         self._lost: set[int] = set()
         self._closing = False
@@ -88,13 +96,13 @@ class GrpcTransport(Transport):
         payload: np.ndarray[Any, Any] | None,
         room: Callable[[], None],
     ) -> bool:
-        lane = self._lane_to(peer)
+        lane = self._lane_to(peer, offset // CHUNK_BYTES % self._server.lanes)
         if lane is None:
             return True
         size_bytes = 0 if payload is None else payload.size
         if not lane.outbox.reserve(size_bytes, room):
             return False
-        self._carried.add(peer)
+        lane.carried = True
         lane.outbox.put_frame(encode(key, header, offset, b"" if payload is None else payload.data), size_bytes)
         return True
 
@@ -109,8 +117,11 @@ class GrpcTransport(Transport):
             lane.outbox.put(transport_pb2.DataMessage(probe=control.probe_of(key, signature)).SerializeToString())
 
     def traffic(self) -> dict[int, tuple[str, int]]:
+        carried_bytes: Counter[int] = Counter()
         with self._lock:
-            return {peer: ("grpc", lane.outbox.carried_bytes) for peer, lane in self._lanes.items()}
+            for (peer, _), lane in self._lanes.items():
+                carried_bytes[peer] += lane.outbox.carried_bytes
+        return {peer: ("grpc", size_bytes) for peer, size_bytes in carried_bytes.items()}
 
     def close(self, timeout: float) -> None:
         with self._lock:
@@ -120,8 +131,9 @@ class GrpcTransport(Transport):
             lanes, inlets = list(self._lanes.values()), list(self._inlets.values())
         broken = self._latch.cause is not None
         deadline = self._clock.now() + (min(timeout, BROKEN_SECONDS) if broken else timeout)
+        streams = Counter(lane.peer for lane in lanes)
         for lane in lanes:
-            lane.finish(discard=broken)
+            lane.finish(streams[lane.peer], discard=broken)
         for inlet in inlets:
             inlet.finish()
         ends: list[Lane | Inlet] = [*lanes, *inlets]
@@ -134,33 +146,37 @@ class GrpcTransport(Transport):
 
     # -- what the server calls -----------------------------------------------------------------------------------------
 
-    def serve(self, source: int, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """Runs the stream from `source` until it ends; the caller's thread writes what goes back."""
+    def serve(self, source: int, lane: int, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Runs stream `lane` from `source` until it ends; the caller's thread writes what goes back."""
         inlet = Inlet(source, requests, self)
         with self._lock:
-            refused = GOODBYE if self._closing else self._refuse(source)
+            refused = GOODBYE if self._closing else self._refuse(source, lane)
             if refused is None:
-                self._inlets[source] = inlet
+                self._inlets[source, lane] = inlet
         if refused is not None:
             yield refused
             return
         if not context.add_callback(inlet.hang_up):
             inlet.hang_up()
-        self._clock.start(inlet.read, f"ferrorpc-read-from-{source}")
+        self._clock.start(inlet.read, f"ferrorpc-read-{lane}-from-{source}")
         yield transport_pb2.ControlMessage(
             opened=transport_pb2.Opened(generation=self.assignment.generation)
         ).SerializeToString()
         yield from inlet.answers()
 
-    def _refuse(self, source: int) -> bytes | None:
-        if source not in self._inlets:
+    def _refuse(self, source: int, lane: int) -> bytes | None:
+        if (source, lane) in self._inlets:
+            what = "twice in one generation"
+        elif lane >= LANES_MAX:
+            what = f"as stream {lane} of a pair, which may have {LANES_MAX}"
+        else:
             return None
-        return refusal(FerroError(f"rank {source} dialled rank {self.rank} twice in one generation"))
+        return refusal(FerroError(f"rank {source} dialled rank {self.rank} {what}"))
 
     # -- what lanes and inlets tell ------------------------------------------------------------------------------------
 
-    def lane_answered(self, peer: int, message: transport_pb2.ControlMessage) -> None:
-        kind = message.WhichOneof("body")
+    def lane_answered(self, lane: Lane, message: transport_pb2.ControlMessage) -> None:
+        kind, peer = message.WhichOneof("body"), lane.peer
         if kind == "grant":
             control.take_grant(self.mailbox, peer, message.grant)
         elif kind == "probe_answer":
@@ -171,16 +187,16 @@ class GrpcTransport(Transport):
         elif kind == "refused":
             self._fail(peer, restore(message.refused))
         elif kind == "opened":
-            self._opened.add(peer)
+            lane.opened = True
         elif kind == "goodbye":
             self._left.setdefault(peer, self._clock.now())
-            if peer not in self._opened and peer in self._carried:
+            if lane.carried and not lane.opened:
                 # It had left before this lane reached it, so what was sent on it has arrived nowhere.
                 self._lose(peer, _GONE.format(peer))
 
-    def lane_ended(self, peer: int, reason: str) -> None:
-        if reason and peer not in self._left:
-            self._lose(peer, reason)
+    def lane_ended(self, lane: Lane, reason: str) -> None:
+        if reason and lane.peer not in self._left:
+            self._lose(lane.peer, reason)
 
     def frame_arrived(self, frame: Frame) -> None:
         self.mailbox.deliver(frame)
@@ -189,9 +205,11 @@ class GrpcTransport(Transport):
         answer = control.answer_of(self.mailbox, key, signature)
         self._answer(source, transport_pb2.ControlMessage(probe_answer=answer))
 
-    def inlet_ended(self, source: int, goodbye: bool, reason: str) -> None:
-        self._finished.add(source)
-        if goodbye:
+    def inlet_ended(self, source: int, streams: int, reason: str) -> None:
+        with self._lock:
+            self._ended[source] += 1
+        if streams:
+            self._streams[source] = streams
             self._left.setdefault(source, self._clock.now())
         elif source not in self._left:
             self._lose(source, reason)
@@ -201,15 +219,15 @@ class GrpcTransport(Transport):
 
     # -- links ---------------------------------------------------------------------------------------------------------
 
-    def _lane_to(self, peer: int) -> Lane | None:
-        """The lane to a peer, dialled at first use; None where nothing can be sent any more, which has been told."""
+    def _lane_to(self, peer: int, number: int = 0) -> Lane | None:
+        """A lane to a peer, dialled at first use; None where nothing can be sent any more, which has been told."""
         self._latch.check()
-        lane = self._lanes.get(peer)
+        lane = self._lanes.get((peer, number))
         if self._closing or peer in self._left or peer in self._lost or lane is None:
-            lane = self._new_lane_to(peer)
+            lane = self._new_lane_to(peer, number)
         return lane
 
-    def _new_lane_to(self, peer: int) -> Lane | None:
+    def _new_lane_to(self, peer: int, number: int) -> Lane | None:
         if peer in self._left:
             self._lose(peer, _GONE.format(peer))
         with self._lock:
@@ -217,29 +235,32 @@ class GrpcTransport(Transport):
                 raise GroupClosedError(f"rank {self.rank} has closed its streams")
             if peer in self._lost or peer in self._left:
                 return None
-            lane = self._lanes.get(peer)
+            lane = self._lanes.get((peer, number))
             if lane is None:
-                address, opening = self.assignment.peers[peer].address, self._opening(peer)
+                address, opening = self.assignment.peers[peer].address, self._opening(peer, number)
                 channel = self._server.dial(address)
-                lane = self._lanes[peer] = Lane(peer, address, channel, opening, self, self._clock, self._dial_seconds)
+                lane = Lane(peer, number, address, channel, opening, self, self._clock, self._dial_seconds)
+                self._lanes[peer, number] = lane
             return lane
 
     def _may_still_arrive(self, peer: int, key: Key) -> bool:
         """Whether the part of a peer that said goodbye can be on its way: a goodbye on this rank's lane may overtake it.
 
-        Once the peer's own stream has ended as well, all of it lies in the mailbox. The operation that asks may be about to
+        Once the peer's own streams have ended as well, all of it lies in the mailbox. The operation that asks may be about to
         look there: only when it asks again has it found nothing.
         """
         left_at = self._left.get(peer)
         if left_at is None:
             return False
-        if peer in self._finished:
+        with self._lock:
+            ended, begun = self._ended[peer], sum(source == peer for source, _ in self._inlets)
+        if ended >= self._streams.get(peer, 1):
             asked_first = (peer, key) not in self._asked
             self._asked.add((peer, key))
             return asked_first
-        return peer in self._inlets or self._clock.now() - left_at < OVERTAKEN_SECONDS
+        return begun > ended or self._clock.now() - left_at < OVERTAKEN_SECONDS
 
-    def _opening(self, peer: int) -> bytes:
+    def _opening(self, peer: int, lane: int) -> bytes:
         opening = transport_pb2.Open(
             protocol_version=PROTOCOL_VERSION,
             job=self.assignment.job,
@@ -248,12 +269,13 @@ class GrpcTransport(Transport):
             source_rank=self.rank,
             target_rank=peer,
             token=self._server.token,
+            lane=lane,
         )
         return transport_pb2.DataMessage(open=opening).SerializeToString()
 
     def _answer(self, peer: int, message: transport_pb2.ControlMessage) -> None:
         """Sends back on the peer's inlet; a peer without one has nothing to be told."""
-        inlet = self._inlets.get(peer)
+        inlet = self._inlets.get((peer, 0))
         if inlet is not None:
             inlet.outbox.put(message.SerializeToString())
 

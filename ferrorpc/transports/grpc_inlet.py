@@ -52,8 +52,8 @@ class InletOwner(Protocol):
     def probe_arrived(self, source: int, key: Key, signature: str) -> None:
         """A question; its answer goes back with `Inlet.put`."""
 
-    def inlet_ended(self, source: int, goodbye: bool, reason: str) -> None:
-        """The stream is over: with a goodbye, or for this reason."""
+    def inlet_ended(self, source: int, streams: int, reason: str) -> None:
+        """The stream is over: with a goodbye that speaks of so many streams of this source, or (0) for this reason."""
 
     def inlet_failed(self, source: int, error: FerroError) -> None:
         """The peer sent something that ends the generation."""
@@ -72,15 +72,15 @@ class Inlet:
 
     def read(self) -> None:
         """The reader's thread: until the stream ends or brings something that cannot be."""
-        goodbye = False
+        streams = 0
         reason = "its stream ended without a goodbye"
         try:
             for data in self._requests:
                 message = read_message(data, self.source)
                 if isinstance(message, Frame):
                     self._owner.frame_arrived(message)
-                elif not self._control(message):
-                    goodbye = True
+                else:
+                    streams = self._control(message) or streams
         except CodecError as error:
             self.outbox.finish(refusal(error), discard=True)
             self._owner.inlet_failed(self.source, error)
@@ -89,16 +89,16 @@ class Inlet:
             reason = "its stream broke"
         self.outbox.finish()
         if not self._finishing:
-            self._owner.inlet_ended(self.source, goodbye, reason)
+            self._owner.inlet_ended(self.source, streams, reason)
 
-    def _control(self, message: transport_pb2.DataMessage) -> bool:
-        """Handles a small message; False for a goodbye. One that only a newer version knows is passed over."""
+    def _control(self, message: transport_pb2.DataMessage) -> int:
+        """Handles a small message; of a goodbye, of how many streams it speaks. One of a newer version is passed over."""
         kind = message.WhichOneof("body")
         if kind == "probe":
             self._owner.probe_arrived(self.source, *question_in(message.probe, self.source))
         elif kind == "open":
             raise CodecError(f"rank {self.source} opened its stream twice")
-        return kind != "goodbye"
+        return max(message.goodbye.streams, 1) if kind == "goodbye" else 0
 
     def answers(self) -> Iterator[bytes]:
         """The call's thread: what goes back, until `finish` or the end of the stream."""

@@ -25,21 +25,19 @@ REDIAL_SECONDS: Final = 0.25
 REFUSED_SECONDS: Final = 2.0
 """How long nobody may listen at a peer's address before the peer counts as lost."""
 
-GOODBYE: Final = transport_pb2.DataMessage(goodbye=transport_pb2.Goodbye()).SerializeToString()
-
 
 class LaneOwner(Protocol):
     """Who is told what happens on a lane. Called on the lane's thread; must not block."""
 
-    def lane_answered(self, peer: int, message: transport_pb2.ControlMessage) -> None:
+    def lane_answered(self, lane: Lane, message: transport_pb2.ControlMessage) -> None:
         """The peer sent a control message."""
 
-    def lane_ended(self, peer: int, reason: str) -> None:
+    def lane_ended(self, lane: Lane, reason: str) -> None:
         """The lane is over. `reason`: why, empty when this side had said goodbye."""
 
 
 class Lane:
-    """One stream to `peer`. Dials at once, and again for `dial_seconds` where nobody answers.
+    """Stream `number` to `peer`. Dials at once, and again for `dial_seconds` where nobody answers.
 
     Args:
         address: host:port of the peer's server, where `channel` leads. The lane closes the channel.
@@ -49,6 +47,7 @@ class Lane:
     def __init__(
         self,
         peer: int,
+        number: int,
         address: str,
         channel: grpc.Channel,
         opening: bytes,
@@ -57,6 +56,11 @@ class Lane:
         dial_seconds: float,
     ) -> None:
         self.peer = peer
+        self.number = number
+        self.carried = False
+        """Whether a frame was ever put on it."""
+        self.opened = False
+        """Whether the peer has taken it."""
         self.outbox = Outbox()
         self._address = address
         self._opening = opening
@@ -69,12 +73,17 @@ class Lane:
         self._finishing = False
         self._cancelled = threading.Event()
         self._ended = threading.Event()
-        clock.start(self._run, f"ferrorpc-lane-to-{peer}")
+        clock.start(self._run, f"ferrorpc-lane-{number}-to-{peer}")
 
-    def finish(self, *, discard: bool) -> None:
-        """Says goodbye after what is queued (which `discard` drops). The lane ends once the peer has read that."""
+    def finish(self, streams: int, *, discard: bool) -> None:
+        """Says goodbye after what is queued (which `discard` drops). The lane ends once the peer has read that.
+
+        Args:
+            streams: how many of them this rank has opened to the peer.
+        """
         self._finishing = True
-        self.outbox.finish(GOODBYE, discard=discard)
+        goodbye = transport_pb2.DataMessage(goodbye=transport_pb2.Goodbye(streams=streams))
+        self.outbox.finish(goodbye.SerializeToString(), discard=discard)
 
     def wait(self, seconds: float) -> bool:
         """Whether the lane ended within so many seconds."""
@@ -99,7 +108,7 @@ class Lane:
         self._ended.set()
         if not self._committed:
             reason = f"it could not be reached in {self._clock.now() - began:.1f} s: {reason}"
-        self._owner.lane_ended(self.peer, "" if self._finishing else reason)
+        self._owner.lane_ended(self, "" if self._finishing else reason)
 
     def _hopeless(self, waited_seconds: float) -> bool:
         """Whether dialling any longer is of no use."""
@@ -116,7 +125,7 @@ class Lane:
         try:
             for data in call:
                 self._committed = True
-                self._owner.lane_answered(self.peer, transport_pb2.ControlMessage.FromString(data))
+                self._owner.lane_answered(self, transport_pb2.ControlMessage.FromString(data))
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
         except DecodeError:

@@ -53,8 +53,8 @@ class Seat(Protocol):
 
     assignment: Assignment
 
-    def serve(self, source: int, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """Runs a stream from rank `source` on the calling thread: yields what goes back."""
+    def serve(self, source: int, lane: int, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """Runs stream `lane` from rank `source` on the calling thread: yields what goes back."""
 
     def close(self, timeout: float) -> None:
         """Says goodbye on every stream, in at most `timeout` seconds."""
@@ -68,6 +68,7 @@ class WorkerServer:
         advertise_host: the host that peers are told to dial.
         token: the job's secret; streams must bring the same. Empty for none.
         tls: certificate and authority of this rank; None for plain connections.
+        lanes: streams to each peer that the chunks of large messages are dealt out to, 1 to LANES_MAX.
         patience_seconds: how long a stream may take to say what it is, or to wait for a newer generation.
 
     Raises:
@@ -82,11 +83,13 @@ class WorkerServer:
         token: str = "",
         *,
         tls: Tls | None = None,
+        lanes: int = 1,
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
         keep_freed_memory()
         self.clock = clock
         self.token = token
+        self.lanes = lanes
         self._tls = tls
         self._patience_seconds = patience_seconds
         self._changed = threading.Condition()
@@ -151,7 +154,7 @@ class WorkerServer:
             return
         except grpc.RpcError:
             return
-        yield from seat.serve(opening.source_rank, requests, context)
+        yield from seat.serve(opening.source_rank, opening.lane, requests, context)
 
     def _opening(self, requests: Iterator[bytes], context: Any) -> transport_pb2.Open:
         """The first message, once it has proved that its sender belongs to the job."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from ferrorpc.errors import CollectiveMismatchError, FerroError
+from ferrorpc.transports.chunks import Chunks
 from ferrorpc.transports.credit import EAGER_BYTES
 from ferrorpc.transports.pairwise import Inbound, Post
 from ferrorpc.v1 import transport_pb2
@@ -51,7 +52,7 @@ class Box:
         self.signature: str | None = None
         """The local call's; None until this rank has entered."""
         self.wake: Callable[[], None] = _nobody
-        self.frames: dict[tuple[int, int], deque[Frame]] = {}
+        self.frames: dict[tuple[int, int], Chunks] = {}
         """Chunks by (source, slot), in order."""
         self.news: deque[tuple[int, int]] = deque()
         """(source, slot) of each chunk since its driver last looked."""
@@ -67,8 +68,8 @@ class Box:
         place = (frame.source, frame.header.slot)
         queue = self.frames.get(place)
         if queue is None:
-            queue = self.frames[place] = deque()
-        queue.append(frame)
+            queue = self.frames[place] = Chunks()
+        queue.put(frame)
         self.news.append(place)
         if frame.offset == 0 and frame.header.total > EAGER_BYTES:
             self.ungranted.append(place)

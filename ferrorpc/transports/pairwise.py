@@ -11,6 +11,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 
+from ferrorpc.transports.chunks import Chunks
 from ferrorpc.transports.credit import EAGER_BYTES
 from ferrorpc.wire.frames import Frame
 
@@ -22,7 +23,7 @@ class Message:
 
     def __init__(self, first: Frame) -> None:
         self.header = first.header
-        self.frames: deque[Frame] = deque()
+        self.frames = Chunks()
         """Filled by the mailbox, emptied by the recv it is matched to."""
         self.needs_grant = first.header.total > EAGER_BYTES
         """Long, and its sender still waits for the grant of its later chunks."""
@@ -55,7 +56,7 @@ class Inbound:
         message = self._messages.get(number)
         if message is None:
             message = self._messages[number] = Message(frame)
-        message.frames.append(frame)
+        message.frames.put(frame)
         post = self._matched.get(number)
         return self._match() if post is None else [post]
 

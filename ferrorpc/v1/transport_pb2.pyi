@@ -91,6 +91,7 @@ class Open(google.protobuf.message.Message):
     SOURCE_RANK_FIELD_NUMBER: builtins.int
     TARGET_RANK_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
+    LANE_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
     job: builtins.str
     cluster_id: builtins.str
@@ -98,6 +99,8 @@ class Open(google.protobuf.message.Message):
     source_rank: builtins.int
     target_rank: builtins.int
     token: builtins.str
+    lane: builtins.int
+    """Which stream of this pair it is; the first is 0."""
     def __init__(
         self,
         *,
@@ -108,8 +111,9 @@ class Open(google.protobuf.message.Message):
         source_rank: builtins.int = ...,
         target_rank: builtins.int = ...,
         token: builtins.str = ...,
+        lane: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "generation", b"generation", "job", b"job", "protocol_version", b"protocol_version", "source_rank", b"source_rank", "target_rank", b"target_rank", "token", b"token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "generation", b"generation", "job", b"job", "lane", b"lane", "protocol_version", b"protocol_version", "source_rank", b"source_rank", "target_rank", b"target_rank", "token", b"token"]) -> None: ...
 
 Global___Open: typing_extensions.TypeAlias = Open
 
@@ -117,9 +121,15 @@ Global___Open: typing_extensions.TypeAlias = Open
 class Goodbye(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    STREAMS_FIELD_NUMBER: builtins.int
+    streams: builtins.int
+    """How many streams the sender of this message has opened to its receiver; 0 means one."""
     def __init__(
         self,
+        *,
+        streams: builtins.int = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["streams", b"streams"]) -> None: ...
 
 Global___Goodbye: typing_extensions.TypeAlias = Goodbye
 

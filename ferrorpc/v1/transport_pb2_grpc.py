@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class WorkerServiceStub(object):
     """What each rank serves to its peers. One stream per ordered pair of ranks, dialled by the sender at first use: frames go
-    with it, control messages come back on it.
+    with it, control messages come back on it. A sender may open further streams to the same peer and deal the chunks of a
+    message out to them; control messages come back on the first.
     """
 
     def __init__(self, channel):
@@ -45,7 +46,8 @@ class WorkerServiceStub(object):
 
 class WorkerServiceServicer(object):
     """What each rank serves to its peers. One stream per ordered pair of ranks, dialled by the sender at first use: frames go
-    with it, control messages come back on it.
+    with it, control messages come back on it. A sender may open further streams to the same peer and deal the chunks of a
+    message out to them; control messages come back on the first.
     """
 
     def Stream(self, request_iterator, context):
@@ -72,7 +74,8 @@ def add_WorkerServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class WorkerService(object):
     """What each rank serves to its peers. One stream per ordered pair of ranks, dialled by the sender at first use: frames go
-    with it, control messages come back on it.
+    with it, control messages come back on it. A sender may open further streams to the same peer and deal the chunks of a
+    message out to them; control messages come back on the first.
     """
 
     @staticmethod

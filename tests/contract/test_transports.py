@@ -325,8 +325,8 @@ def assignment_of(rank: int, servers: list[WorkerServer]) -> Assignment:
 
 
 @contextmanager
-def grpc_servers(count: int) -> Iterator[list[WorkerServer]]:
-    servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, "secret") for _ in range(count)]
+def grpc_servers(count: int, lanes: int = 1) -> Iterator[list[WorkerServer]]:
+    servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, "secret", lanes=lanes) for _ in range(count)]
     try:
         yield servers
     finally:
@@ -348,14 +348,21 @@ class TestGrpc(BoundedTransportContract):
     """Streams between two servers."""
 
     kind = "grpc"
+    lanes = 1
 
     @contextmanager
     def ends(self) -> Iterator[tuple[End, End]]:
-        with grpc_servers(2) as servers:
+        with grpc_servers(2, self.lanes) as servers:
             first, second = End(0), End(1)
             for end in (first, second):
                 end.transport = grpc_transport(end, servers)
             yield first, second
+
+
+class TestGrpcWithSeveralLanes(TestGrpc):
+    """Three streams each way, on three connections."""
+
+    lanes = 3
 
 
 class TestSharedMemory(BoundedTransportContract):

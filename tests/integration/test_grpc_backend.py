@@ -42,10 +42,10 @@ class GrpcWorld:
         transport: what all ranks are told to use, or each of them.
     """
 
-    def __init__(self, size: int, min_size: int | None = None, transport: str | Sequence[str] = "grpc") -> None:
+    def __init__(self, size: int, min_size: int | None = None, transport: str | Sequence[str] = "grpc", lanes: int = 1) -> None:
         transports = [transport] * size if isinstance(transport, str) else transport
         self.world = LocalWorld(size, min_size=min_size)
-        self.servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, "token") for _ in range(size)]
+        self.servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, "token", lanes=lanes) for _ in range(size)]
         addresses = {f"member-{rank}": server.address for rank, server in enumerate(self.servers)}
         places = []
         for rank, server in enumerate(self.servers):
@@ -110,6 +110,21 @@ def test_all_reduce_over_grpc_is_the_left_fold_and_bitwise_that_of_the_simulated
     simulated = on_every_rank(SimulatedBackend.create_group(world_size), lambda backend: all_reduce(backend, size))
     for result in (*results, *simulated):
         assert result.tobytes() == expected.tobytes()
+
+
+def test_large_messages_are_dealt_out_to_several_lanes_and_the_bits_stay_the_same() -> None:
+    size = 4_000_003
+    expected = (values_of(0, size) + values_of(1, size)).tobytes()
+    with GrpcWorld(2, lanes=3) as world:
+        for number in (1, 2):
+            results = on_every_rank(world.backends, lambda backend, n=number: all_reduce(backend, size, n))
+            assert [result.tobytes() for result in results] == [expected] * 2
+        for backend in world.backends:
+            ((_, sent_bytes),) = backend.transport.traffic().values()
+            assert sent_bytes == 2 * 4 * size
+            lanes = backend.transport._lanes
+            assert sorted(lanes) == [(1 - backend.rank, number) for number in range(3)]
+            assert all(lane.outbox.carried_bytes > sent_bytes // 5 for lane in lanes.values())
 
 
 @pytest.mark.parametrize("wire", ["bf16", "f16", "int8"])

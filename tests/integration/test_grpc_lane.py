@@ -80,9 +80,13 @@ def assignment_of(
     return Assignment(job, cluster, generation, rank, peers)
 
 
-@pytest.fixture
-def servers() -> Iterator[list[WorkerServer]]:
-    made = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, "secret", patience_seconds=2.0) for _ in range(2)]
+@pytest.fixture(params=[1])
+def servers(request: pytest.FixtureRequest) -> Iterator[list[WorkerServer]]:
+    """Two servers; with as many lanes as an indirect parameter says."""
+    made = [
+        WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, "secret", lanes=request.param, patience_seconds=2.0)
+        for _ in range(2)
+    ]
     yield made
     for server in made:
         server.close()
@@ -133,6 +137,37 @@ def test_a_full_lane_says_so_and_tells_when_there_is_room_again(servers: list[Wo
     assert told == [1]
     box = receiver.box(Key(0, 0, 1))
     wait_for(lambda: len(box.frames.get((0, 0), ())) == accepted, "every accepted chunk")
+
+
+@pytest.mark.parametrize("servers", [3], indirect=True, ids=["three_lanes"])
+def test_all_of_a_peer_that_left_is_here_once_each_of_its_streams_has_ended(pair: list[Rank]) -> None:
+    key = Key(0, 0, 1)
+    box = pair[1].box(key)
+    send(pair[0], 1, key, random_bytes(3 * CHUNK_BYTES))
+    wait_for(lambda: len(box.frames.get((0, 0), ())) == 3, "all chunks")
+    inlets = list(pair[1].transport._inlets.values())
+    assert len(inlets) == 3
+    # The goodbye of the first stream overtakes the end of the others.
+    pair[1].transport.inlet_ended(0, 3, "")
+    for _ in range(3):
+        pair[1].transport.probe(0, key, "a()")
+    assert pair[1].lost == []
+    for _ in range(2):
+        pair[1].transport.inlet_ended(0, 3, "")
+    pair[1].transport.probe(0, key, "a()")
+    assert pair[1].lost == []
+    pair[1].transport.probe(0, key, "a()")
+    assert pair[1].lost == [(0, "rank 0 has left")]
+
+
+@pytest.mark.parametrize("servers", [3], indirect=True, ids=["three_lanes"])
+def test_a_stream_that_breaks_is_a_lost_link_whichever_of_several_it_is(pair: list[Rank]) -> None:
+    box = pair[1].box(Key(0, 0, 1))
+    send(pair[0], 1, Key(0, 0, 1), random_bytes(3 * CHUNK_BYTES))
+    wait_for(lambda: len(box.frames.get((0, 0), ())) == 3, "all chunks")
+    pair[0].transport._lanes[1, 2].cancel()
+    wait_for(lambda: pair[1].lost, "the lost link")
+    assert [peer for peer, _ in pair[1].lost] == [0]
 
 
 def test_a_peer_that_does_not_answer_is_told_once_with_the_reason(servers: list[WorkerServer]) -> None:
@@ -244,6 +279,7 @@ def test_a_second_stream_of_one_peer_is_refused(pair: list[Rank]) -> None:
     send(pair[0], 1, Key(0, 0, 1), random_bytes(1))
     wait_for(lambda: box.frames, "the frame")
     assert "twice" in refusal_of(pair[1].server).message
+    assert "may have 16" in refusal_of(pair[1].server, lane=16).message
 
 
 @pytest.mark.parametrize("first", [b"\xff\xff", b"", transport_pb2.DataMessage(goodbye={}).SerializeToString()], ids=bytes.hex)
@@ -262,7 +298,7 @@ def test_a_stream_that_says_nothing_is_ended(servers: list[WorkerServer]) -> Non
 
 def test_bytes_that_are_no_message_end_the_generation_with_a_codec_error_on_both_sides(pair: list[Rank]) -> None:
     send(pair[0], 1, Key(0, 0, 1), random_bytes(1))
-    pair[0].transport._lanes[1].outbox.put(b"\x22\x03\x09\x09\x09")
+    pair[0].transport._lanes[1, 0].outbox.put(b"\x22\x03\x09\x09\x09")
     wait_for(lambda: pair[0].failures and pair[1].failures, "the codec error")
     assert [type(rank.failures[0]) for rank in pair] == [CodecError, CodecError]
     time.sleep(0.1)
@@ -272,7 +308,7 @@ def test_bytes_that_are_no_message_end_the_generation_with_a_codec_error_on_both
 
 def test_a_message_over_the_limit_ends_its_stream_and_nothing_else(pair: list[Rank]) -> None:
     send(pair[0], 1, Key(0, 0, 1), random_bytes(1))
-    pair[0].transport._lanes[1].outbox.put(bytes(options.DATA_MESSAGE_BYTES_MAX + 1))
+    pair[0].transport._lanes[1, 0].outbox.put(bytes(options.DATA_MESSAGE_BYTES_MAX + 1))
     wait_for(lambda: pair[0].lost and pair[1].lost, "the lost links")
     assert "RESOURCE_EXHAUSTED" in pair[0].lost[0][1]
     assert type(refusal_of(pair[1].server, token="guess")) is AuthenticationError
@@ -282,7 +318,7 @@ def test_a_frame_that_generated_code_made_arrives_like_our_own(pair: list[Rank])
     box = pair[1].box(Key(0, 0, 1))
     parsed = transport_pb2.DataMessage.FromString(encode(Key(0, 0, 1), header_of(3), 0, b"abc"))
     send(pair[0], 1, Key(0, 0, 2), random_bytes(1))
-    pair[0].transport._lanes[1].outbox.put(parsed.SerializeToString())
+    pair[0].transport._lanes[1, 0].outbox.put(parsed.SerializeToString())
     wait_for(lambda: box.frames, "the frame")
     assert bytes(box.frames[0, 0][0].payload) == b"abc"
 

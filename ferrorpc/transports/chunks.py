@@ -1,0 +1,34 @@
+"""Chunks of one message, put back in order where they came over several streams."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ferrorpc.wire.frames import Frame
+
+
+class Chunks(deque[Frame]):
+    """As far as they have come without a gap, in the order of their offsets, and not been taken yet.
+
+    One thread at a time puts in; one takes out from the left, which may be at the same time.
+    """
+
+    __slots__ = ("_early", "_end")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._end = 0
+        """Bytes that have come without a gap."""
+        self._early: dict[int, Frame] = {}
+        """Chunks behind the first gap, by offset."""
+
+    def put(self, frame: Frame) -> None:
+        """A chunk has come. One that does not continue the message is left for the taker to complain of."""
+        if frame.offset > self._end:
+            self._early[frame.offset] = frame
+            return
+        self.append(frame)
+        self._end = frame.offset + len(frame.payload)
+        while self._early and (following := self._early.pop(self._end, None)) is not None:
+            self.append(following)
+            self._end += len(following.payload)
