@@ -9,175 +9,195 @@
 Each is a pure function of the values, so every rank that encodes or decodes the same ones gets the same bits. Rounding is to
 nearest, ties to even. NaN and infinity stay visible: bf16 and f16 keep them, and a block of int8 that holds either decodes to
 NaN throughout, so that looking for an overflow after the exchange still finds it.
+
+A message may be coded in pieces, each a message of its own, when all but the last hold a multiple of `block_values`: the values
+that come out, and the bytes in sum, are those of one message. Work goes through scratch that fits the cache; `encode_into`,
+`decode_into` and `decoded` allocate nothing.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from ferrorpc.errors import CodecError, UsageError
+from ferrorpc.kernels.registry import converter
+from ferrorpc.kernels.workplace import WORKPLACE
+from ferrorpc.types import DType
 
 BLOCK_VALUES: Final = 256
 """Values of int8 that share one scale."""
 
-_STEP_VALUES: Final = 64 * BLOCK_VALUES
-"""Values worked on at a time: 64 KiB of scratch, which stays in a core's second-level cache."""
+_STEP_VALUES: Final = 96 * BLOCK_VALUES
+"""Values of int8 worked on at a time: 96 KiB of float32."""
 
-_LARGEST: Final = np.float32(127)
-_SMALLEST_SCALE: Final = np.float32(2.0**-126)
-_LARGEST_SCALE: Final = np.nextafter(np.finfo(np.float32).max / _LARGEST, np.float32(0))
+_LARGEST: Final = np.array(127, np.float32)
+_SMALLEST_SCALE: Final = np.array(2.0**-126, np.float32)
+_LARGEST_SCALE: Final = np.array(np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0)))
 """One step below the largest float32 / 127, which times 127 rounds to infinity."""
 
-_HALF_OF_LAST_PLACE: Final = np.uint32(0x7FFF)
-_QUIET: Final = np.uint32(0x0040)
-_UPPER_HALF: Final = np.uint32(16)
+_MAGNITUDE: Final = 0x7FFF_FFFF
+_INFINITY: Final = 0x7F80_0000
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
 
 class Codec(ABC):
-    """float32 to bytes and back. Arrays are one-dimensional and contiguous; results are new ones."""
+    """float32 to bytes and back. Arrays are one-dimensional and contiguous."""
 
     name: str
+    block_values: int = 1
+    """Values coded together: pieces of a message hold a multiple of it, but for the last."""
 
     @abstractmethod
     def encoded_bytes(self, count: int) -> int:
         """Bytes that `count` values take."""
 
-    @abstractmethod
     def encode(self, values: Array) -> Array:
-        """uint8 of shape (encoded_bytes(n),) from float32 of shape (n,)."""
+        """A new uint8 of shape (encoded_bytes(n),) from float32 of shape (n,)."""
+        encoded = np.empty(self.encoded_bytes(values.size), np.uint8)
+        self.encode_into(values, encoded)
+        return encoded
 
     def decode(self, encoded: Array, count: int) -> Array:
-        """float32 of shape (count,) from uint8 of shape (encoded_bytes(count),).
+        """A new float32 of shape (count,) from uint8 of shape (encoded_bytes(count),).
 
         Raises:
             CodecError: the bytes are not those of `count` values.
         """
+        values = np.empty(count, np.float32)
+        self.decode_into(encoded, values)
+        return values
+
+    def encode_into(self, values: Array, encoded: Array) -> None:
+        """encoded[:] = values as bytes: uint8 of shape (encoded_bytes(n),) from float32 of shape (n,).
+
+        Raises:
+            CodecError: `encoded` has another size.
+        """
+        self._check(encoded, values.size)
+        self._encode(values, encoded)
+
+    def decode_into(self, encoded: Array, values: Array) -> None:
+        """values[:] = what `encoded` holds: float32 of shape (n,) from uint8 of shape (encoded_bytes(n),).
+
+        Raises:
+            CodecError: the bytes are not those of n values.
+        """
+        for start, piece in self.decoded(encoded, values.size):
+            values[start : start + piece.size] = piece
+
+    def decoded(self, encoded: Array, count: int) -> Iterator[tuple[int, Array]]:
+        """The values piece by piece, to be folded while in the cache: the index of the first, and float32 of shape (m,).
+
+        A piece is scratch of this thread, good until the next one is asked for, or anything else is encoded or decoded.
+
+        Raises:
+            CodecError: the bytes are not those of `count` values.
+        """
+        self._check(encoded, count)
+        return self._pieces(encoded, count)
+
+    def _check(self, encoded: Array, count: int) -> None:
         if encoded.size != self.encoded_bytes(count):
             raise CodecError(
                 f"{encoded.size} bytes are not {count} values as {self.name}, which take {self.encoded_bytes(count)}"
             )
-        return self._decode(encoded, count)
 
     @abstractmethod
-    def _decode(self, encoded: Array, count: int) -> Array:
-        """As `decode`, once the size is known to fit."""
+    def _encode(self, values: Array, encoded: Array) -> None:
+        """As `encode_into`, once the size is known to fit."""
 
-
-class _BrainFloat(Codec):
-    """The upper half of a float32, rounded."""
-
-    name = "bf16"
-
-    def encoded_bytes(self, count: int) -> int:
-        return 2 * count
-
-    def encode(self, values: Array) -> Array:
-        narrow = np.empty(values.size, np.uint16)
-        scratch = np.empty(min(values.size, _STEP_VALUES), np.uint32)
-        for start in range(0, values.size, _STEP_VALUES):
-            wide = values[start : start + _STEP_VALUES]
-            bits, rounded = wide.view(np.uint32), scratch[: wide.size]
-            # Half of the last kept place, plus one where the kept part is odd: the carry then rounds ties to even.
-            np.right_shift(bits, _UPPER_HALF, out=rounded)
-            np.bitwise_and(rounded, 1, out=rounded)
-            np.add(rounded, _HALF_OF_LAST_PLACE, out=rounded)
-            np.add(rounded, bits, out=rounded)
-            np.right_shift(rounded, _UPPER_HALF, out=rounded)
-            unordered = np.isnan(wide)
-            if unordered.any():
-                # The carry may have run through the fraction into the exponent: keep the upper half, made quiet.
-                rounded[unordered] = (bits[unordered] >> _UPPER_HALF) | _QUIET
-            narrow[start : start + _STEP_VALUES] = rounded
-        return narrow.view(np.uint8)
-
-    def _decode(self, encoded: Array, count: int) -> Array:
-        wide = np.empty(count, np.float32)
-        np.left_shift(encoded.view(np.uint16), 16, out=wide.view(np.uint32), dtype=np.uint32)
-        return wide
+    @abstractmethod
+    def _pieces(self, encoded: Array, count: int) -> Iterator[tuple[int, Array]]:
+        """As `decoded`, once the size is known to fit."""
 
 
 class _Half(Codec):
-    """IEEE 754 binary16."""
+    """A half type: IEEE 754 binary16, or bfloat16, the upper half of a float32, rounded."""
 
-    name = "f16"
+    def __init__(self, name: str, dtype: DType) -> None:
+        self.name = name
+        self._dtype = dtype
 
     def encoded_bytes(self, count: int) -> int:
         return 2 * count
 
-    def encode(self, values: Array) -> Array:
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            return values.astype(np.float16).view(np.uint8)
+    def _encode(self, values: Array, encoded: Array) -> None:
+        converter(self._dtype).narrow_all(encoded.view(self._dtype.storage), values)
 
-    def _decode(self, encoded: Array, count: int) -> Array:
-        with np.errstate(invalid="ignore"):
-            return encoded.view(np.float16).astype(np.float32)
+    def _pieces(self, encoded: Array, count: int) -> Iterator[tuple[int, Array]]:
+        convert = converter(self._dtype)
+        start = 0
+        for block in convert.blocks(encoded.view(self._dtype.storage)):
+            values = convert.widen(block, 0)
+            yield start, values
+            start += values.size
 
 
 class _Blocks(Codec):
     """Blocks of 256 integers with one scale each; first all scales (float32), then all integers."""
 
     name = "int8"
+    block_values = BLOCK_VALUES
 
     def encoded_bytes(self, count: int) -> int:
         return 4 * -(-count // BLOCK_VALUES) + count
 
-    def encode(self, values: Array) -> Array:
-        encoded = np.empty(self.encoded_bytes(values.size), np.uint8)
+    def _encode(self, values: Array, encoded: Array) -> None:
         scales, integers = _parts(encoded, values.size)
-        scratch = np.empty(min(values.size, _STEP_VALUES), np.float32)
-        for start in range(0, values.size, _STEP_VALUES):
-            part = values[start : start + _STEP_VALUES]
+        for start, stop, length in _steps(values.size):
             first = start // BLOCK_VALUES
-            whole = part.size // BLOCK_VALUES
-            cut = whole * BLOCK_VALUES
-            if whole:
-                _encode_blocks(
-                    part[:cut].reshape(whole, BLOCK_VALUES),
-                    scales[first : first + whole],
-                    integers[start : start + cut].reshape(whole, BLOCK_VALUES),
-                    scratch[:cut].reshape(whole, BLOCK_VALUES),
-                )
-            if cut < part.size:
-                rest = slice(start + cut, start + part.size)
-                _encode_blocks(values[None, rest], scales[-1:], integers[None, rest], scratch[None, : part.size - cut])
-        return encoded
-
-    def _decode(self, encoded: Array, count: int) -> Array:
-        scales, integers = _parts(encoded, count)
-        values = np.empty(count, np.float32)
-        cut = count // BLOCK_VALUES * BLOCK_VALUES
-        with np.errstate(invalid="ignore", over="ignore"):
-            np.multiply(
-                integers[:cut].reshape(-1, BLOCK_VALUES),
-                scales[: cut // BLOCK_VALUES, None],
-                out=values[:cut].reshape(-1, BLOCK_VALUES),
+            shape = (-1, length)
+            _encode_blocks(
+                values[start:stop].reshape(shape),
+                scales[first : first + (stop - start) // length],
+                integers[start:stop].reshape(shape),
             )
-            if cut < count:
-                np.multiply(integers[cut:], scales[-1], out=values[cut:])
-        return values
+
+    def _pieces(self, encoded: Array, count: int) -> Iterator[tuple[int, Array]]:
+        scales, integers = _parts(encoded, count)
+        for start, stop, length in _steps(count):
+            first = start // BLOCK_VALUES
+            values = WORKPLACE.scratch["f"][: stop - start]
+            np.copyto(values, integers[start:stop])
+            blocks = values.reshape(-1, length)
+            WORKPLACE.run(np.multiply, blocks, scales[first : first + len(blocks), None], out=blocks)
+            yield start, values
 
 
-def _encode_blocks(values: Array, scales: Array, integers: Array, scratch: Array) -> None:
-    """Blocks of shape (b, n): scales of shape (b,), integers and scratch of shape (b, n) are written."""
-    np.abs(values, out=scratch)
-    np.max(scratch, axis=1, out=scales)
-    damaged = ~np.isfinite(scales)
-    np.divide(scales, _LARGEST, out=scales)
-    np.clip(scales, _SMALLEST_SCALE, _LARGEST_SCALE, out=scales)
-    with np.errstate(invalid="ignore"):
-        np.divide(values, scales[:, None], out=scratch)
-    np.rint(scratch, out=scratch)
-    np.clip(scratch, -_LARGEST, _LARGEST, out=scratch)
-    if damaged.any():
+def _steps(count: int) -> Iterator[tuple[int, int, int]]:
+    """Start and stop of what is coded at a time, and the values of each block there: 256, or what is left in the last one."""
+    whole = count // BLOCK_VALUES * BLOCK_VALUES
+    for start in range(0, whole, _STEP_VALUES):
+        yield start, min(start + _STEP_VALUES, whole), BLOCK_VALUES
+    if whole < count:
+        yield whole, count, count - whole
+
+
+def _encode_blocks(values: Array, scales: Array, integers: Array) -> None:
+    """Blocks of shape (b, n): scales of shape (b,) and integers of shape (b, n) are written."""
+    count = values.size
+    bits = WORKPLACE.scratch["I"][:count].reshape(values.shape)
+    peaks = WORKPLACE.scratch["I"][count : count + len(values)]
+    np.bitwise_and(values.view(np.uint32), _MAGNITUDE, out=bits)
+    np.maximum.reduce(bits, axis=1, out=peaks)  # as integers: magnitudes have the same order, and it takes half the time
+    run = WORKPLACE.run
+    run(np.divide, peaks.view(np.float32), _LARGEST, out=scales)
+    run(np.maximum, scales, _SMALLEST_SCALE, out=scales)
+    run(np.minimum, scales, _LARGEST_SCALE, out=scales)
+    quotients = bits.view(np.float32)
+    run(np.divide, values, scales[:, None], out=quotients)
+    run(np.rint, quotients, out=quotients)
+    run(np.copyto, integers, quotients, casting="unsafe")
+    if np.maximum.reduce(peaks) >= _INFINITY:
+        damaged = peaks >= _INFINITY
         # A scale of NaN is enough: every product with it is NaN. The integers are zeroed, so that the bytes are defined.
         scales[damaged] = np.nan
-        scratch[damaged] = 0
-    integers[...] = scratch
+        integers[damaged] = 0
 
 
 def _parts(encoded: Array, count: int) -> tuple[Array, Array]:
@@ -186,7 +206,9 @@ def _parts(encoded: Array, count: int) -> tuple[Array, Array]:
     return encoded[:scale_bytes].view(np.float32), encoded[scale_bytes:].view(np.int8)
 
 
-_CODECS: Final[dict[str, Codec]] = {chosen.name: chosen for chosen in (_BrainFloat(), _Half(), _Blocks())}
+_CODECS: Final[dict[str, Codec]] = {
+    chosen.name: chosen for chosen in (_Half("bf16", DType.BFLOAT16), _Half("f16", DType.FLOAT16), _Blocks())
+}
 CODEC_NAMES: Final = tuple(_CODECS)
 
 

@@ -9,10 +9,12 @@ import warnings
 import numpy as np
 import pytest
 
-from ferrorpc.kernels.reduction import kernel
+from ferrorpc.kernels.half import BLOCK_ELEMENTS
+from ferrorpc.kernels.reduction import HalfKernel, kernel
+from ferrorpc.kernels.registry import available
 from ferrorpc.kernels.workplace import BLOCK_BYTES
 from ferrorpc.types import DType, ReduceOp
-from tests.unit.kernels.values import ALLOWED, fold_of, hard_ranks
+from tests.unit.kernels.values import ALLOWED, fold_of, hard_ranks, ranks
 
 
 def block_of(dtype: DType) -> int:
@@ -59,10 +61,28 @@ def test_arithmetic_is_silent_whatever_the_caller_asked_numpy_for(dtype):
         assert set(np.geterr().values()) == {"raise"}
 
 
-@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PRODUCT])
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT64, DType.COMPLEX64], ids=lambda d: d.label)
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PRODUCT, ReduceOp.MAX])
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16], ids=lambda d: d.label)
+def test_halves_have_the_same_bits_whatever_converts_them(op, dtype, count):
+    chosen = kernel(op, dtype, count)
+    assert isinstance(chosen, HalfKernel)
+    for length in (5, 3_000, 9 * BLOCK_ELEMENTS + 1):
+        arrays = hard_ranks(dtype, count, length)
+        found = set()
+        for make in available(dtype).values():
+            out = np.empty_like(arrays[0])
+            chosen.reduce_with(make(), arrays, out)
+            found.add(out.tobytes())
+        assert found == {fold_of(op, dtype, arrays).tobytes()}
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
+@pytest.mark.parametrize(
+    "dtype", [DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.COMPLEX64, DType.FLOAT64], ids=lambda d: d.label
+)
 def test_nothing_is_allocated_once_warm(op, dtype):
-    arrays = hard_ranks(dtype, 4, 200_000)
+    arrays = ranks(dtype, 4, 200_000)
     out = np.empty_like(arrays[0])
     chosen = kernel(op, dtype, 4)
     chosen.reduce(arrays, out)

@@ -1,5 +1,7 @@
 """Codecs against independent references: ml_dtypes for bfloat16, NumPy for binary16, a loop over blocks for int8."""
 
+import tracemalloc
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -106,6 +108,84 @@ def test_int8_of_extreme_blocks_is_finite_and_close(extreme: float) -> None:
     assert np.isfinite(decoded).all()
     scale = max(abs(extreme) / 127, 2.0**-126)
     assert np.abs(decoded.astype(np.float64) - values).max() <= scale / 2 * 1.0001 + abs(extreme) * 1e-6
+
+
+def int8_by_the_table(values: np.ndarray) -> bytes:
+    """The bytes as the format says, block by block, with NumPy's arithmetic in float32."""
+    scales, integers = [], []
+    largest_scale = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))
+    with np.errstate(all="ignore"):
+        for start in range(0, values.size, BLOCK_VALUES):
+            block = values[start : start + BLOCK_VALUES]
+            sound = bool(np.isfinite(block).all())
+            scale = np.clip(np.abs(block).max() / np.float32(127), np.float32(2.0**-126), largest_scale)
+            scales.append(scale if sound else np.float32(np.nan))
+            rounded = np.clip(np.rint(block / scale), -127, 127)
+            integers.append((rounded if sound else np.zeros_like(block)).astype(np.int8))
+    return b"".join([*(scale.astype(np.float32).tobytes() for scale in scales), *(part.tobytes() for part in integers)])
+
+
+@pytest.mark.parametrize("count", [0, 1, 256, 24_576, 24_577, 60_000])
+def test_int8_has_exactly_the_bytes_of_the_format(count: int) -> None:
+    values = random_floats(count) if count >= len(SPECIAL) else ordinary_floats(count)
+    values[: count // 2] = ordinary_floats(count // 2)
+    extreme = np.where(np.arange(count) % 600 < 300, values, np.float32(FLOAT_MAX))
+    for given in (values, np.nan_to_num(values, nan=1.0, posinf=3.0, neginf=-3.0), extreme):
+        assert codec("int8").encode(given).tobytes() == int8_by_the_table(given)
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+@pytest.mark.parametrize("count", [0, 3, 256, 70_000])
+def test_pieces_of_whole_blocks_give_the_values_of_one_message(name: str, count: int) -> None:
+    chosen = codec(name)
+    values = ordinary_floats(count)
+    whole = chosen.decode(chosen.encode(values), count)
+    piece = 2 * BLOCK_VALUES
+    assert piece % chosen.block_values == 0
+    found, total_bytes = np.full(count, np.nan, np.float32), 0
+    for start in range(0, count, piece):
+        part = values[start : start + piece]
+        part.flags.writeable = False
+        message = np.empty(chosen.encoded_bytes(part.size) + 1, np.uint8)[1:]
+        chosen.encode_into(part, message)
+        chosen.decode_into(message, found[start : start + piece])
+        total_bytes += message.size
+    assert total_bytes == chosen.encoded_bytes(count)
+    assert found.tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_decoded_pieces_follow_each_other_and_are_what_decode_gives(name: str) -> None:
+    chosen, count = codec(name), 100_003
+    encoded = chosen.encode(ordinary_floats(count))
+    encoded.flags.writeable = False
+    pieces = [(start, piece.copy()) for start, piece in chosen.decoded(encoded, count)]
+    assert [start for start, _ in pieces] == [0, *np.cumsum([piece.size for _, piece in pieces])[:-1]]
+    assert len(pieces) > 2
+    assert np.concatenate([piece for _, piece in pieces]).tobytes() == chosen.decode(encoded, count).tobytes()
+    with pytest.raises(CodecError, match="100003"):
+        chosen.decoded(encoded[:-1], count)
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_nothing_but_numpys_own_buffer_is_allocated_once_warm(name: str) -> None:
+    chosen, values = codec(name), ordinary_floats(200_000)
+    encoded, decoded = np.empty(chosen.encoded_bytes(values.size), np.uint8), np.empty_like(values)
+    chosen.encode_into(values, encoded)
+    chosen.decode_into(encoded, decoded)
+    tracemalloc.start()
+    try:
+        chosen.encode_into(values, encoded)
+        chosen.decode_into(encoded, decoded)
+        assert tracemalloc.get_traced_memory()[1] < 40_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+def test_room_of_another_size_is_refused(name: str) -> None:
+    with pytest.raises(CodecError, match="7 values"):
+        codec(name).encode_into(ordinary_floats(7), np.empty(100, np.uint8))
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)

@@ -1,0 +1,149 @@
+"""Which converter is taken: the fastest that is loaded and proven, for each thread its own."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import subprocess
+import sys
+import threading
+import types
+
+import numpy as np
+import pytest
+
+from ferrorpc.kernels import registry
+from ferrorpc.kernels.half import NumpyBFloat16, NumpyFloat16
+from ferrorpc.kernels.proof import is_exact
+from ferrorpc.types import DType, ReduceOp
+
+HALVES = (DType.FLOAT16, DType.BFLOAT16)
+NUMPY = {DType.FLOAT16: NumpyFloat16, DType.BFLOAT16: NumpyBFloat16}
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """A registry that has chosen nothing yet."""
+    monkeypatch.setattr(registry, "_KEPT", registry._Kept())
+    registry._is_exact.cache_clear()
+    yield
+    registry._is_exact.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
+def test_numpy_is_taken_where_nothing_else_is_loaded(fresh, monkeypatch, dtype):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.delitem(sys.modules, "ml_dtypes", raising=False)
+    assert list(registry.available(dtype)) == ["numpy"]
+    assert registry.converter(dtype).name == "numpy"
+    assert registry.converter(dtype) is registry.converter(dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
+def test_torch_is_taken_from_when_it_is_loaded(fresh, monkeypatch, dtype):
+    torch = pytest.importorskip("torch")
+    monkeypatch.delitem(sys.modules, "torch")
+    first = registry.converter(dtype)
+    assert first.name != "torch"
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert registry.converter(dtype).name == "torch"
+
+
+def test_nothing_loads_torch_or_ml_dtypes():
+    code = (
+        "import sys, numpy as np\n"
+        "from ferrorpc.kernels.reduction import kernel\n"
+        "from ferrorpc.types import DType, ReduceOp\n"
+        "for dtype in (DType.FLOAT16, DType.BFLOAT16):\n"
+        "    ones = np.ones(70_000, np.float16).view(dtype.storage)\n"
+        "    kernel(ReduceOp.SUM, dtype, 2).reduce([ones, ones], ones.copy())\n"
+        "assert 'torch' not in sys.modules and 'ml_dtypes' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
+def test_a_torch_that_is_being_imported_is_not_touched_yet(fresh, monkeypatch, dtype):
+    partial = types.ModuleType("torch")
+    partial.__spec__ = importlib.machinery.ModuleSpec("torch", None)
+    partial.__spec__._initializing = True
+    monkeypatch.delitem(sys.modules, "ml_dtypes", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", partial)
+    assert registry.converter(dtype).name == "numpy"
+    assert registry._KEPT.found[True][dtype] is None, "it is asked again once the import is done"
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
+def test_a_torch_without_what_is_needed_is_passed_over(fresh, monkeypatch, dtype):
+    monkeypatch.delitem(sys.modules, "ml_dtypes", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    assert registry.converter(dtype).name == "numpy"
+    assert registry._KEPT.found[True][dtype] is not None
+
+
+def test_threads_have_converters_of_their_own():
+    found = [registry.converter(DType.FLOAT16)]
+    thread = threading.Thread(target=lambda: found.append(registry.converter(DType.FLOAT16)))
+    thread.start()
+    thread.join(30)
+    assert found[0] is not found[1]
+    assert not np.shares_memory(found[0].wide[0], found[1].wide[0])
+
+
+def flushing_to_zero(base):
+    """A converter that takes subnormal float32 for zero, as some instructions do."""
+
+    class Flushing(base):
+        def narrow(self, block):
+            wide = self.wide[0][: len(block)]
+            wide[np.abs(wide) < np.finfo(np.float32).tiny] = 0
+            super().narrow(block)
+
+    return Flushing()
+
+
+def rounding_up_ties(base):
+    class RoundingUp(base):
+        def narrow(self, block):
+            wide = self.wide[0][: len(block)]
+            tie = wide.view(np.uint32) & 0xFFFF == 0x8000
+            wide.view(np.uint32)[tie & np.isfinite(wide)] += 1
+            super().narrow(block)
+
+    return RoundingUp()
+
+
+def dropping_signs_of_nan(base):
+    class Dropping(base):
+        def widen(self, block, slot):
+            values = super().widen(block, slot)
+            values[np.isnan(values)] = np.nan
+            return values
+
+    return Dropping()
+
+
+def folding_wrongly(base):
+    """Says it has combined half of the elements, and has written to one of the others."""
+
+    class Wrong(base):
+        def fold_two(self, op, left, right, out):
+            count = len(out) // 2
+            out.view(np.uint16)[count] ^= op is ReduceOp.PRODUCT
+            return count
+
+    return Wrong()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
+def test_the_proof_accepts_the_reference_itself(dtype):
+    assert is_exact(NUMPY[dtype](), NUMPY[dtype]())
+
+
+@pytest.mark.parametrize("wrong", [rounding_up_ties, dropping_signs_of_nan, folding_wrongly])
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
+def test_the_proof_finds_what_differs(dtype, wrong):
+    assert not is_exact(wrong(NUMPY[dtype]), NUMPY[dtype]())
+
+
+def test_the_proof_finds_subnormals_taken_for_zero():
+    assert not is_exact(flushing_to_zero(NumpyBFloat16), NumpyBFloat16())
