@@ -49,8 +49,9 @@ class Neighbour:
     why_not_readable: str = ""
 
     def close(self) -> None:
-        """Forgets the peer."""
+        """Forgets the peer, and its memory as far as nobody looks at it any more."""
         self.connection.close()
+        self.memory = np.empty(0, np.uint8)
         if self.private is not None:
             self.private.close()
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ferrorpc.errors import UsageError
+from ferrorpc.errors import GroupClosedError, UsageError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports.shared_memory.hosts import Hosts
 from ferrorpc.transports.shared_memory.link import Link
@@ -91,8 +91,15 @@ class Neighbours:
         return self._segment
 
     def memory(self, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The segment of one of `ranks`: uint8, shape (its bytes,); read-only unless it is this rank's own."""
-        return self.own.memory if rank == self.rank else self._neighbours[rank].memory
+        """The segment of one of `ranks`: uint8, shape (its bytes,); read-only unless it is this rank's own.
+
+        Raises:
+            GroupClosedError: after `close`.
+        """
+        memory = self.own.memory if rank == self.rank else self._neighbours[rank].memory
+        if not memory.size:
+            raise GroupClosedError(f"rank {self.rank} has closed its shared memory")
+        return memory
 
     def read_private(self, rank: int, address: int, target: np.ndarray[Any, Any]) -> None:
         """Fills `target` (C-contiguous) with the bytes at `address` of a peer's process, in one copy and without the GIL.

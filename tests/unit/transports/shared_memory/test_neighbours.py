@@ -4,12 +4,13 @@ import gc
 import os
 import socket
 import time
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ferrorpc.errors import BackendUnavailableError, CodecError, PeerLostError, UsageError
+from ferrorpc.errors import BackendUnavailableError, CodecError, GroupClosedError, PeerLostError, UsageError
 from ferrorpc.transports.shared_memory import greeting, meeting, place
 from ferrorpc.transports.shared_memory.private_memory import PrivateMemory
 from ferrorpc.v1 import shared_memory_pb2
@@ -220,6 +221,18 @@ def test_a_neighbour_that_says_much_does_not_keep_the_others_from_being_heard() 
         ranks[2].start(lambda peer, reason: None, lambda peer, message: heard.append(peer))
         wait_for(lambda: len(heard) == 200)
     assert set(heard[:60]) == {0, 1}
+
+
+def test_memory_is_given_back_although_somebody_remembers_the_neighbours() -> None:
+    with Meeting(2) as ranks:
+        mapped = [weakref.ref(ranks[rank].memory(1 - rank)) for rank in range(2)]
+        for rank in range(2):
+            ranks[rank].close(1.0)
+    gc.collect()
+    assert [memory() for memory in mapped] == [None, None]
+    for rank in range(2):
+        with pytest.raises(GroupClosedError, match="has closed its shared memory"):
+            ranks[0].memory(rank)
 
 
 def test_nothing_is_left_open() -> None:
