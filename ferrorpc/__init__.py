@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from ferrorpc.backends.grpc import GrpcBackend as GrpcBackend
     from ferrorpc.backends.simulated import SimulatedBackend as SimulatedBackend
     from ferrorpc.bootstrap.process_group import init_process_group as init_process_group
-    from ferrorpc.ddp import hooks as hooks
+    from ferrorpc.ddp import hooks as hooks, rules as rules
     from ferrorpc.ddp.module import DistributedDataParallel as DistributedDataParallel
     from ferrorpc.ddp.parameter import Parameter as Parameter
     from ferrorpc.ddp.synchroniser import GradientSynchronizer as GradientSynchronizer
+    from ferrorpc.ddp.zero import ZeroOptimizer as ZeroOptimizer
     from ferrorpc.errors import (
         AuthenticationError as AuthenticationError,
         BackendUnavailableError as BackendUnavailableError,
@@ -76,8 +77,10 @@ _HOMES = {
     "DistributedDataParallel": "ferrorpc.ddp.module",
     "GradientSynchronizer": "ferrorpc.ddp.synchroniser",
     "Parameter": "ferrorpc.ddp.parameter",
+    "ZeroOptimizer": "ferrorpc.ddp.zero",
     "hooks": "ferrorpc.ddp",
     "Mesh": "ferrorpc.mesh",
+    "rules": "ferrorpc.ddp",
     "Pipeline": "ferrorpc.pipeline.runtime",
     "schedules": "ferrorpc.pipeline",
     "ErrorCode": "ferrorpc.errors",

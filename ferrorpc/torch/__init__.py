@@ -3,5 +3,6 @@
 from ferrorpc.torch.cut import cut as cut
 from ferrorpc.torch.data_parallel import DistributedDataParallel as DistributedDataParallel
 from ferrorpc.torch.stage import Stage as Stage, with_gradient as with_gradient
+from ferrorpc.torch.zero import ZeroOptimizer as ZeroOptimizer
 
-__all__ = ["DistributedDataParallel", "Stage", "cut", "with_gradient"]
+__all__ = ["DistributedDataParallel", "Stage", "ZeroOptimizer", "cut", "with_gradient"]

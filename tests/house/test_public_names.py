@@ -29,6 +29,7 @@ FACE = {
     "DistributedDataParallel",
     "GradientSynchronizer",
     "Mesh",
+    "ZeroOptimizer",
     "Parameter",
     "Pipeline",
     # rooms that are public as they are
@@ -36,6 +37,7 @@ FACE = {
     "testing",
     "schedules",
     "hooks",
+    "rules",
 }
 ERRORS = set(errors.__all__)
 

@@ -1,0 +1,236 @@
+"""Data-parallel training beside torch's: what a step costs beyond computing, on two ranks of this host.
+
+    python -m benchmarks.ddp [--models transformer mlp] [--systems torch shared_memory grpc] [--steps 4] [--turns 5]
+                             [--json FILE]
+
+Each system has its own pair of processes, with the same model and batches, and one thread each that computes. Pairs take
+turns of a few steps in one run; between turns they are blocked in a read. One pair trains without any communication: its
+step is the compute-only step. Medians are over the steps of all turns, of the slower rank's time.
+
+    exposed   step time less the compute-only step
+    cpu       processor seconds a step of all threads of a rank, less those of the compute-only step
+    memory    what a rank holds more than before the model was wrapped, less the same of the pair alone, as a share of the
+              gradients' bytes
+
+torch's DistributedDataParallel runs over Gloo, with gradient_as_bucket_view=True as is the default here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from benchmarks.ddp_worker import ALONE, TORCH
+from ferrorpc.cli.table import table
+
+RANKS: Final = 2
+END_SECONDS: Final = 10.0
+SHARED_MEMORY, GRPC = "shared_memory", "grpc"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A bound on a figure of one system: at most `must` times torch's (of the gradients' bytes for memory)."""
+
+    system: str
+    figure: str
+    must: float
+    aim: float
+
+
+TARGETS: Final = (
+    Target(SHARED_MEMORY, "exposed", 0.5, 0.25),
+    Target(SHARED_MEMORY, "step", 1.0, 1.0),
+    Target(SHARED_MEMORY, "cpu", 0.5, 0.5),
+    Target(SHARED_MEMORY, "memory", 1.1, 1.1),
+    Target(GRPC, "exposed", 4.0, 2.0),
+)
+
+
+class Pair:
+    """The ranks of one system; a context manager."""
+
+    def __init__(self, system: str, model: str) -> None:
+        self.system = system
+        ports = _free_ports(2)
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.ddp_worker", system, model],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | _environment(system, rank, ports),
+            )
+            for rank in range(RANKS)
+        ]
+        self.gradient_bytes = int(self._replies()[0]["gradient_bytes"])
+
+    def turn(self, steps: int) -> list[dict[str, Any]]:
+        """Has both ranks take so many steps; what they say about them, in rank order."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{steps}\n")
+            process.stdin.flush()
+        return self._replies()
+
+    def _replies(self) -> list[dict[str, Any]]:
+        lines = [process.stdout.readline() for process in self._processes if process.stdout is not None]
+        if not all(lines):
+            raise SystemExit(f"a rank of {self.system} ended early")
+        return [json.loads(line) for line in lines]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _environment(system: str, rank: int, ports: Sequence[int]) -> dict[str, str]:
+    transport = {"FERRORPC_TRANSPORT": system} if system in (SHARED_MEMORY, GRPC) else {}
+    return transport | {
+        "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(ports[0]), "FERRORPC_PORT": str(ports[1]), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one system's turns took.
+
+    Attributes:
+        seconds: of each step, on the slower rank.
+        cpu_seconds: of each turn, per step and rank.
+        added_bytes: the most of a rank.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    added_bytes: int = 0
+
+    def add(self, replies: list[dict[str, Any]], steps: int) -> None:
+        """A turn's."""
+        self.seconds += map(max, zip(*(reply["seconds"] for reply in replies), strict=True))
+        self.cpu_seconds.append(sum(reply["cpu_seconds"] for reply in replies) / (steps * RANKS))
+        self.added_bytes = max(self.added_bytes, *(int(reply["added_bytes"]) for reply in replies))
+
+
+def measure(model: str, systems: Sequence[str], steps: int, turns: int) -> list[dict[str, Any]]:
+    """A row for each system, the pair alone first."""
+    with ExitStack() as stack:
+        pairs = [stack.enter_context(Pair(system, model)) for system in (ALONE, *systems)]
+        seen = {pair.system: Seen() for pair in pairs}
+        for pair in pairs:
+            pair.turn(3)  # the first builds what later steps have
+        for _ in range(turns):
+            for pair in pairs:
+                seen[pair.system].add(pair.turn(steps), steps)
+        gradient_bytes = pairs[0].gradient_bytes
+    alone = seen[ALONE]
+    compute, compute_cpu = statistics.median(alone.seconds), statistics.median(alone.cpu_seconds)
+    return [
+        {
+            "model": model,
+            "system": system,
+            "gradient_bytes": gradient_bytes,
+            "step": statistics.median(each.seconds),
+            "exposed": statistics.median(each.seconds) - compute,
+            "cpu": statistics.median(each.cpu_seconds) - compute_cpu,
+            "memory": (each.added_bytes - alone.added_bytes) / gradient_bytes,
+        }
+        for system, each in seen.items()
+    ]
+
+
+def judged(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Each target with what was measured, for each model."""
+    found = {(row["model"], row["system"]): row for row in rows}
+    for model in dict.fromkeys(row["model"] for row in rows):
+        for target in TARGETS:
+            ours, peer = found.get((model, target.system)), found.get((model, TORCH))
+            if ours is None or peer is None:
+                continue
+            share = ours["memory"] if target.figure == "memory" else ours[target.figure] / peer[target.figure]
+            yield {
+                "model": model, "system": target.system, "figure": target.figure, "value": share,
+                "must": target.must, "aim": target.aim,
+                "verdict": "aim" if share <= target.aim else "must" if share <= target.must else "missed",
+            }  # fmt: skip
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Two tables: what was measured, and what was wanted."""
+    cells = [
+        [
+            row["model"],
+            row["system"],
+            *(f"{row[name] * 1000:.1f}" for name in ("step", "exposed", "cpu")),
+            f"{row['memory']:.2f}",
+        ]
+        for row in rows
+    ]
+    header = ["model", "system", "step ms", "exposed ms", "cpu ms", "memory / gradients"]
+    print(table(header, cells, right=frozenset(header[2:])))
+    header = ["model", "system", "figure", "of torch's", "must", "aim", "verdict"]
+    cells = [
+        [
+            row["model"],
+            row["system"],
+            row["figure"],
+            f"{row['value']:.2f}",
+            f"{row['must']:g}",
+            f"{row['aim']:g}",
+            row["verdict"],
+        ]
+        for row in judged(rows)
+    ]
+    print()
+    print(table(header, cells, right=frozenset(header[3:6])))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Data-parallel training beside torch's.")
+    parser.add_argument("--models", nargs="+", choices=("transformer", "mlp"), default=["transformer", "mlp"])
+    parser.add_argument("--systems", nargs="+", choices=(TORCH, SHARED_MEMORY, GRPC), default=[TORCH, SHARED_MEMORY, GRPC])
+    parser.add_argument("--steps", type=int, default=4, help="of one turn")
+    parser.add_argument("--turns", type=int, default=5, help="of each system")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    arguments = parser.parse_args()
+    rows = [row for model in arguments.models for row in measure(model, arguments.systems, arguments.steps, arguments.turns)]
+    load = os.getloadavg()[0]
+    print(f"load {load:.1f} on {len(os.sched_getaffinity(0))} CPUs; {RANKS} ranks; ms a step of the slower rank")
+    show(rows)
+    if arguments.json:
+        text = json.dumps({"load": load, "rows": rows, "targets": list(judged(rows))}, indent=2)
+        arguments.json.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""One rank of one system in the comparison of data-parallel training: trains as its driver says, and tells what that took.
+
+    python -m benchmarks.ddp_worker SYSTEM MODEL
+
+It reads how many steps to take from standard input, a line a turn, and writes what they took as JSON. Its place in the world
+comes from the environment, by torchrun's names. Only one thread computes; what else runs belongs to the communication.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import ferrorpc
+
+# ferrorpc comes first: it sets what gRPC reads when it is imported.
+# isort: split
+import torch
+from torch import nn
+
+ALONE, TORCH = "alone", "torch"
+ROWS = {"mlp": 64, "transformer": 4}
+LETTERS, LENGTH, WIDTH, LAYERS = 256, 64, 320, 8
+
+
+class Characters(nn.Module):
+    """A transformer of 10 million parameters that guesses the next of LETTERS letters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.letters = nn.Embedding(LETTERS, WIDTH)
+        self.places = nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, 5, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        self.guess = nn.Linear(WIDTH, LETTERS)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH), persistent=False)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """text: (batch, LENGTH) letters. Returns (batch, LETTERS, LENGTH)."""
+        guesses: torch.Tensor = self.guess(self.layers(self.letters(text) + self.places, mask=self.mask, is_causal=True))
+        return guesses.transpose(1, 2)
+
+
+def model_of(name: str) -> nn.Module:
+    """The model of that name: the transformer, or a perceptron of 30 million parameters."""
+    torch.manual_seed(0)
+    if name == "transformer":
+        return Characters()
+    return nn.Sequential(
+        nn.Linear(1024, 4096),
+        nn.ReLU(),
+        nn.Linear(4096, 4096),
+        nn.ReLU(),
+        nn.Linear(4096, 2048),
+        nn.ReLU(),
+        nn.Linear(2048, 10),
+    )
+
+
+def batch_of(name: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One rank's inputs and targets, the same in every step."""
+    random, rows = torch.Generator().manual_seed(rank), ROWS[name]
+    if name == "transformer":
+        text = torch.randint(LETTERS, (rows, LENGTH + 1), generator=random)
+        return text[:, :-1], text[:, 1:]
+    return torch.randn(rows, 1024, generator=random), torch.randint(10, (rows,), generator=random)
+
+
+class Trainer:
+    """Takes steps: forward, backward, an SGD step."""
+
+    def __init__(self, wrapped: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, name: str, rank: int) -> None:
+        self._forward = wrapped
+        self._loss = nn.CrossEntropyLoss()
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        self._inputs, self._targets = batch_of(name, rank)
+        self.gradient_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
+
+    def step(self) -> None:
+        """One of them."""
+        self._optimizer.zero_grad()
+        self._loss(self._forward(self._inputs), self._targets).backward()
+        self._optimizer.step()
+
+    def turn(self, steps: int) -> dict[str, Any]:
+        """Seconds of each step, and processor seconds of all threads for all of them."""
+        seconds = []
+        cpu = time.process_time()
+        for _ in range(steps):
+            began = time.perf_counter()
+            self.step()
+            seconds.append(time.perf_counter() - began)
+        return {"seconds": seconds, "cpu_seconds": time.process_time() - cpu}
+
+
+def joined(system: str, rank: int) -> tuple[AbstractContextManager[Any], Callable[[nn.Module], Callable[..., torch.Tensor]]]:
+    """The world, as what ends it, and how a model is wrapped in it."""
+    if system == ALONE:
+        return nullcontext(), lambda model: model
+    if system == TORCH:
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+        return nullcontext(), lambda model: nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    from ferrorpc.torch import DistributedDataParallel
+
+    group = ferrorpc.init_process_group()
+    return group, lambda model: DistributedDataParallel(model, group)
+
+
+def held_bytes() -> int:
+    """Memory of this process; what it shares with others counts in proportion."""
+    for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) << 10
+    raise OSError("the kernel tells no proportional set size")
+
+
+def main(system: str, name: str) -> None:
+    """Takes turns until standard input ends."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    world, wrap = joined(system, rank)
+    with world:
+        model = model_of(name)
+        before = held_bytes()
+        trainer = Trainer(wrap(model), model, name, rank)
+        print(json.dumps({"gradient_bytes": trainer.gradient_bytes}), flush=True)
+        for line in sys.stdin:
+            taken = trainer.turn(int(line))
+            print(json.dumps(taken | {"added_bytes": held_bytes() - before}), flush=True)
+    os._exit(0)  # torch's threads have nothing to say to each other any more
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

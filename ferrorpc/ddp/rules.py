@@ -1,0 +1,92 @@
+"""How weights follow their gradients: update rules as functions of flat arrays, element by element and in place.
+
+Every operation is one correctly rounded NumPy function, so an element comes out with the same bits wherever arrays are cut.
+SGD with momentum is Polyak's, as torch has it; Adam is that of Kingma and Ba, "Adam: A Method for Stochastic Optimization",
+2015, with the decoupled weight decay of Loshchilov and Hutter, 2019. Memory: `slots` arrays like the weights,
+and two more while an update runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+import numpy as np
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+
+class Rule(Protocol):
+    """Updates weights. Its repr is what all ranks must agree on.
+
+    Attributes:
+        slots: how many arrays it remembers for each array of weights, zeros at first.
+    """
+
+    slots: ClassVar[int]
+
+    def __call__(self, weights: Array, gradient: Array, memory: Sequence[Array], step: int) -> None:
+        """Writes new weights over the old.
+
+        Args:
+            weights: float32 or float64 of shape (n,).
+            gradient: the same; left as it is.
+            memory: `slots` arrays of the same dtype and shape, as the step before left them.
+            step: from 1.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class SGD:
+    """velocity = momentum * velocity + gradient; weights -= rate * velocity.
+
+    Attributes:
+        decay: this share of the weights is added to the gradient.
+    """
+
+    slots: ClassVar[int] = 1
+
+    rate: float
+    momentum: float = 0.9
+    decay: float = 0.0
+
+    def __call__(self, weights: Array, gradient: Array, memory: Sequence[Array], step: int) -> None:
+        """See `Rule`."""
+        (velocity,), real = memory, weights.dtype.type
+        velocity *= real(self.momentum)
+        velocity += gradient
+        if self.decay:
+            velocity += real(self.decay) * weights
+        weights -= real(self.rate) * velocity
+
+
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """Adam, with decoupled weight decay (AdamW) where `decay` is not 0."""
+
+    slots: ClassVar[int] = 2
+
+    rate: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    decay: float = 0.0
+
+    def __call__(self, weights: Array, gradient: Array, memory: Sequence[Array], step: int) -> None:
+        """See `Rule`."""
+        (first, second), real = memory, weights.dtype.type
+        if self.decay:
+            weights *= real(1 - self.rate * self.decay)
+        first *= real(self.beta1)
+        first += real(1 - self.beta1) * gradient
+        second *= real(self.beta2)
+        scratch = np.multiply(gradient, gradient)
+        scratch *= real(1 - self.beta2)
+        second += scratch
+        np.sqrt(second, out=scratch)
+        scratch /= real((1 - self.beta2**step) ** 0.5)
+        scratch += real(self.epsilon)
+        np.divide(first, scratch, out=scratch)
+        scratch *= real(self.rate / (1 - self.beta1**step))
+        weights -= scratch

@@ -1,0 +1,145 @@
+"""Parameters cut into one shard a rank: gradients are reduced to where they are used, new weights gathered from there.
+
+Idea. Parameters are packed, one behind the other, into flat buffers of one dtype, padded so that every rank has a shard of
+equal length; a shard may begin and end within a parameter. Each rank reduces the gradients of its shard alone, updates it, and
+all gather the new weights. This is the first stage of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", 2020. Buffers are of limited size, so that one is packed or unpacked while others travel.
+
+Cost, for n bytes of gradients on p ranks: n (p-1)/p bytes sent to reduce and as many to gather, as for an all_reduce. Memory:
+the buffers, n bytes, and a shard each for gradients and weights, 2 n/p, besides what the update rule remembers, which is 1/p.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
+
+from ferrorpc.agreement import agree
+from ferrorpc.arrays.kinds import spec_of, view, view_out
+from ferrorpc.ddp.bucket import Bucket, lay_out
+from ferrorpc.ddp.reducer import cap_bytes
+from ferrorpc.errors import TensorMismatchError
+from ferrorpc.types import ReduceOp, TensorSpec, refusal
+from ferrorpc.work import Work
+
+if TYPE_CHECKING:
+    from ferrorpc.group import ProcessGroup
+
+Array: TypeAlias = np.ndarray[Any, Any]
+_ALIGNMENT_BYTES: Final = 64
+
+
+class Shard:
+    """This rank's part of one buffer.
+
+    Attributes:
+        weights: shape (length,), storage dtype: what the update reads and writes.
+        gradient: the same: the mean over all ranks.
+    """
+
+    def __init__(self, bucket: Bucket, group: ProcessGroup) -> None:
+        self.bucket = bucket
+        count = bucket.count - bucket.header
+        unit = _ALIGNMENT_BYTES // bucket.dtype.itemsize
+        length = -(-count // (group.size * unit)) * unit
+        self._group = group
+        self._first = group.rank * length
+        self._flat: Array = group.empty((group.size * length,), bucket.dtype)
+        self._flat[...] = 0
+        self._storage: Array = self._flat.view(bucket.dtype.storage)
+        self.weights: Array = np.zeros(length, bucket.dtype.storage)
+        self.gradient: Array = np.zeros(length, bucket.dtype.storage)
+        self._typed = [np.ndarray((length,), self._flat.dtype, each.data) for each in (self.weights, self.gradient)]
+
+    def reduce(self, gradients: Mapping[str, Any]) -> Work[Any]:
+        """Begins to reduce; `gradient` is the mean when it is done. A gradient that is None counts as zeros."""
+        for slot in self.bucket.slots:
+            given, place = gradients[slot.name], self._place(slot.start, slot.stop)
+            if given is None:
+                place[...] = 0
+            else:
+                np.copyto(place, view(given).data.reshape(-1))
+        parts = np.split(self._flat, self._group.size)
+        work: Work[Any] = self._group.reduce_scatter(parts, op=ReduceOp.MEAN, out=self._typed[1], async_op=True)
+        return work
+
+    def load(self, weights: Mapping[str, Any]) -> None:
+        """Copies this rank's shard of the weights."""
+        for slot in self.bucket.slots:
+            start, stop = slot.start - self.bucket.header, slot.stop - self.bucket.header
+            first, last = max(start, self._first), min(stop, self._first + len(self.weights))
+            if first < last:
+                source = view(weights[slot.name]).data.reshape(-1)
+                self.weights[first - self._first : last - self._first] = source[first - start : last - start]
+
+    def gather(self) -> Work[Any]:
+        """Begins to gather everyone's `weights`."""
+        work: Work[Any] = self._group.all_gather(self._typed[0], out=self._flat, async_op=True)
+        return work
+
+    def store(self, weights: Mapping[str, Any]) -> None:
+        """Writes what was gathered into the parameters."""
+        for slot in self.bucket.slots:
+            place = view_out(weights[slot.name], slot.spec)
+            np.copyto(place.data.reshape(-1), self._place(slot.start, slot.stop))
+            place.commit()
+
+    def _place(self, start: int, stop: int) -> Array:
+        header = self.bucket.header
+        return self._storage[start - header : stop - header]
+
+
+class Shards:
+    """The parameters of one optimizer.
+
+    Args:
+        parameters: name and spec of each, in order. All ranks give the same; that is checked here.
+        group: every rank constructs its shards at the same point of its program.
+        bucket_cap_mb: how many MiB a buffer may hold; a larger parameter has one of its own.
+        text: what else all ranks must agree on.
+
+    Raises:
+        UsageError: a bad cap.
+        TensorMismatchError: a dtype that has no mean.
+        CollectiveMismatchError: ranks hold different parameters.
+    """
+
+    def __init__(
+        self, parameters: Sequence[tuple[str, TensorSpec]], group: ProcessGroup, bucket_cap_mb: float, text: str
+    ) -> None:
+        for name, spec in parameters:
+            why_not = refusal(ReduceOp.MEAN, spec.dtype)
+            if why_not is not None:
+                raise TensorMismatchError(f"parameter {name}: {why_not}")
+        self._specs = dict(parameters)
+        cap = cap_bytes(bucket_cap_mb)
+        layout = lay_out(parameters, cap, cap)
+        agree(group, "optimizer", f"{layout.text}\n{text}")
+        filled = [bucket for bucket in layout.buckets if any(math.prod(slot.spec.shape) for slot in bucket.slots)]
+        self.shards = [Shard(bucket, group) for bucket in filled]
+
+    def reduce(self, weights: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
+        """Brings `gradient` of every shard to the mean over all ranks, and `weights` to what they are.
+
+        Args:
+            weights: name -> array.
+            gradients: name -> this rank's gradient, or None for zeros.
+
+        Raises:
+            TensorMismatchError: a gradient is not like its parameter. Nothing was sent then.
+        """
+        for name, spec in self._specs.items():
+            if gradients[name] is not None and (found := spec_of(gradients[name])) != spec:
+                raise TensorMismatchError(f"the gradient of {name!r} is {found}, but the parameter is {spec}")
+        for shard, work in [(shard, shard.reduce(gradients)) for shard in self.shards]:
+            shard.load(weights)
+            work.wait()
+
+    def gather(self, weights: Mapping[str, Any]) -> None:
+        """Writes everyone's `weights` into the arrays they were read from."""
+        for shard, work in [(shard, shard.gather()) for shard in self.shards]:
+            work.wait()
+            shard.store(weights)

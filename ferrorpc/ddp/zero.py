@@ -1,0 +1,109 @@
+"""An optimizer whose memory is shared out between the ranks: each remembers, and updates, its own part of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ferrorpc.arrays.kinds import spec_of
+from ferrorpc.ddp.pytree import flatten
+from ferrorpc.ddp.rules import Array, Rule
+from ferrorpc.ddp.shards import Shards
+from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.types import DType
+
+if TYPE_CHECKING:
+    from ferrorpc.group import ProcessGroup
+
+_DTYPES = (DType.FLOAT32, DType.FLOAT64)
+_STEP = "step"
+
+
+class ZeroOptimizer:
+    """Takes the ranks' gradients and brings the weights on, with 1/size of the optimizer's memory on each rank.
+
+        optimizer = ferrorpc.ZeroOptimizer(weights, group, ferrorpc.rules.Adam(1e-3))
+        optimizer.step(grads)    # this rank's gradients: their means need not be taken before
+
+    The weights are those of an optimizer that is not sharded, to the last bit, given the means that all_reduce gives.
+
+    Args:
+        weights: a tree (dicts, lists, tuples, named tuples) of float32 or float64 arrays, which are written in place. All ranks
+            hold the same.
+        group: every rank constructs its optimizer at the same point of its program.
+        rule: `ferrorpc.rules.SGD` or `Adam`, or one's own `Rule`; it must treat every element alike.
+        bucket_cap_mb: how many MiB a message may hold.
+
+    Raises:
+        TensorMismatchError: another dtype.
+        CollectiveMismatchError: ranks gave different trees or rules; the message says where they differ.
+    """
+
+    def __init__(self, weights: Any, group: ProcessGroup, rule: Rule, *, bucket_cap_mb: float = 25) -> None:
+        self._weights = flatten(weights)
+        specs = [(name, spec_of(leaf)) for name, leaf in self._weights.items()]
+        for name, spec in specs:
+            if spec.dtype not in _DTYPES:
+                raise TensorMismatchError(
+                    f"weights {name!r} are {spec}: this optimizer takes float32 and float64",
+                    hint="keep the weights it updates in float32, and round copies of them",
+                )
+        self._rule = rule
+        self._shards = Shards(specs, group, bucket_cap_mb, f"rule: {rule!r}")
+        self._memory = [[np.zeros_like(shard.weights) for _ in range(rule.slots)] for shard in self._shards.shards]
+        self._steps = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """What this rank remembers from step to step."""
+        return sum(array.nbytes for memory in self._memory for array in memory)
+
+    def step(self, grads: Any) -> None:
+        """Updates the weights by the mean of all ranks' gradients. Collective.
+
+        Args:
+            grads: a tree with the leaves of the weights; None counts as zeros.
+
+        Raises:
+            UsageError: leaves are missing or unknown. Nothing was sent then.
+            TensorMismatchError: a leaf's dtype or shape is not that of its weights. Nothing was sent then.
+        """
+        leaves = {
+            name: leaf for name, leaf in flatten(grads, with_none=True).items() if leaf is not None or name in self._weights
+        }
+        if leaves.keys() != self._weights.keys():
+            strange = ", ".join(sorted(leaves.keys() ^ self._weights.keys()))
+            raise UsageError(f"the gradients are not those of the weights: see {strange}", hint="pass each leaf, or None")
+        self._shards.reduce(self._weights, leaves)
+        self._steps += 1
+        with np.errstate(all="ignore"):
+            for shard, memory in zip(self._shards.shards, self._memory, strict=True):
+                self._rule(shard.weights, shard.gradient, memory, self._steps)
+        self._shards.gather(self._weights)
+
+    def state(self) -> dict[str, Array]:
+        """What this rank remembers, copied, to be saved beside the weights: each rank saves its own."""
+        return {_STEP: np.asarray(self._steps)} | {name: array.copy() for name, array in self._named().items()}
+
+    def load_state(self, state: Mapping[str, Array]) -> None:
+        """Goes on from what `state` gave on the same rank of a group of the same size.
+
+        Raises:
+            UsageError: it is another optimizer's, or of a group of another size.
+        """
+        named = self._named()
+        shapes = {name: array.shape for name, array in state.items() if name != _STEP}
+        if _STEP not in state or shapes != {name: array.shape for name, array in named.items()}:
+            raise UsageError("the state is not this optimizer's", hint="load it on the same rank of a group of the same size")
+        self._steps = int(state[_STEP])
+        for name, array in named.items():
+            array[...] = state[name]
+
+    def _named(self) -> dict[str, Array]:
+        return {
+            f"shard{number}/slot{slot}": array
+            for number, memory in enumerate(self._memory)
+            for slot, array in enumerate(memory)
+        }

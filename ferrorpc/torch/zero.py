@@ -1,0 +1,128 @@
+"""A torch optimizer whose memory is shared out between the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ferrorpc.arrays.kinds import kind_of, spec_of
+from ferrorpc.ddp.shards import Shard, Shards
+from ferrorpc.errors import UsageError
+from ferrorpc.types import TensorSpec
+
+if TYPE_CHECKING:
+    from ferrorpc.group import ProcessGroup
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Any optimizer of torch that treats every element alike (SGD, Adam, AdamW, ...), with 1/size of its memory on each rank.
+
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, group, lr=1e-3)
+        criterion(model(x), target).backward()    # the bare module: step() takes the mean of the ranks' gradients
+        optimizer.step()
+
+    Each rank's optimizer sees flat pieces of parameters, not parameters; what works on whole matrices or norms cannot be used.
+    `param_groups` are of the real parameters, so schedulers of torch work. `state_dict()` is this rank's, to be loaded on the
+    same rank of a group of the same size.
+
+    Args:
+        parameters: tensors on the host that require gradients, or torch's dicts of them. All ranks hold the same.
+        optimizer: class of the optimizer that each rank runs on its shard.
+        group: every rank constructs its optimizer at the same point of its program.
+        bucket_cap_mb: how many MiB a message may hold.
+        options: the optimizer's own, such as lr.
+
+    Raises:
+        UsageError: parameters are not on the host.
+        CollectiveMismatchError: ranks gave different parameters; the message says where they differ.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        optimizer: type[torch.optim.Optimizer],
+        group: ProcessGroup,
+        *,
+        bucket_cap_mb: float = 25,
+        **options: Any,
+    ) -> None:
+        self._shards: list[Shards] = []
+        super().__init__(parameters, options)
+        inner = []
+        for number, members in enumerate(self.param_groups):
+            specs = [(name, _spec(name, parameter)) for name, parameter in _named(members).items()]
+            shards = Shards(specs, group, bucket_cap_mb, f"{optimizer.__name__}, group {number}")
+            self._shards.append(shards)
+            inner.append(_settings(members) | {"params": [_parameter(shard) for shard in shards.shards]})
+        self._inner = optimizer(inner, **options)
+        for members, own in zip(self.param_groups, self._inner.param_groups, strict=True):
+            members.update({name: value for name, value in _settings(own).items() if name not in members})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters by the mean of all ranks' gradients; one without a gradient counts as zeros. Collective.
+
+        Returns:
+            This rank's result of `closure`, if there is one: it is called once, before the step.
+        """
+        loss = None if closure is None else closure()
+        for shards, members, own in zip(self._shards, self.param_groups, self._inner.param_groups, strict=True):
+            own.update(_settings(members))
+            parameters = _named(members)
+            weights = {name: parameter.detach() for name, parameter in parameters.items()}
+            shards.reduce(weights, {name: parameter.grad for name, parameter in parameters.items()})
+        self._inner.step()
+        for shards, members in zip(self._shards, self.param_groups, strict=True):
+            shards.gather({name: parameter.detach() for name, parameter in _named(members).items()})
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Part of the constructor. Raises UsageError later: shards are cut once."""
+        if self._shards:
+            raise UsageError("this optimizer's parameters are cut into shards already", hint="make a new one with all of them")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part: what its optimizer remembers of its shards."""
+        state: dict[str, Any] = self._inner.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from what `state_dict` gave on the same rank of a group of the same size."""
+        self._inner.load_state_dict(state_dict)
+        for members, own in zip(self.param_groups, self._inner.param_groups, strict=True):
+            members.update(_settings(own))
+
+    @property
+    def memory_bytes(self) -> int:
+        """What this rank remembers from step to step: the tensors in its optimizer's state."""
+        return sum(
+            value.numel() * value.element_size()
+            for state in self._inner.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _named(group: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {f"parameter{number}": parameter for number, parameter in enumerate(group["params"])}
+
+
+def _spec(name: str, parameter: torch.Tensor) -> TensorSpec:
+    if parameter.device.type != "cpu":
+        raise UsageError(f"{name} is on {parameter.device}", hint="this optimizer takes parameters on the host")
+    return spec_of(parameter.detach())
+
+
+def _parameter(shard: Shard) -> torch.nn.Parameter:
+    """A shard as a parameter of its own, with its gradient; both are the shard's memory."""
+    spec = TensorSpec(shard.bucket.dtype, shard.weights.shape)
+    kind = kind_of(torch.empty(0))
+    parameter = torch.nn.Parameter(kind.alias(shard.weights, spec))
+    parameter.grad = kind.alias(shard.gradient, spec)
+    return parameter

@@ -1,0 +1,131 @@
+"""ZeroOptimizer against one process that keeps everything: the same bits, a fraction of the memory."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import numpy as np
+import pytest
+
+from ferrorpc.ddp.rules import SGD, Adam
+from ferrorpc.ddp.zero import ZeroOptimizer
+from ferrorpc.errors import CollectiveMismatchError, TensorMismatchError, UsageError
+from tests.unit.ddp.world import run_world
+
+RULES = [SGD(0.1), SGD(0.05, momentum=0.8, decay=0.01), Adam(0.01), Adam(0.02, decay=0.1)]
+STEPS = 5
+
+
+def tree(seed: int, dtype=np.float32):
+    """Sizes that no number of ranks divides, a scalar, an empty one, and two dtypes."""
+    random = np.random.default_rng(seed)
+    shapes = {"a": (7, 13), "b": (5,), "c": (), "d": (0, 3), "e": (11, 3)}
+    made = {name: np.asarray(random.standard_normal(shape), dtype) for name, shape in shapes.items()}
+    return made | {"f": random.standard_normal(17)}
+
+
+def grads(rank: int, step: int):
+    return tree(1000 * step + rank + 1)
+
+
+def unsharded(size: int, rule, steps: int = STEPS):
+    """Means in rank order, and the rule on whole arrays."""
+    weights = tree(0)
+    memory = {name: [np.zeros_like(leaf) for _ in range(rule.slots)] for name, leaf in weights.items()}
+    for step in range(1, steps + 1):
+        for name, leaf in weights.items():
+            mean = reduce(np.add, [grads(rank, step)[name] for rank in range(size)]) / leaf.dtype.type(size)
+            flat = leaf.reshape(-1)
+            rule(flat, np.asarray(mean).reshape(-1), [slot.reshape(-1) for slot in memory[name]], step)
+    return weights
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("cap", [25, 1e-4])
+def test_weights_have_the_bits_of_an_optimizer_that_is_not_sharded(size, rule, cap):
+    def body(group):
+        weights = tree(0)
+        optimizer = ZeroOptimizer(weights, group, rule, bucket_cap_mb=cap)
+        for step in range(1, STEPS + 1):
+            optimizer.step(grads(group.rank, step))
+        return weights
+
+    expected = unsharded(size, rule)
+    for weights in run_world(size, body):
+        for name, leaf in expected.items():
+            assert weights[name].tobytes() == leaf.tobytes(), name
+
+
+@pytest.mark.parametrize(("size", "rule"), [(2, Adam()), (3, Adam()), (4, SGD(0.1)), (8, Adam())])
+def test_a_rank_remembers_its_share_and_no_more(size, rule):
+    shapes = {"layer1": (257, 129), "layer2": (129,), "layer3": (129, 77)}
+    whole = rule.slots * sum(4 * int(np.prod(shape)) for shape in shapes.values())
+
+    def body(group):
+        weights = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        return ZeroOptimizer(weights, group, rule).memory_bytes
+
+    for held in run_world(size, body):
+        assert abs(held - whole / size) <= 0.05 * whole / size
+
+
+def test_training_goes_on_from_a_saved_state_with_the_same_bits():
+    def body(group):
+        weights = tree(0)
+        before = ZeroOptimizer(weights, group, Adam(0.01))
+        for step in (1, 2):
+            before.step(grads(group.rank, step))
+        after = ZeroOptimizer(weights, group, Adam(0.01))
+        after.load_state(before.state())
+        for step in (3, 4, 5):
+            after.step(grads(group.rank, step))
+        return weights
+
+    expected = unsharded(3, Adam(0.01))
+    for weights in run_world(3, body):
+        assert all(weights[name].tobytes() == leaf.tobytes() for name, leaf in expected.items())
+
+
+def test_a_state_of_another_optimizer_is_refused():
+    def body(group):
+        state = ZeroOptimizer(tree(0), group, SGD(0.1)).state()
+        with pytest.raises(UsageError, match="not this optimizer's"):
+            ZeroOptimizer(tree(0), group, Adam()).load_state(state)
+
+    run_world(2, body)
+
+
+def test_a_gradient_that_is_missing_counts_as_zeros_and_one_that_is_unknown_is_refused():
+    def body(group):
+        weights = {"a": np.ones(4, np.float32), "b": np.ones(3, np.float32)}
+        optimizer = ZeroOptimizer(weights, group, SGD(1.0, momentum=0.0))
+        optimizer.step({"a": np.ones(4, np.float32) if group.rank else None, "b": None})
+        with pytest.raises(UsageError, match="see c"):
+            optimizer.step({"a": None, "b": None, "c": np.ones(1)})
+        with pytest.raises(UsageError, match="see b"):
+            optimizer.step({"a": None})
+        with pytest.raises(TensorMismatchError, match="gradient of 'b'"):
+            optimizer.step({"a": None, "b": np.ones(2, np.float32)})
+        return weights
+
+    for weights in run_world(2, body):
+        assert weights["a"].tolist() == [0.5] * 4
+        assert weights["b"].tolist() == [1.0] * 3
+
+
+def test_ranks_with_other_rules_or_weights_are_told_where_they_differ():
+    def body(group):
+        with pytest.raises(CollectiveMismatchError, match=r"rate=0\.2"):
+            ZeroOptimizer(tree(0), group, SGD(0.1 * (1 + group.rank)))
+
+    run_world(2, body)
+
+
+def test_halves_are_refused_with_what_to_do():
+    def body(group):
+        with pytest.raises(TensorMismatchError, match="float32 and float64") as caught:
+            ZeroOptimizer([np.zeros(3, np.float16)], group, Adam())
+        assert "keep the weights" in str(caught.value)
+
+    run_world(1, body)

@@ -1,0 +1,96 @@
+"""The torch ZeroOptimizer against torch's own optimizer in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ferrorpc.errors import UsageError  # noqa: E402
+from ferrorpc.torch import ZeroOptimizer  # noqa: E402
+from tests.unit.ddp.world import run_world  # noqa: E402
+from tests.unit.torch.models import batch, gradients, network  # noqa: E402
+
+KINDS = [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.Adam, {"lr": 0.01}),
+    (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+]
+STEPS = 4
+
+
+def backward(module, rank, step):
+    module.zero_grad()
+    module(batch(rank, step)).square().sum().backward()
+
+
+def whole(size, kind, options):
+    module = network()
+    optimizer = kind(module.parameters(), **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for step in range(STEPS):
+        parts = []
+        for rank in range(size):
+            backward(module, rank, step)
+            parts.append(gradients(module))
+        for name, parameter in module.named_parameters():
+            parameter.grad = sum(part[name] for part in parts) / size
+        optimizer.step()
+        scheduler.step()
+    held = sum(v.numel() * 4 for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
+    return module, held
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=[kind.__name__ for kind, _ in KINDS])
+def test_weights_are_those_of_torchs_own_optimizer(size, kind, options):
+    def body(group):
+        module = network()
+        optimizer = ZeroOptimizer(module.parameters(), kind, group, bucket_cap_mb=5e-4, **options)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        for step in range(STEPS):
+            backward(module, group.rank, step)
+            optimizer.step()
+            scheduler.step()
+        return module.state_dict()
+
+    expected, _ = whole(size, kind, options)
+    results = run_world(size, body)
+    for state in results:
+        for name, weights in expected.state_dict().items():
+            torch.testing.assert_close(state[name], weights, rtol=1e-6, atol=1e-7)
+            assert torch.equal(state[name], results[0][name])
+
+
+def test_a_rank_holds_its_share_of_the_optimizers_memory():
+    def body(group):
+        module = network(widths=(60, 160, 120, 30))
+        optimizer = ZeroOptimizer(module.parameters(), torch.optim.Adam, group)
+        module(batch(group.rank, width=60)).sum().backward()
+        optimizer.step()
+        return optimizer.memory_bytes, 8 * sum(each.numel() for each in module.parameters())
+
+    for held, everything in run_world(4, body):
+        assert abs(held - everything / 4) <= 0.05 * everything / 4
+
+
+def test_groups_of_parameters_keep_their_settings_and_state_goes_on_where_it_was():
+    def body(group):
+        module = network()
+        first, *others = module.parameters()
+        groups = [{"params": [first], "lr": 0.0}, {"params": others}]
+        optimizer = ZeroOptimizer(groups, torch.optim.Adam, group, lr=0.01)
+        frozen, moved = first.detach().clone(), others[0].detach().clone()
+        backward(module, group.rank, 0)
+        optimizer.step()
+        assert torch.equal(first, frozen)
+        assert not torch.equal(others[0], moved)
+        state = optimizer.state_dict()
+        again = ZeroOptimizer([{"params": [first]}, {"params": others}], torch.optim.Adam, group, lr=0.01)
+        again.load_state_dict(state)
+        assert again.param_groups[0]["lr"] == 0.0
+        assert again.memory_bytes == optimizer.memory_bytes
+        with pytest.raises(UsageError, match="cut into shards"):
+            again.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+
+    run_world(2, body)
