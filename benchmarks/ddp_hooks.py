@@ -2,8 +2,8 @@
 
     python -m benchmarks.ddp_hooks [--seeds 5] [--epochs 20] [--ranks 2] [--json FILE]
 
-The job is examples/digits_stream.py, on ranks in one process; the same seeds, so the same weights, batches and bits in every run
-on one machine. Bytes are those that the busiest rank sends, accuracy is on the 359 images that nobody trained on, both are
+The job is examples/digits_stream.py, on ranks in one process; the same seeds, so the same weights, batches and bits in every
+run on one machine. Bytes are those that the busiest rank sends, accuracy is on the 359 images that nobody trained on, both are
 means over the seeds.
 """
 

@@ -98,11 +98,12 @@ def plot(curve: list[float], reached: float, ranks: int, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     axes.semilogy(range(1, len(curve) + 1), curve, color="tab:blue", linewidth=2)
     axes.set(xlabel="epoch", ylabel="training loss (mean over ranks)")
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.set_title(f"handwritten digits on {ranks} processes: test accuracy {reached:.3f}")
     axes.grid(visible=True, which="both", alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Data-parallel training without modules: `ferrorpc run -n 2 examples/digits_stream.py`.
 
-The network is a dict of arrays, its backward pass a loop that is written by hand. As soon as the loop has a layer's gradients it
-hands them to `step.ready`, and they travel while it computes those of the layer before. With `--hook int8` or
+The network is a dict of arrays, its backward pass a loop that is written by hand. As soon as the loop has a layer's gradients
+it hands them to `step.ready`, and they travel while it computes those of the layer before. With `--hook int8` or
 `--hook powersgd` they travel as fewer bytes.
 """
 
