@@ -1,8 +1,8 @@
 """A small transformer in PyTorch learns to write Python: `ferrorpc run -n 2 examples/characters_torch.py`.
 
-Its text is the standard library's own source, which lies on every machine that can run it. Every process has the whole model and
-draws its own pieces of the text; gradients are averaged while the backward pass still runs. At the end all ranks prove that they hold
-the same weights, and rank 0 writes a few lines and draws the loss.
+Its text is the standard library's own source, which lies on every machine that can run it. Every process has the whole model
+and draws its own pieces of the text; gradients are averaged while the backward pass still runs. At the end the ranks compare
+their weights, and rank 0 writes a few lines and draws the loss.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
     return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
-def train(ddp: DistributedDataParallel, text: torch.Tensor, group: ferrorpc.ProcessGroup, steps: int, rate: float) -> list[float]:
+def train(
+    ddp: DistributedDataParallel, text: torch.Tensor, group: ferrorpc.ProcessGroup, steps: int, rate: float
+) -> list[float]:
     """Trains by AdamW on a one-cycle schedule. Returns each step's loss on this rank's pieces."""
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)

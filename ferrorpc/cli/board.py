@@ -19,6 +19,7 @@ GENERATIONS_SHOWN: Final = 8
 EVENTS_SHOWN: Final = 8
 STRAGGLERS_SHOWN: Final = 4
 LINKS_SHOWN: Final = 8
+TRAINING_SHOWN: Final = 8
 MATRIX_RANKS_MAX: Final = 12
 LATE_MS: Final = 2000
 """A rank whose step did not move for so long, while another's did, is late."""
@@ -50,6 +51,9 @@ def as_text(response: StatusResponse, earlier: Earlier | None = None, rows_max: 
         parts.append(_titled("open barriers", [_barrier(barrier) for barrier in response.barriers]))
     if response.stragglers:
         parts.append(_titled("came last to named barriers", _stragglers(response)))
+    training = _training(response)
+    if training:
+        parts.append(_titled("training steps, means in milliseconds", training))
     links = _links(response, earlier)
     if links:
         parts.append(_titled("links", links))
@@ -149,6 +153,28 @@ def _stragglers(response: StatusResponse) -> list[str]:
         f"rank {straggler.rank}: {straggler.barriers} of the last ones, waited for {straggler.waited_ms / 1000:.2f} s in all"
         for straggler in list(response.stragglers)[:STRAGGLERS_SHOWN]
     ]
+
+
+def _training(response: StatusResponse) -> list[str]:
+    """A table of who computes and who waits; whoever computes longest is who the others wait for."""
+    members = sorted((m for m in response.members if m.rank >= 0 and m.training.steps), key=lambda m: m.rank)
+    if not members:
+        return []
+    means = {
+        m.rank: [value / m.training.steps for value in (m.training.compute_ms, m.training.exposed_ms, m.training.hidden_ms)]
+        for m in members
+    }
+    ordered = sorted(members, key=lambda m: -means[m.rank][0])
+    rows = [
+        [str(m.rank), str(m.training.steps), *(f"{value:.1f}" for value in means[m.rank])] for m in ordered[:TRAINING_SHOWN]
+    ]
+    header = ["rank", "steps", "compute", "exposed", "hidden"]
+    lines = table(header, rows, right=frozenset(header)).splitlines()
+    if len(means) > 1:
+        slowest, others = ordered[0].rank, [times[0] for rank, times in means.items() if rank != ordered[0].rank]
+        behind = means[slowest][0] - sum(others) / len(others)
+        lines.append(f"rank {slowest} computes longest, {behind:.1f} ms a step more than the others' mean")
+    return lines
 
 
 def _generation(generation: GenerationStatus) -> str:

@@ -1,4 +1,5 @@
-"""What a member tells of itself with each beat: its last operation, the time it spent in operations, what it sent to whom."""
+"""What a member tells of itself with each beat: its last operation, the time it spent in operations and training steps,
+what it sent to whom."""
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ class Activity:
         self._operations = 0
         self._last = ""
         self._operation_seconds = 0.0
+        self._steps = 0
+        self._step_seconds = (0.0, 0.0, 0.0)
         self._traffic: Callable[[], Traffic] = dict
         self._told: dict[int, int] = {}
         self._beats = 0
@@ -35,6 +38,13 @@ class Activity:
     def operated(self, seconds: float) -> None:
         """So much time went into operations, or into waiting for them."""
         self._operation_seconds += seconds
+
+    def stepped(self, compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
+        """A training step is over; what it waited went into operations."""
+        compute, exposed, hidden = self._step_seconds
+        self._step_seconds = compute + compute_seconds, exposed + exposed_seconds, hidden + hidden_seconds
+        self._steps += 1
+        self._operation_seconds += exposed_seconds
 
     def carry(self, traffic: Callable[[], Traffic]) -> None:
         """From now on links are those of another generation."""
@@ -50,7 +60,12 @@ class Activity:
             generation=generation,
             operation_ms=int(self._operation_seconds * 1000),
             links=self._links() if self._beats % LINKS_EVERY_BEATS == 0 else (),
+            training=self._training() if self._steps else None,
         )
+
+    def _training(self) -> identity_pb2.Training:
+        compute, exposed, hidden = (int(seconds * 1000) for seconds in self._step_seconds)
+        return identity_pb2.Training(steps=self._steps, compute_ms=compute, exposed_ms=exposed, hidden_ms=hidden)
 
     def _links(self) -> list[identity_pb2.Link]:
         """Links with news, those that were told of least recently first."""

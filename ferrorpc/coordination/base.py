@@ -145,6 +145,11 @@ class Session(ABC):
         """Counts time that went into operations or into waiting for them. Cheap; a seat that does not beat counts nothing."""
         return
 
+    def stepped(self, compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
+        """Counts a training step: time it computed, waited for communication, communicated meanwhile. A seat that does not
+        beat counts nothing."""
+        return
+
     def carry(self, traffic: Callable[[], Traffic]) -> None:
         """Where beats read what was sent to whom in this generation. Nobody is told by a seat that does not beat."""
         return

@@ -204,6 +204,9 @@ class RemoteSession(Session):
     def operated(self, seconds: float) -> None:
         self._activity.operated(seconds)
 
+    def stepped(self, compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
+        self._activity.stepped(compute_seconds, exposed_seconds, hidden_seconds)
+
     def carry(self, traffic: Callable[[], Traffic]) -> None:
         self._activity.carry(traffic)
 

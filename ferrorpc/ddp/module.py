@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
+from ferrorpc.ddp.steps import Steps
 
 if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
@@ -100,6 +101,11 @@ class DistributedDataParallel:
     def sent_bytes(self) -> int:
         """Bytes that the busiest rank has sent for gradients so far."""
         return self._replica.reducer.traffic.sent_bytes
+
+    @property
+    def steps(self) -> Steps:
+        """Where the time of this rank's last steps went: computing, exposed and hidden communication."""
+        return self._replica.reducer.steps
 
     def check_weights(self) -> None:
         """Compares the weights of all ranks, as hashes, through the coordinator. Collective.

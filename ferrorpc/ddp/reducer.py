@@ -26,6 +26,7 @@ from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.lane import Lane, Traffic
 from ferrorpc.ddp.memory import BucketMemory
 from ferrorpc.ddp.round import Round
+from ferrorpc.ddp.steps import Steps
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import ReduceOp, TensorSpec, refusal
 
@@ -70,6 +71,7 @@ class Reducer:
         self.size = group.size
         self.hook = hook
         self.traffic = Traffic(group.size)
+        self.steps = Steps(group)
         self.memory = [BucketMemory(bucket, group) for bucket in self.layout.buckets]
         self._operations = 1 if hook is None else 1 + hook.operations
         # A bucket's operations of one kind start round after round: that is the promise which shared memory needs.

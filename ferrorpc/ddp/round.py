@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,9 @@ from ferrorpc.arrays.base import View
 from ferrorpc.ddp.bucket import Bucket, Slot
 from ferrorpc.ddp.hooks.base import Part
 from ferrorpc.ddp.memory import Array, BucketMemory
+from ferrorpc.ddp.steps import Step
 from ferrorpc.errors import UsageError
-from ferrorpc.guard import FOREVER
+from ferrorpc.guard import FOREVER, Clock, Parker
 from ferrorpc.kernels.reduction import kernel
 from ferrorpc.types import ReduceOp
 from ferrorpc.work import Work
@@ -29,19 +30,29 @@ class Flight:
     """One bucket on its way round the group: operations one after the other, each begun when the one before is complete.
 
     Args:
-        wake: called, from any thread, when `advance` may get further.
+        parker: unparked, from any thread, when `advance` may get further.
+
+    Attributes:
+        left: clock time of its start.
+        home: clock time at which the last operation that was begun was complete.
     """
 
-    def __init__(self, bucket: Bucket, operations: Generator[Work[Any], Any, None], wake: Callable[[], None]) -> None:
+    def __init__(self, bucket: Bucket, operations: Generator[Work[Any], Any, None], clock: Clock, parker: Parker) -> None:
         self.bucket = bucket
+        self.left = self.home = clock.now()
         self._operations = operations
-        self._wake = wake
+        self._clock = clock
+        self._parker = parker
         self._work: Work[Any] | None = None
         self._begin(next(operations))
 
     def _begin(self, work: Work[Any]) -> None:
         self._work = work
-        work.on_done(self._wake)
+        work.on_done(self._landed)
+
+    def _landed(self) -> None:
+        self.home = self._clock.now()
+        self._parker.unpark()
 
     def advance(self) -> bool:
         """Begins what can be begun without waiting. True when the last operation is complete."""
@@ -75,6 +86,7 @@ class Round:
         self._flights: list[Flight] = []
         self._parker = reducer.clock.parker()
         self._used: set[str] = set()
+        self._began = reducer.clock.now()
 
     def has(self, name: str) -> bool:
         """Whether this gradient was put."""
@@ -123,7 +135,7 @@ class Round:
     def _send(self, memory: BucketMemory) -> None:
         array = self._travelling(memory)
         array[memory.bucket.weight] = 0 if self.weight is None else self.weight
-        self._flights.append(Flight(memory.bucket, self._operations(memory, array), self._parker.unpark))
+        self._flights.append(Flight(memory.bucket, self._operations(memory, array), self._reducer.clock, self._parker))
 
     def _operations(self, memory: BucketMemory, array: Array) -> Generator[Work[Any], Any, None]:
         bucket, hook = memory.bucket, self._reducer.hook
@@ -151,6 +163,7 @@ class Round:
             if name not in self._put:
                 self.put(name, None)
         totals = [float(self._reducer.size)]
+        waited, flights = self._reducer.clock.now(), list(self._flights)
         while self._flights:
             # All of them go on while any is waited for: which one comes home first differs from rank to rank.
             under_way = [flight for flight in self._flights if not self._advance(flight)]
@@ -160,11 +173,18 @@ class Round:
             if len(under_way) == len(self._flights):
                 self._parker.park(FOREVER)  # each operation has its own deadline
             self._flights = under_way
+        self._report(waited, flights)
         if not all(map(math.isfinite, totals)):
             raise UsageError(
                 f"the weights of all ranks sum to {max(totals)}", hint="weigh by samples or tokens, in smaller units"
             )
         return totals[-1]
+
+    def _report(self, waited: float, flights: list[Flight]) -> None:
+        steps, ended = self._reducer.steps, self._reducer.clock.now()
+        began = self._began if steps.last_end is None else steps.last_end
+        told = tuple((flight.bucket.index, flight.left, flight.home) for flight in flights)
+        steps.add(Step(self.number, began, waited, ended, told))
 
     def _advance(self, flight: Flight) -> bool:
         try:

@@ -16,6 +16,7 @@ from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.pytree import flatten, rebuild
 from ferrorpc.ddp.reducer import Reducer
 from ferrorpc.ddp.round import Round
+from ferrorpc.ddp.steps import Steps
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import TensorSpec
 
@@ -124,6 +125,11 @@ class GradientSynchronizer:
     def sent_bytes(self) -> int:
         """Bytes that the busiest rank has sent for gradients so far."""
         return self._reducer.traffic.sent_bytes
+
+    @property
+    def steps(self) -> Steps:
+        """Where the time of this rank's last steps went: computing, exposed and hidden communication."""
+        return self._reducer.steps
 
     def check_weights(self, weights: Any) -> None:
         """Compares the weights of all ranks, as hashes, through the coordinator. Collective.

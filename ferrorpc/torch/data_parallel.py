@@ -11,6 +11,7 @@ import torch
 
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
+from ferrorpc.ddp.steps import Steps
 from ferrorpc.torch.backward import Backward
 
 if TYPE_CHECKING:
@@ -84,6 +85,11 @@ class DistributedDataParallel(torch.nn.Module):
     def sent_bytes(self) -> int:
         """Bytes that the busiest rank has sent for gradients so far."""
         return self._replica.reducer.traffic.sent_bytes
+
+    @property
+    def steps(self) -> Steps:
+        """Where the time of this rank's last steps went: computing, exposed and hidden communication."""
+        return self._replica.reducer.steps
 
     def check_weights(self) -> None:
         """Compares the weights of all ranks, as hashes, through the coordinator. Collective.

@@ -126,6 +126,7 @@ class Member(google.protobuf.message.Message):
     STEP_AGE_MS_FIELD_NUMBER: builtins.int
     OPERATION_MS_FIELD_NUMBER: builtins.int
     LINKS_FIELD_NUMBER: builtins.int
+    TRAINING_FIELD_NUMBER: builtins.int
     name: builtins.str
     incarnation: builtins.int
     """Numbered by the coordinator: the n-th process to bear this name."""
@@ -153,6 +154,10 @@ class Member(google.protobuf.message.Message):
     def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Link]:
         """What it has sent in its present generation, the busiest links first."""
 
+    @property
+    def training(self) -> Global___Training:
+        """Its training steps altogether; unset before the first."""
+
     def __init__(
         self,
         *,
@@ -170,10 +175,40 @@ class Member(google.protobuf.message.Message):
         step_age_ms: builtins.int = ...,
         operation_ms: builtins.int = ...,
         links: collections.abc.Iterable[Global___Link] | None = ...,
+        training: Global___Training | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["activity", b"activity", "address", b"address", "beat_age_ms", b"beat_age_ms", "host", b"host", "incarnation", b"incarnation", "labels", b"labels", "links", b"links", "name", b"name", "operation_ms", b"operation_ms", "rank", b"rank", "reason", b"reason", "state", b"state", "step", b"step", "step_age_ms", b"step_age_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["training", b"training"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["activity", b"activity", "address", b"address", "beat_age_ms", b"beat_age_ms", "host", b"host", "incarnation", b"incarnation", "labels", b"labels", "links", b"links", "name", b"name", "operation_ms", b"operation_ms", "rank", b"rank", "reason", b"reason", "state", b"state", "step", b"step", "step_age_ms", b"step_age_ms", "training", b"training"]) -> None: ...
 
 Global___Member: typing_extensions.TypeAlias = Member
+
+@typing.final
+class Training(google.protobuf.message.Message):
+    """Where the time of a rank's training steps went, summed over all of them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: builtins.int
+    COMPUTE_MS_FIELD_NUMBER: builtins.int
+    EXPOSED_MS_FIELD_NUMBER: builtins.int
+    HIDDEN_MS_FIELD_NUMBER: builtins.int
+    steps: builtins.int
+    compute_ms: builtins.int
+    exposed_ms: builtins.int
+    """Communication that was waited for."""
+    hidden_ms: builtins.int
+    """Communication during computation."""
+    def __init__(
+        self,
+        *,
+        steps: builtins.int = ...,
+        compute_ms: builtins.int = ...,
+        exposed_ms: builtins.int = ...,
+        hidden_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["compute_ms", b"compute_ms", "exposed_ms", b"exposed_ms", "hidden_ms", b"hidden_ms", "steps", b"steps"]) -> None: ...
+
+Global___Training: typing_extensions.TypeAlias = Training
 
 @typing.final
 class Link(google.protobuf.message.Message):

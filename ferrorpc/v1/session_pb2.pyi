@@ -208,6 +208,7 @@ class Beat(google.protobuf.message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     OPERATION_MS_FIELD_NUMBER: builtins.int
     LINKS_FIELD_NUMBER: builtins.int
+    TRAINING_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Counts this member's operations, so that a member that beats but does not move is seen."""
     activity: builtins.str
@@ -218,6 +219,10 @@ class Beat(google.protobuf.message.Message):
     def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ferrorpc.v1.identity_pb2.Link]:
         """Links on which something was sent since they were last told of; at most 32 a beat, and not in every beat."""
 
+    @property
+    def training(self) -> ferrorpc.v1.identity_pb2.Training:
+        """Its training steps so far; unset before the first."""
+
     def __init__(
         self,
         *,
@@ -226,8 +231,10 @@ class Beat(google.protobuf.message.Message):
         generation: builtins.int = ...,
         operation_ms: builtins.int = ...,
         links: collections.abc.Iterable[ferrorpc.v1.identity_pb2.Link] | None = ...,
+        training: ferrorpc.v1.identity_pb2.Training | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["activity", b"activity", "generation", b"generation", "links", b"links", "operation_ms", b"operation_ms", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["training", b"training"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["activity", b"activity", "generation", b"generation", "links", b"links", "operation_ms", b"operation_ms", "step", b"step", "training", b"training"]) -> None: ...
 
 Global___Beat: typing_extensions.TypeAlias = Beat
 

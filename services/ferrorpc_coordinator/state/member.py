@@ -58,6 +58,8 @@ class Member:
     activity: str = ""
     operation_ms: int = 0
     """Time it has spent in operations."""
+    training: identity_pb2.Training | None = None
+    """Where the time of its training steps went."""
     links: dict[int, tuple[str, int]] = field(default_factory=dict)
     """World rank of a peer -> kind of the link, and bytes sent to it in this generation."""
     highest_answered: int = 0
@@ -95,6 +97,8 @@ class Member:
             self.step, self.step_since = beat.step, now
         self.activity = beat.activity[:256]
         self.operation_ms = beat.operation_ms
+        if beat.HasField("training"):
+            self.training = beat.training
         if beat.generation != self.generation:
             return
         for link in beat.links:

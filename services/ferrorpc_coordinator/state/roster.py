@@ -98,6 +98,7 @@ class Roster:
             activity=member.activity,
             step_age_ms=max(0, self._desk.now - member.step_since) // MILLISECOND,
             operation_ms=member.operation_ms,
+            training=member.training,
         )
         for name, value in member.labels:
             told.labels.add(name=name, value=value)

@@ -117,3 +117,17 @@ def test_events_stragglers_and_times_are_told():
     assert "   4.2 s ago  stalled: rank 1 (a-1 on a): silent" in text
     assert "rank 1: 3 of the last ones, waited for 1.25 s in all" in text
     assert "5: 2 members, 61.0 s ago, replaces generation 4" in text
+
+
+def test_training_steps_tell_who_computes_longest():
+    told = answer()
+    assert "training steps" not in as_text(told)
+    told.members[2].training.CopyFrom(identity_pb2.Training(steps=10, compute_ms=1000, exposed_ms=300, hidden_ms=50))
+    told.members[1].training.CopyFrom(identity_pb2.Training(steps=10, compute_ms=1250, exposed_ms=20, hidden_ms=60))
+    lines = as_text(told).splitlines()
+    first = lines.index("training steps, means in milliseconds") + 2
+    assert [line.split() for line in lines[first : first + 2]] == [
+        ["1", "10", "125.0", "2.0", "6.0"],
+        ["0", "10", "100.0", "30.0", "5.0"],
+    ]
+    assert lines[first + 2] == "  rank 1 computes longest, 25.0 ms a step more than the others' mean"

@@ -62,3 +62,15 @@ def test_a_new_generation_begins_from_nothing() -> None:
     assert links_of(activity) == {1: ("grpc", 100)}
     activity.carry(lambda: {1: ("grpc", 40)})
     assert links_of(activity) == {1: ("grpc", 40)}
+
+
+def test_training_steps_are_summed_and_their_waits_are_time_in_operations() -> None:
+    activity = Activity()
+    assert not activity.beat(1).HasField("training")
+    activity.operated(1.0)
+    for _ in range(2):
+        activity.stepped(0.5, 0.25, 0.125)
+    beat = activity.beat(1)
+    told = beat.training
+    assert (told.steps, told.compute_ms, told.exposed_ms, told.hidden_ms) == (2, 1000, 500, 250)
+    assert beat.operation_ms == 1500

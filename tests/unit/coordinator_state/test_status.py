@@ -45,6 +45,16 @@ def test_a_member_is_told_of_with_the_age_of_its_step_and_its_time_in_operations
     assert [(member.step, member.step_age_ms, member.operation_ms) for member in told] == [(4, 2000, 1700), (5, 0, 0)]
 
 
+def test_the_time_of_training_steps_is_kept_from_the_last_beat_that_told_of_it() -> None:
+    world = world_of(2)
+    training = identity_pb2.Training(steps=3, compute_ms=300, exposed_ms=40, hidden_ms=20)
+    beat(world, 0, generation=1, training=training)
+    beat(world, 0, step=9, generation=1)
+    told = status_of(world).members
+    assert told[0].training == training
+    assert not told[1].HasField("training")
+
+
 def test_links_are_kept_for_their_generation_the_busiest_first() -> None:
     world = world_of(3)
     beat(world, 0, generation=1, links=[link(1, 10), link(2, 500, "shared_memory")])

@@ -1,0 +1,127 @@
+"""Where the time of training steps goes on this rank: computing, communication it waits for, communication it does not notice.
+
+A step lasts from the end of the one before to the end of its own wait for the means. It computes until the wait begins.
+Communication is exposed during the wait, and hidden while some bucket is under way before it. Cost: two readings of the clock
+a bucket.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from ferrorpc.errors import BackendUnavailableError
+from ferrorpc.plans.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from ferrorpc.group import ProcessGroup
+
+STEPS_KEPT: Final = 256
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one step, or means of several."""
+
+    compute_seconds: float
+    exposed_seconds: float
+    hidden_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step on one rank. Times are the group's clock's.
+
+    Attributes:
+        began: the end of the step before; of the first one, when its first bucket could leave.
+        waited: when nothing was left to do but to wait.
+        flights: (bucket, when it left, when it was home) of each.
+    """
+
+    number: int
+    began: float
+    waited: float
+    ended: float
+    flights: tuple[tuple[int, float, float], ...]
+
+    @property
+    def times(self) -> StepTimes:
+        """Where its time went."""
+        hidden, until = 0.0, self.began
+        for _, left, home in sorted(self.flights, key=lambda flight: flight[1]):
+            first, last = max(left, until), min(home, self.waited)
+            if first < last:
+                hidden, until = hidden + last - first, last
+        return StepTimes(self.waited - self.began, self.ended - self.waited, hidden)
+
+
+class Steps:
+    """This rank's last STEPS_KEPT steps. Each is told to the coordinator too, so that `ferrorpc status` shows who is slow."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._kept: deque[Step] = deque(maxlen=STEPS_KEPT)
+        try:
+            self._tell = group.session.stepped
+        except BackendUnavailableError:
+            self._tell = _tell_nobody
+
+    @property
+    def last_end(self) -> float | None:
+        """When the last step ended; None before that."""
+        return self._kept[-1].ended if self._kept else None
+
+    def add(self, step: Step) -> None:
+        """A step is over."""
+        self._kept.append(step)
+        self._tell(*step.times)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> Step:
+        return self._kept[index]
+
+    def mean(self) -> StepTimes:
+        """Mean of all steps kept but the first, which has no clear beginning; zeros where there is none."""
+        times = [step.times for step in self._kept if step.number]
+        if not times:
+            return StepTimes(0.0, 0.0, 0.0)
+        return StepTimes(*(sum(parts) / len(times) for parts in zip(*times, strict=True)))
+
+    def by_rank(self) -> list[StepTimes]:
+        """Every rank's `mean`, in rank order. Collective: the one that computes longest is who the others wait for."""
+        return [StepTimes(*map(float, each)) for each in self._group.all_gather(np.array(self.mean()))]
+
+    def timeline(self) -> Timeline:
+        """What this rank did: a lane for its own thread, one for each bucket. In seconds since the first step kept."""
+        rank = self._group.rank
+        buckets = sorted({bucket for step in self._kept for bucket, _, _ in step.flights})
+        lanes = [f"rank {rank}", *(f"bucket {bucket} of rank {rank}" for bucket in buckets)]
+        start = self._kept[0].began if self._kept else 0.0
+        spans = [span for step in self._kept for span in _spans(step, start, buckets)]
+        return Timeline(lanes, spans, f"rank {rank}: training steps")
+
+    def to_chrome_trace(self, path: str | Path) -> None:
+        """Writes the timeline as a Chrome trace: JSON for chrome://tracing and ui.perfetto.dev."""
+        self.timeline().to_chrome_trace(path, unit_seconds=1.0)
+
+
+def _spans(step: Step, start: float, buckets: Sequence[int]) -> list[Span]:
+    own = [
+        Span(f"compute {step.number}", 0, step.began - start, step.waited - start, "compute"),
+        Span(f"wait {step.number}", 0, step.waited - start, step.ended - start, "exposed"),
+    ]
+    flights = [
+        Span(f"mean {step.number}", 1 + buckets.index(bucket), left - start, home - start, "communication")
+        for bucket, left, home in step.flights
+    ]
+    return own + flights
+
+
+def _tell_nobody(compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
+    """There is no coordinator."""

@@ -1,0 +1,57 @@
+"""Where the time of steps goes, from known times, and that steps are counted and drawn."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from ferrorpc.ddp.steps import Step, StepTimes
+from ferrorpc.ddp.synchroniser import GradientSynchronizer
+from tests.unit.ddp.world import run_world
+
+
+@pytest.mark.parametrize(
+    ("flights", "hidden"),
+    [
+        ((), 0.0),
+        (((0, 2.0, 3.0), (1, 5.0, 6.0)), 2.0),  # apart
+        (((0, 2.0, 5.0), (1, 3.0, 4.0)), 3.0),  # one within the other
+        (((1, 4.0, 7.0), (0, 2.0, 5.0)), 5.0),  # overlapping, in any order
+        (((0, 8.0, 12.0), (1, 11.0, 12.0)), 2.0),  # what comes after 10 is exposed
+    ],
+)
+def test_communication_before_the_wait_is_hidden_and_counts_once(flights, hidden):
+    assert Step(3, 1.0, 10.0, 12.0, flights).times == StepTimes(9.0, 2.0, hidden)
+
+
+def test_steps_are_kept_compared_between_ranks_and_drawn(tmp_path):
+    like = {"a": np.zeros(400, np.float32), "b": np.zeros(300, np.float32)}
+
+    def body(group):
+        sync = GradientSynchronizer(like, group, bucket_cap_mb=1e-3)
+        assert sync.steps.mean() == StepTimes(0.0, 0.0, 0.0)
+        for _ in range(4):
+            sync(like)
+        path = tmp_path / f"{group.rank}.json"
+        sync.steps.to_chrome_trace(path)
+        return list(sync.steps), sync.steps.mean(), sync.steps.by_rank(), json.loads(path.read_text())
+
+    results = run_world(2, body)
+    for rank, (steps, mean, by_rank, trace) in enumerate(results):
+        assert [step.number for step in steps] == [0, 1, 2, 3]
+        for before, step in pairwise(steps):
+            assert before.ended == step.began <= step.waited <= step.ended
+            assert sorted(bucket for bucket, _, _ in step.flights) == [0, 1]
+            assert all(left <= home <= step.ended for _, left, home in step.flights)
+            assert step.times.hidden_seconds <= step.times.compute_seconds
+        assert mean.compute_seconds == pytest.approx(sum(step.times.compute_seconds for step in steps[1:]) / 3)
+        assert by_rank[rank] == pytest.approx(mean)
+        assert by_rank == results[0][2]
+        drawn = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+        assert sorted(event["name"] for event in drawn if event["cat"] == "exposed") == [f"wait {n}" for n in range(4)]
+        assert sum(event["cat"] == "communication" for event in drawn) == 8
+        last = next(event for event in drawn if event["name"] == "wait 3")
+        assert last["dur"] == pytest.approx(steps[3].times.exposed_seconds * 1e6)
