@@ -7,7 +7,6 @@ in O(pieces * modules^2).
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from ferrorpc.errors import UsageError
+from ferrorpc.guard import SYSTEM_CLOCK, Clock
 
 if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
@@ -31,6 +31,7 @@ def cut(
     *,
     sample: torch.Tensor | None = None,
     group: ProcessGroup | None = None,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> list[torch.nn.Sequential]:
     """The model as so many sequences, one for each piece of a pipeline (`schedule.virtual_stages` of them).
 
@@ -41,6 +42,7 @@ def cut(
         by: "parameters" counts them; "time" measures forward and backward of each module on a sample.
         sample: a microbatch of the model's input; needed for "time".
         group: with "time", all its ranks must call it, and cut as its rank 0 measured; leave it away in one process.
+        clock: what times are read from.
 
     Raises:
         UsageError: fewer modules than pieces, an unknown `by`, or no sample to measure with.
@@ -50,7 +52,7 @@ def cut(
     if by == "parameters":
         costs = [float(sum(each.numel() for each in module.parameters())) for module in model]
     elif by == "time":
-        costs = _agreed(_times(model, sample), group)
+        costs = _agreed(_times(model, sample, clock), group)
     else:
         raise UsageError(f"cut by {by!r}", hint='use "parameters" or "time"')
     bounds = balanced(costs, pieces)
@@ -78,7 +80,7 @@ def balanced(costs: Sequence[float], pieces: int) -> list[int]:
     return best[len(costs)][2]
 
 
-def _times(model: torch.nn.Sequential, sample: torch.Tensor | None) -> list[float]:
+def _times(model: torch.nn.Sequential, sample: torch.Tensor | None, clock: Clock) -> list[float]:
     """Seconds of each module's forward and backward, measured on copies."""
     if sample is None:
         raise UsageError("time can be measured on a sample only", hint="pass sample=, a microbatch of the model's input")
@@ -87,25 +89,25 @@ def _times(model: torch.nn.Sequential, sample: torch.Tensor | None) -> list[floa
     with torch.random.fork_rng():
         for module in model:
             copied = copy.deepcopy(module)
-            times.append(min(_once(copied, x) for _ in range(REPETITIONS)))
+            times.append(min(_once(copied, x, clock) for _ in range(REPETITIONS)))
             with torch.no_grad():
                 x = copied(x)
     return times
 
 
-def _once(module: torch.nn.Module, x: torch.Tensor) -> float:
+def _once(module: torch.nn.Module, x: torch.Tensor, clock: Clock) -> float:
     leaf = x.detach().requires_grad_(x.is_floating_point())
-    start = _now(x)
+    start = _now(x, clock)
     y = module(leaf)
     if y.requires_grad:
         y.backward(torch.ones_like(y))
-    return _now(x) - start
+    return _now(x, clock) - start
 
 
-def _now(x: torch.Tensor) -> float:
+def _now(x: torch.Tensor, clock: Clock) -> float:
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
-    return time.perf_counter()
+    return clock.now()
 
 
 def _agreed(times: list[float], group: ProcessGroup | None) -> list[float]:

@@ -8,6 +8,7 @@ import pytest
 
 from ferrorpc.errors import UsageError
 from ferrorpc.testing import run_world
+from ferrorpc.testing.manual import ManualClock
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -44,21 +45,55 @@ def test_by_parameters_names_and_modules_stay():
     assert torch.equal(second(first(x)), model(x))
 
 
-class Busy(nn.Module):
-    """Takes long, and has no parameters."""
+class Timed(nn.Module):
+    """Takes as long as it says, forward and backward, on a clock that it moves itself. It has no parameters.
+
+    Args:
+        spend: spend(seconds) moves the clock.
+        forward, backward: seconds of each.
+    """
+
+    def __init__(self, spend, forward=0.0, backward=0.0):
+        super().__init__()
+        self._forward, self._backward = forward, backward
+        self._spend = lambda seconds: spend(seconds)  # a function is the same one in a copy of the module
 
     def forward(self, x):
-        for _ in range(40):
-            x = x @ torch.eye(x.shape[1])
-        return x
+        self._spend(self._forward)
+        y = x.clone()
+        if y.requires_grad:
+            y.register_hook(self._back)
+        return y
+
+    def _back(self, grad):
+        self._spend(self._backward)
 
 
-def test_by_time_work_counts_and_the_model_is_left_as_it_was():
-    model = nn.Sequential(Busy(), nn.BatchNorm1d(200), nn.Linear(200, 200), nn.Identity(), nn.Identity())
+def test_by_time_work_counts_forwards_and_backwards():
+    def pieces(*durations):
+        clock = ManualClock()
+        model = nn.Sequential(*(Timed(clock.advance, *each) for each in durations))
+        return [len(piece) for piece in cut(model, 2, by="time", sample=torch.zeros(3, 2), clock=clock)]
+
+    assert pieces((4.0, 0.0), (1.0, 0.0), (1.0, 0.0), (1.0, 0.0)) == [1, 3]
+    assert pieces((0.0, 4.0), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0)) == [1, 3], "backwards count as much"
+    assert pieces((1.0, 0.0), (1.0, 0.0), (1.0, 0.0), (0.0, 4.0)) == [3, 1]
+
+
+def test_of_repeated_measurements_the_fastest_counts():
+    clock, disturbances = ManualClock(), iter([9.0])
+    disturbed = Timed(lambda seconds: clock.advance(seconds + next(disturbances, 0.0)), 1.0)
+    model = nn.Sequential(disturbed, Timed(clock.advance, 1.0), Timed(clock.advance, 3.0))
+    assert [len(piece) for piece in cut(model, 2, by="time", sample=torch.zeros(3, 2), clock=clock)] == [2, 1]
+
+
+def test_by_time_the_model_is_left_as_it_was():
+    clock = ManualClock()
+    model = nn.Sequential(Timed(clock.advance, 9.0), nn.BatchNorm1d(20), nn.Dropout(), nn.Linear(20, 20), nn.Identity())
     state, random = {name: each.clone() for name, each in model.state_dict().items()}, torch.get_rng_state()
-    sample = torch.randn(64, 200, generator=torch.Generator())
+    sample = torch.randn(64, 20, generator=torch.Generator())
     assert [len(piece) for piece in cut(model, 2)] == [2, 3], "by parameters the first module weighs nothing"
-    assert [len(piece) for piece in cut(model, 2, by="time", sample=sample)] == [1, 4]
+    assert [len(piece) for piece in cut(model, 2, by="time", sample=sample, clock=clock)] == [1, 4]
     assert all(torch.equal(each, state[name]) for name, each in model.state_dict().items())
     assert all(each.grad is None for each in model.parameters())
     assert torch.equal(random, torch.get_rng_state())
