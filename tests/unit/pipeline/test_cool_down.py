@@ -1,0 +1,145 @@
+"""Replicas of a pipeline exchange gradients while the pipeline cools down, in a world whose time is virtual.
+
+Every action takes a second or two, every message ten milliseconds, so that it is certain what came before what.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from ferrorpc import GradientSynchronizer, Mesh, Pipeline, ProcessGroup, schedules
+from ferrorpc.guard import Clock
+from ferrorpc.testing import FaultPlan, VirtualClock, run_world
+from tests.unit.pipeline.stages import Layer, batch, half_square
+
+MESSAGE_SECONDS = 0.01
+STAGES = 2
+MICROBATCHES = 4
+BUCKET_MB = 0.0003
+"""Too small for the gradients of a whole layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watched(FaultPlan):
+    """Messages that take the same time each, and are written down: (source, target) -> when each of them left."""
+
+    clock: Clock = field(default_factory=VirtualClock)
+    departures: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def delay(self, random: random.Random, source: int, target: int) -> float:
+        self.departures[source, target].append(self.clock.now())
+        return MESSAGE_SECONDS
+
+
+class Slow(Layer):
+    """A layer whose forward takes a second, and either half of its backward another; it takes down when."""
+
+    def __init__(self, number: int, clock: Clock) -> None:
+        super().__init__(number)
+        self._clock = clock
+        self.starts: list[float] = []
+        self.stops: list[float] = []
+
+    def _spend(self) -> None:
+        start = self._clock.now()
+        self._clock.parker().park(start + 1.0)
+        self.starts.append(start)
+        self.stops.append(self._clock.now())
+
+    def forward(self, x):
+        self._spend()
+        return super().forward(x)
+
+    def backward_input(self, context, grad_y):
+        self._spend()
+        return super().backward_input(context, grad_y)
+
+    def backward_weight(self, context, grad_y):
+        self._spend()
+        super().backward_weight(context, grad_y)
+
+
+@dataclass
+class Seen:
+    """What one rank saw: its layers, by piece, and its weights' mean gradients."""
+
+    layers: dict[int, Slow]
+    means: dict[str, np.ndarray]
+
+
+def step(group: ProcessGroup, schedule: schedules.Schedule, clock: Clock, *, early: bool) -> Seen:
+    """One step of two replicas; gradients are handed over when they are complete, or when the step is over."""
+    mesh = Mesh({"dp": 2, "pp": STAGES}, group)
+    layers = {number: Slow(number, clock) for number in schedule.pieces(mesh["pp"].rank)}
+    pipe = Pipeline(list(layers.values()), mesh["pp"], schedule)
+    like = {name: each.data for name, each in pipe.named_parameters()}
+    sync = GradientSynchronizer(like, mesh["dp"], bucket_cap_mb=BUCKET_MB)
+    with sync.step() as means:
+
+        def ready(piece: int | None) -> None:
+            for name, parameter in pipe.named_parameters(piece):
+                means.ready(name, parameter.grad)
+
+        data = batch(2 * MICROBATCHES, seed=mesh["dp"].rank)
+        pipe.step(*data, half_square, on_gradients=ready if early else None)
+        if not early:
+            ready(None)
+    return Seen(layers, means.grads)
+
+
+def run(name: str, *, early: bool) -> tuple[list[Seen], list[list[float]]]:
+    """(what each rank saw, when each rank sent its twin in the other replica gradients)."""
+    schedule = schedules.named(name, STAGES, MICROBATCHES)
+    clock = VirtualClock()
+    faults = Watched(delay_seconds=(MESSAGE_SECONDS, MESSAGE_SECONDS), clock=clock)
+    seen = run_world(2 * STAGES, lambda group: step(group, schedule, clock, early=early), faults=faults, clock=clock)
+    begun = min(start for each in seen for layer in each.layers.values() for start in layer.starts)
+    sent = []
+    for rank in range(2 * STAGES):
+        twin = (rank + STAGES) % (2 * STAGES)
+        sent.append([when for when in faults.departures[rank, twin] if when > begun])
+    return seen, sent
+
+
+def last_start(seen: list[Seen]) -> float:
+    """When the last action of the step began, on any rank."""
+    return max(start for each in seen for layer in each.layers.values() for start in layer.starts)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb1p", "interleaved", "zbv"])
+def test_a_bucket_leaves_in_the_instant_its_gradients_are_complete(name: str) -> None:
+    seen, sent = run(name, early=True)
+    for rank, each in enumerate(seen):
+        for layer in each.layers.values():
+            assert layer.stops[-1] in sent[rank]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_a_later_stage_has_exchanged_all_its_gradients_before_the_first_stage_begins_its_last_action(name: str) -> None:
+    seen, sent = run(name, early=True)
+    for rank in (1, 3):
+        assert len(sent[rank]) >= 2, "the layer has more than one bucket"
+        assert max(sent[rank]) < last_start(seen)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zbv"])
+def test_with_several_stages_a_rank_sends_the_first_ones_gradients_while_it_still_computes(name: str) -> None:
+    seen, sent = run(name, early=True)
+    own_last = [max(start for layer in each.layers.values() for start in layer.starts) for each in seen]
+    for rank in range(2 * STAGES):
+        assert min(sent[rank]) <= own_last[rank], "before its own last action begins, or as it does"
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_handed_over_after_the_step_they_leave_later_and_are_the_same(name: str) -> None:
+    early, _ = run(name, early=True)
+    late, sent = run(name, early=False)
+    for rank, (mine, other) in enumerate(zip(early, late, strict=True)):
+        assert min(sent[rank]) >= max(layer.stops[-1] for layer in other.layers.values())
+        for key, mean in mine.means.items():
+            np.testing.assert_array_equal(mean, other.means[key])
