@@ -6,7 +6,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fix protos up bench clean
+.PHONY: help setup demo test coverage check fix protos up bench clean
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
   "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
@@ -39,13 +39,12 @@ demo: $(READY)  ## train on handwritten digits with 4 processes
 	$(SAY) "demo: 4 processes train one network on 1,797 images of handwritten digits"
 	@$(BIN)/ferrorpc demo $(DEMO_ARGS)
 
-test: $(READY)  ## run every test and report the coverage of ferrorpc and services
-	$(SAY) "test: all tests, with coverage (some start real processes and kill them: a few minutes)"
-	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest $(TEST_ARGS)
-	$(SAY) "test: coverage of ferrorpc and services"
-	@$(BIN)/coverage combine -q
-	@$(BIN)/coverage report
+test: $(READY)  ## run every test, one worker a processor; TEST_ARGS chooses which
+	$(SAY) "test: all tests (some start real processes and kill them: a few minutes)"
+	@$(BIN)/pytest --numprocesses logical --dist loadfile $(TEST_ARGS)
+
+coverage: $(READY)  ## the same with the coverage of ferrorpc and services, which takes about twice as long
+	@$(BIN)/pytest --numprocesses logical --dist loadfile --cov $(TEST_ARGS)
 
 check: $(READY)  ## lint, format, types and layers, without changing anything
 	$(SAY) "check 1/4: ruff check"
