@@ -10,11 +10,15 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any, Final
 
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
 
 _BOUNDS_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+MEMBERS_BY_RANK_MAX: Final = 256
+"""Of a larger job there is no series for each rank: the status page shows those."""
+_GONE: Final = (identity_pb2.MEMBER_STATE_DEAD, identity_pb2.MEMBER_STATE_LEFT)
 
 
 class Histogram:
@@ -53,6 +57,8 @@ class Counters:
     """Error code of the first cause -> how many generations it ended."""
     member_changes: Counter[str] = field(default_factory=Counter)
     """State a member of a living generation went into -> how often."""
+    request_errors: Counter[str] = field(default_factory=Counter)
+    """Error code -> how many requests of sessions were answered with it."""
     barrier_spread: Histogram = field(default_factory=Histogram)
     """Seconds between first and last arrival of a released barrier."""
     loop_lag: Histogram = field(default_factory=Histogram)
@@ -63,6 +69,8 @@ class Counters:
         if frame.HasField("result"):
             if frame.result.HasField("barrier"):
                 self.barrier_spread.observe(frame.result.barrier.spread_ms / 1e3)
+            elif frame.result.HasField("error"):
+                self.request_errors[code_label(frame.result.error.code)] += 1
         elif frame.HasField("event"):
             event = frame.event
             if event.HasField("broken"):
@@ -87,6 +95,12 @@ class JobGauges:
 
     members: Mapping[str, int]
     generation: int
+    world_size: int
+    beat_age_seconds: Mapping[int, float]
+    """Rank -> seconds since the last frame from it. Empty beyond MEMBERS_BY_RANK_MAX members."""
+    open_barriers: int
+    longest_barrier_seconds: float
+    """How long ago the first rank came to the open barrier that waits longest; 0 when none is open."""
     store_keys: int
     store_bytes: int
 
@@ -94,8 +108,20 @@ class JobGauges:
     def of(cls, status: session_pb2.StatusResponse) -> JobGauges:
         """From what the state tells of a job."""
         members = Counter(state_label(member.state) for member in status.members)
-        newest = max((generation.generation for generation in status.generations), default=0)
-        return cls(members, newest, status.store_keys, status.store_bytes)
+        newest = max(status.generations, key=lambda generation: generation.generation, default=session_pb2.GenerationStatus())
+        alive = [member for member in status.members if member.rank >= 0 and member.state not in _GONE]
+        return cls(
+            members=members,
+            generation=newest.generation,
+            world_size=newest.size,
+            beat_age_seconds={member.rank: member.beat_age_ms / 1e3 for member in alive}
+            if len(alive) <= MEMBERS_BY_RANK_MAX
+            else {},
+            open_barriers=len(status.barriers),
+            longest_barrier_seconds=max((barrier.age_ms for barrier in status.barriers), default=0) / 1e3,
+            store_keys=status.store_keys,
+            store_bytes=status.store_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +143,11 @@ class Collector:
 
     def collect(self) -> Iterator[Any]:
         """The metric families, as a Prometheus collector yields them."""
+        yield build_info()
         yield from self._collect_counters()
-        yield from self._collect_gauges()
+        now = self._gauges()
+        yield from _collect_coordinator(now)
+        yield from _collect_jobs(now.jobs)
 
     def describe(self) -> list[Any]:
         """Nothing: the registry need not collect at registration."""
@@ -132,6 +161,7 @@ class Collector:
         yield CounterMetricFamily("ferrorpc_heartbeats", "Beats received", counters.heartbeats)
         for name, text, labels, counted in (
             ("ferrorpc_grpc_handled", "Calls ended, by method and code", ("method", "code"), counters.handled),
+            ("ferrorpc_request_errors", "Requests answered with an error, by its code", ("code",), counters.request_errors),
             ("ferrorpc_generations_broken", "Generations ended, by first cause", ("cause",), counters.generations_broken),
             ("ferrorpc_member_changes", "Changes of state within living generations", ("state",), counters.member_changes),
         ):
@@ -145,21 +175,48 @@ class Collector:
         ):
             yield HistogramMetricFamily(name, text, buckets=histogram.buckets(), sum_value=histogram.total)
 
-    def _collect_gauges(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        now = self._gauges()
-        yield GaugeMetricFamily("ferrorpc_sessions", "Open session streams", now.sessions)
-        yield CounterMetricFamily("ferrorpc_journal_commits", "Groups made durable", now.journal_commits)
-        yield GaugeMetricFamily("ferrorpc_journal_full", "1 while the journal's disk is full", float(now.journal_full))
-        members = GaugeMetricFamily("ferrorpc_members", "Members by state", labels=("job", "state"))
-        generation = GaugeMetricFamily("ferrorpc_generation", "Newest generation", labels=("job",))
-        keys = GaugeMetricFamily("ferrorpc_store_keys", "Keys in the store", labels=("job",))
-        size = GaugeMetricFamily("ferrorpc_store_bytes", "Bytes in the store", labels=("job",))
-        for job, gauges in now.jobs.items():
-            for state, count in gauges.members.items():
-                members.add_metric((job, state), count)
-            generation.add_metric((job,), gauges.generation)
-            keys.add_metric((job,), gauges.store_keys)
-            size.add_metric((job,), gauges.store_bytes)
-        yield from (members, generation, keys, size)
+def build_info() -> Any:
+    """A gauge of 1 that tells versions by its labels."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    names = ("ferrorpc", "grpcio", "protobuf")
+    family = GaugeMetricFamily("ferrorpc_build_info", "1, with versions as labels", labels=("version", "grpcio", "protobuf"))
+    family.add_metric([metadata.version(name) for name in names], 1)
+    return family
+
+
+def _collect_coordinator(now: Gauges) -> Iterator[Any]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    yield GaugeMetricFamily("ferrorpc_sessions", "Open session streams", now.sessions)
+    yield CounterMetricFamily("ferrorpc_journal_commits", "Groups made durable", now.journal_commits)
+    yield GaugeMetricFamily("ferrorpc_journal_full", "1 while the journal's disk is full", float(now.journal_full))
+
+
+def _collect_jobs(jobs: Mapping[str, JobGauges]) -> Iterator[Any]:
+    from prometheus_client.core import GaugeMetricFamily
+
+    members = GaugeMetricFamily("ferrorpc_members", "Members by state", labels=("job", "state"))
+    ages = GaugeMetricFamily("ferrorpc_heartbeat_age_seconds", "Since the last frame from a rank", labels=("job", "rank"))
+    for job, gauges in jobs.items():
+        for state, count in gauges.members.items():
+            members.add_metric((job, state), count)
+        for rank, age in gauges.beat_age_seconds.items():
+            ages.add_metric((job, str(rank)), age)
+    yield from (members, ages)
+    for name, text, value in _JOB_GAUGES:
+        family = GaugeMetricFamily(name, text, labels=("job",))
+        for job, gauges in jobs.items():
+            family.add_metric((job,), value(gauges))
+        yield family
+
+
+_JOB_GAUGES: Final[tuple[tuple[str, str, Callable[[JobGauges], float]], ...]] = (
+    ("ferrorpc_generation", "Newest generation", lambda job: job.generation),
+    ("ferrorpc_world_size", "Members of the newest generation", lambda job: job.world_size),
+    ("ferrorpc_open_barriers", "Named barriers that wait for somebody", lambda job: job.open_barriers),
+    ("ferrorpc_longest_barrier_seconds", "Age of the oldest open barrier", lambda job: job.longest_barrier_seconds),
+    ("ferrorpc_store_keys", "Keys in the store", lambda job: job.store_keys),
+    ("ferrorpc_store_bytes", "Bytes in the store", lambda job: job.store_bytes),
+)

@@ -1,0 +1,112 @@
+"""What watches a coordinator: metrics as Prometheus wants them, alerts that go off, a dashboard that asks for what there is."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from ferrorpc_coordinator.metrics import MEMBERS_BY_RANK_MAX, Collector, Counters, Gauges, JobGauges
+from prometheus_client import CollectorRegistry, generate_latest
+
+from ferrorpc.v1 import identity_pb2, session_pb2
+from tests.house.tree import ROOT
+
+RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
+DASHBOARD = ROOT / "deploy" / "grafana" / "ferrorpc.json"
+NAME = re.compile(r"\bferrorpc_[a-z_]+\b")
+
+
+def status(members: int) -> session_pb2.StatusResponse:
+    """A job of so many members that wait at a barrier."""
+    return session_pb2.StatusResponse(
+        job="j",
+        members=[
+            identity_pb2.Member(rank=rank, state=identity_pb2.MEMBER_STATE_ACTIVE, beat_age_ms=1500) for rank in range(members)
+        ],
+        barriers=[session_pb2.BarrierStatus(age_ms=2000), session_pb2.BarrierStatus(age_ms=7000)],
+        generations=[
+            session_pb2.GenerationStatus(generation=2, size=members),
+            session_pb2.GenerationStatus(generation=1, size=9),
+        ],
+    )
+
+
+def exposition(members: int = 3) -> str:
+    """What /metrics says when everything has been counted once."""
+    counters = Counters()
+    for counted in (counters.generations_broken, counters.member_changes, counters.request_errors):
+        counted["some"] += 1
+    counters.handled["Session", "OK"] += 1
+    gauges = Gauges(sessions=3, journal_commits=1, journal_full=False, jobs={"j": JobGauges.of(status(members))})
+    registry = CollectorRegistry()
+    registry.register(Collector(counters, lambda: gauges))
+    return generate_latest(registry).decode()
+
+
+def series() -> set[str]:
+    """The names that can be asked for."""
+    return {match[0] for line in exposition().splitlines() if (match := re.match(r"ferrorpc_\w+", line))}
+
+
+def promtool(*arguments: str | Path, text: str | None = None) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("there is no promtool")
+    result = subprocess.run(
+        ["promtool", *map(str, arguments)], input=text, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_metrics_are_well_formed_and_well_named() -> None:
+    promtool("check", "metrics", text=exposition())
+
+
+def test_the_gauges_of_a_job() -> None:
+    lines = exposition().splitlines()
+    for line in (
+        'ferrorpc_members{job="j",state="active"} 3.0',
+        'ferrorpc_generation{job="j"} 2.0',
+        'ferrorpc_world_size{job="j"} 3.0',
+        'ferrorpc_open_barriers{job="j"} 2.0',
+        'ferrorpc_longest_barrier_seconds{job="j"} 7.0',
+        'ferrorpc_heartbeat_age_seconds{job="j",rank="2"} 1.5',
+    ):
+        assert line in lines
+
+
+def test_a_large_job_has_no_series_for_each_rank() -> None:
+    assert 'rank="' in exposition(MEMBERS_BY_RANK_MAX)
+    assert 'rank="' not in exposition(MEMBERS_BY_RANK_MAX + 1)
+
+
+def test_the_alerts_are_valid_and_go_off_when_they_should() -> None:
+    promtool("check", "config", RULES.with_name("prometheus.yml"))
+    promtool("test", "rules", RULES.with_name("rules_test.yml"))
+
+
+def test_the_alerts_ask_for_what_there_is() -> None:
+    expressions = [rule["expr"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+    assert all(NAME.search(expression) for expression in expressions)
+    assert {name for expression in expressions for name in NAME.findall(expression)} <= series()
+
+
+def test_the_dashboard_asks_for_what_there_is() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    expressions += [entry["query"]["query"] for entry in dashboard["templating"]["list"] if entry["type"] == "query"]
+    assert all(NAME.search(expression) for expression in expressions)
+    assert {name for expression in expressions for name in NAME.findall(expression)} <= series()
+
+
+def test_the_dashboards_expressions_are_valid(tmp_path: Path) -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    expressions = [target["expr"].replace("$job", ".*") for panel in dashboard["panels"] for target in panel["targets"]]
+    rules = [{"record": f"dashboard:query_{number}", "expr": expression} for number, expression in enumerate(expressions)]
+    path = tmp_path / "rules.yml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    promtool("check", "rules", path)
