@@ -2,8 +2,10 @@
 #
 #   docker build -t ferrorpc .                                                the released base, packages from an index
 #   docker build --build-arg EXTRAS=examples -t ferrorpc-digits .             with the libraries of the examples
+#   docker build --build-arg EXTRAS=examples,gpu -t ferrorpc-gpu .            with CUDA too, from wheels: any base will do
 #   docker build --build-arg BASE=... --build-arg WHEELHOUSE=wheelhouse .     without an index: wheels from ./wheelhouse
 #
+# The status page and /metrics (the extra ui) are always in it. It runs without root, on a read-only root filesystem.
 # There is no HEALTHCHECK here: a worker would inherit it. The coordinator's check is in docker-compose.yml.
 
 ARG BASE=python:3.12-slim
@@ -21,7 +23,7 @@ COPY examples examples
 COPY ferrorpc ferrorpc
 RUN python3 -m venv /opt/ferrorpc \
  && /opt/ferrorpc/bin/python -m pip install --no-cache-dir --disable-pip-version-check \
-    ${WHEELHOUSE:+--no-index --find-links /wheelhouse} ".[${EXTRAS}]"
+    ${WHEELHOUSE:+--no-index --find-links /wheelhouse} ".[ui${EXTRAS:+,${EXTRAS}}]"
 
 FROM ${BASE}
 RUN groupadd --gid 10001 ferrorpc \

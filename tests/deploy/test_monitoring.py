@@ -66,6 +66,12 @@ def test_the_metrics_are_well_formed_and_well_named() -> None:
     promtool("check", "metrics", text=exposition())
 
 
+def test_operations_tells_of_every_metric() -> None:
+    (section,) = re.findall(r"^## Metrics\n(.*?)^## ", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE | re.DOTALL)
+    families = {line.split()[2] for line in exposition().splitlines() if line.startswith("# TYPE")}
+    assert set(re.findall(r"`(ferrorpc_\w+)`", section)) == families
+
+
 def test_the_gauges_of_a_job() -> None:
     lines = exposition().splitlines()
     for line in (
