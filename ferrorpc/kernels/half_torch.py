@@ -22,6 +22,8 @@ from ferrorpc.types import DType, ReduceOp
 _LENGTHS: Final = (1_024, 4_096, BLOCK_ELEMENTS)
 """What is converted at once; the shortest that fits is taken."""
 
+_VECTOR_ELEMENTS: Final = 64
+
 _STRETCH_ELEMENTS: Final = 8 * BLOCK_ELEMENTS
 """What two sources are folded in at once where PyTorch has no threads to split it among: nearer to the memory's speed."""
 
@@ -47,18 +49,18 @@ class TorchFloat16(Converter):
         self._of_length = [(length, self._halves[:length], [slot[:length] for slot in self._slots]) for length in _LENGTHS]
 
     def blocks(self, narrow: Array) -> Sequence[Any]:
-        tensors = self._tensors(narrow, BLOCK_ELEMENTS)
-        return [*tensors, *super().blocks(narrow[len(tensors) * BLOCK_ELEMENTS :])] if tensors else super().blocks(narrow)
-
-    def _tensors(self, narrow: Array, length: int) -> Sequence[Any]:
-        """The whole blocks of an array, `length` elements or less at a time. They do not keep its memory."""
         whole = len(narrow) // BLOCK_ELEMENTS * BLOCK_ELEMENTS
         if not whole or not narrow.flags.aligned:
-            return ()
-        # Through ctypes, because PyTorch warns of arrays that are read-only, as messages are. Nothing is written to those.
-        memory = (ctypes.c_uint16 * whole).from_address(narrow.__array_interface__["data"][0])
-        found: Sequence[Any] = self._torch.frombuffer(memory, dtype=self._half).split(length)
-        return found
+            return super().blocks(narrow)
+        return [*self._tensor(narrow[:whole]).split(BLOCK_ELEMENTS), *super().blocks(narrow[whole:])]
+
+    def _tensor(self, narrow: Array) -> Any:
+        """A tensor over the memory of an array. It may not outlive the array, nor be written if that is read-only."""
+        if narrow.flags.writeable:
+            return self._torch.from_numpy(narrow.view(np.int16)).view(self._half)
+        # Through ctypes, because PyTorch warns of arrays that are read-only, as messages are.
+        memory = (ctypes.c_uint16 * len(narrow)).from_address(narrow.__array_interface__["data"][0])
+        return self._torch.frombuffer(memory, dtype=self._half)
 
     def widen(self, block: Any, slot: int) -> Array:
         if not isinstance(block, np.ndarray):
@@ -89,9 +91,15 @@ class TorchFloat16(Converter):
         return done
 
     def _stretches(self, *arrays: Array) -> Iterator[tuple[Any, ...]]:
-        """The whole blocks of arrays of equal length side by side; none where one of the arrays is not aligned."""
+        """Arrays of equal length as tensors side by side, but for a tail that does not fill the widest vectors.
+
+        There are none for short arrays, for which it takes longer, and for arrays that are not aligned.
+        """
+        count = len(arrays[0]) // _VECTOR_ELEMENTS * _VECTOR_ELEMENTS
+        if count < _LENGTHS[0] or not all(array.flags.aligned for array in arrays):
+            return iter(())
         length = _STRETCH_ELEMENTS if self._torch.get_num_threads() == 1 else BLOCK_ELEMENTS
-        return zip(*(self._tensors(array, length) for array in arrays), strict=False)
+        return zip(*(self._tensor(array[:count]).split(length) for array in arrays), strict=True)
 
     def _fitting(self, count: int) -> tuple[Any, Any]:
         for length, halves, slots in self._of_length:

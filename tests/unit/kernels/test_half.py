@@ -113,23 +113,29 @@ def test_two_sources_at_once_are_rounded_once_and_what_is_left_is_said(dtype, op
     from ferrorpc.kernels.half_torch import TorchBFloat16, TorchFloat16
 
     converter = TorchFloat16(torch) if dtype is DType.FLOAT16 else TorchBFloat16(torch)
-    length = 9 * BLOCK_ELEMENTS + 7
+    length = 9 * BLOCK_ELEMENTS + 64 + 7
     rng = np.random.default_rng(3)
     left, right = (np.empty(length, dtype.storage) for _ in range(2))
     for narrow in (left, right):
         converter.narrow_all(narrow, rng.standard_normal(length).astype(np.float32))
+    if dtype is DType.FLOAT16:
+        left.view(np.uint16)[-71:-7] = 0x7C01  # signalling NaN, of which PyTorch's scalar code makes others
     wide = [array.view(logical(converter)).astype(np.float32) for array in (left, right)]
-    expected = reference_of(converter, (np.add if op is ReduceOp.SUM else np.multiply)(*wide))
+    with np.errstate(all="ignore"):
+        expected = reference_of(converter, (np.add if op is ReduceOp.SUM else np.multiply)(*wide))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for out in (np.empty_like(left), left.copy()):
-            other = out if out[0] == left[0] else left
-            assert converter.fold_two(op, other, right, out) == 9 * BLOCK_ELEMENTS
-            assert np.array_equal(out.view(np.uint16)[: 9 * BLOCK_ELEMENTS], expected[: 9 * BLOCK_ELEMENTS])
+        own = left.copy()
+        for other, out in ((left, np.empty_like(left)), (own, own)):
+            untouched = out[-7:].copy()
+            assert converter.fold_two(op, other, right, out) == length - 7
+            assert np.array_equal(out.view(np.uint16)[:-7], expected[:-7])
+            assert out[-7:].tobytes() == untouched.tobytes()
     finally:
         torch.set_num_threads(before)
     assert converter.fold_two(ReduceOp.MAX, left, right, left) == 0
+    assert converter.fold_two(op, left[:100], right[:100], left[:100]) == 0
 
 
 def test_a_stretch_of_bfloat16_that_holds_nan_is_left_as_it_was():
