@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
+from ferrorpc.wire.tls import TlsFiles
 
 _RETRY_SECONDS: Final = 0.25
 
@@ -53,6 +54,20 @@ def advertised_host(coordinator: str, config: Mapping[str, Any]) -> str:
             hint="set FERRORPC_BIND=0.0.0.0, or FERRORPC_ADVERTISE to the host that peers reach this worker by",
         )
     return route if is_wildcard(bind) else bind
+
+
+def require_private(config: Mapping[str, Any], tls: TlsFiles | None) -> None:
+    """Refuses to listen where others reach this worker unless they have to prove who they are.
+
+    Raises:
+        ConfigError: the setting `bind` is beyond loopback, without certificates and without `insecure`.
+    """
+    if config["insecure"] or is_loopback(config["bind"]) or (tls is not None and tls.mutual):
+        return
+    raise ConfigError(
+        f"FERRORPC_BIND={config['bind']} without TLS would let anyone who reaches this worker read and change its tensors",
+        hint="set FERRORPC_TLS_CA, _CERT and _KEY (`ferrorpc certs init`), or FERRORPC_INSECURE=1 on a network you trust",
+    )
 
 
 def local_address_towards(address: str, timeout: float) -> str:

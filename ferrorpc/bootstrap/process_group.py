@@ -8,13 +8,13 @@ import socket
 from typing import Any
 
 from ferrorpc.backends import registry
-from ferrorpc.bootstrap.address import advertised_host
+from ferrorpc.bootstrap.address import advertised_host, require_private
 from ferrorpc.bootstrap.coordinator import start_coordinator
 from ferrorpc.bootstrap.environment import Place, detect, member_name, own_coordinator
 from ferrorpc.collectives.basis import asked_for
 from ferrorpc.config import Config
 from ferrorpc.coordination import farewell
-from ferrorpc.coordination.channel import peer_tls, read_token
+from ferrorpc.coordination.channel import read_token
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.coordination.session import RemoteSession
 from ferrorpc.errors import UsageError
@@ -22,6 +22,7 @@ from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.logs import set_up_logging
 from ferrorpc.transports.grpc_server import WorkerServer
+from ferrorpc.wire.tls import TlsFiles
 
 _log = logging.getLogger("ferrorpc.bootstrap")
 _open: list[LocalSession | RemoteSession] = []
@@ -92,8 +93,11 @@ def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerSer
             start_coordinator(address, config, os.environ)
     host = socket.gethostname()
     advertised = advertised_host(address, config)
-    token, tls = read_token(config["token_file"]), peer_tls(config)
-    server = WorkerServer(config["bind"], advertised, SYSTEM_CLOCK, token, tls=tls, lanes=config["lanes"])
+    tls = TlsFiles.of(config)
+    require_private(config, tls)
+    token = read_token(config["token_file"])
+    mutual = tls if tls is not None and tls.mutual else None
+    server = WorkerServer(config["bind"], advertised, SYSTEM_CLOCK, token, tls=mutual, lanes=config["lanes"])
     try:
         session = RemoteSession.join(
             address,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ferrorpc.config import DEFAULT_PORT, Config
+from ferrorpc.errors import CoordinatorUnavailableError
 
 if TYPE_CHECKING:
     import grpc
@@ -31,12 +32,22 @@ def token(config: Config) -> str:
 
 @contextmanager
 def channel(address: str, config: Config) -> Iterator[grpc.Channel]:
-    """A channel to `address`, with TLS where the settings ask for it."""
-    from ferrorpc.coordination.channel import connector
+    """A channel to the coordinator at `address`, with TLS where the settings ask for it.
 
-    opened = connector(address, config)()
+    Raises:
+        AuthenticationError: nobody could be reached, and TLS is why.
+    """
+    from ferrorpc.coordination.channel import Connector
+
+    connector = Connector(address, config["job"], config)
+    opened = connector()
     try:
         yield opened
+    except CoordinatorUnavailableError:
+        better = connector.diagnose()
+        if better is None:
+            raise
+        raise better from None
     finally:
         opened.close()
 

@@ -15,11 +15,14 @@ COMMANDS: Final = {
     "run": Entry("ferrorpc.cli.run", "Run a script in several processes on this machine, or on this node of several."),
     "coordinator": Entry("ferrorpc.cli.coordinator", "Run the coordinator service."),
     "status": Entry("ferrorpc.cli.status", "Show a job: members, barriers, generations."),
+    "remove": Entry("ferrorpc.cli.remove", "Take a member out of a job; needs the role admin."),
     "health": Entry("ferrorpc.cli.health", "Ask a server whether it is healthy; exit code 0 or 1."),
     "demo": Entry("ferrorpc.cli.demo", "Train a small network on handwritten digits, on four processes."),
     "bench": Entry("ferrorpc.cli.bench.command", "Measure rendezvous, barriers and collectives."),
     "plan": Entry("ferrorpc.cli.plan", "Show what a collective or a pipeline schedule would do and cost before it runs."),
     "config": Entry("ferrorpc.cli.config", "Show each setting's value and where it came from."),
+    "certs": Entry("ferrorpc.cli.certs", "Make an authority and certificates for a job."),
+    "doctor": Entry("ferrorpc.cli.doctor", "Look for what would keep a job from working here, and say how to mend it."),
     "version": Entry("ferrorpc.cli.version", "Show the versions of ferrorpc and of what it stands on."),
 }
 """Command -> its module, which has a click command called `command`, and its line in `--help`."""

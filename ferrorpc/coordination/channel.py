@@ -1,61 +1,64 @@
-"""Channels to a coordinator, and what peers trust each other by, as the settings ask for them."""
+"""Channels to a coordinator, and the job's secret, as the settings ask for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from ferrorpc.errors import ConfigError
-from ferrorpc.transports.grpc_tls import Tls
+from ferrorpc.errors import ConfigError, FerroError
+from ferrorpc.wire.handshake import diagnose
+from ferrorpc.wire.identity import Role
 from ferrorpc.wire.options import session_channel
+from ferrorpc.wire.tls import TlsFiles
 
 
-def connector(address: str, config: Mapping[str, Any]) -> Callable[[], grpc.Channel]:
-    """Makes channels to `address`, with TLS when `tls_ca` or `tls_cert` is set.
-
-    Raises:
-        ConfigError: a file of the tls_* settings cannot be read.
-    """
-    if not (config["tls_ca"] or config["tls_cert"]):
-        return lambda: grpc.insecure_channel(address, options=session_channel())
-    credentials = grpc.ssl_channel_credentials(
-        root_certificates=_content(config, "tls_ca"),
-        private_key=_content(config, "tls_key"),
-        certificate_chain=_content(config, "tls_cert"),
-    )
-    return lambda: grpc.secure_channel(address, credentials, options=session_channel())
-
-
-def peer_tls(config: Mapping[str, Any]) -> Tls | None:
-    """What workers prove to each other who they are with; None unless all three tls_* settings are set.
+class Connector:
+    """Makes channels to the coordinator of a job, with TLS where the tls_* settings ask for it; each reads the files anew.
 
     Raises:
-        ConfigError: a file of the tls_* settings cannot be read.
+        ConfigError: the tls_* settings contradict each other.
     """
-    authority, certificate, key = (_content(config, name) for name in ("tls_ca", "tls_cert", "tls_key"))
-    if authority is None or certificate is None or key is None:
-        return None
-    return Tls(authority, certificate, key)
+
+    def __init__(self, address: str, job: str, config: Mapping[str, Any]) -> None:
+        self.address = address
+        self.job = job
+        self.tls = TlsFiles.of(config)
+
+    def __call__(self) -> grpc.Channel:
+        """One channel.
+
+        Raises:
+            ConfigError: a file of the tls_* settings cannot be read.
+            AuthenticationError: this process's certificate has expired, or is not of the authority.
+        """
+        if self.tls is None:
+            return grpc.insecure_channel(self.address, options=session_channel())
+        return self.tls.channel(self.address, self.job, Role.COORDINATOR, session_channel())
+
+    def diagnose(self) -> FerroError | None:
+        """Why TLS does not let a channel come about; None where it is not to blame. Takes up to 2 s."""
+        return diagnose(self.address, self.tls, self.job, Role.COORDINATOR)
 
 
 def read_token(path: str | None) -> str:
-    """The job's secret, from its file; empty without one.
+    """The secret that this process brings, from its file; empty without one.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or is a coordinator's list of tokens.
     """
-    return "" if path is None else _read(path, "token_file").decode().strip()
-
-
-def _content(config: Mapping[str, Any], name: str) -> bytes | None:
-    return None if config[name] is None else _read(config[name], name)
-
-
-def _read(path: str, name: str) -> bytes:
+    if path is None:
+        return ""
     try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{name}={path!r} cannot be read: {error.strerror}") from None
+        token = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in ASCII"
+        raise ConfigError(f"token_file={path!r} cannot be read: {reason}") from None
+    if len(token.split()) > 1:
+        raise ConfigError(
+            f"token_file={path!r} lists several tokens, as only a coordinator's may",
+            hint="give this process a file with the one token that it brings",
+        )
+    return token

@@ -246,7 +246,12 @@ class Link:
 
     def _attempt(self) -> bool:
         """One stream, from dialling to its end. Returns whether it came up."""
-        stream = Stream(self._connect, f"the coordinator at {self.address}")
+        try:
+            stream = Stream(self._connect, f"the coordinator at {self.address}")
+        except FerroError as error:
+            if not self._token:
+                self._finish(error)
+            return self._came_down(error)  # a certificate may be renewed yet
         with self._monitor.lock:
             self._stream = stream
         try:
@@ -257,11 +262,21 @@ class Link:
                 self._received(frame)
             failure: FerroError = CoordinatorUnavailableError(f"the coordinator at {self.address} ended the stream")
         except FerroError as error:
-            failure = error
-            if self._is_final(error):
-                self._finish(error)
+            failure = self._explained(error)
+            if self._is_final(failure):
+                self._finish(failure)
         finally:
             stream.close()
+        return self._came_down(failure)
+
+    def _explained(self, error: FerroError) -> FerroError:
+        """The error, or what is behind it where no stream has come up yet."""
+        if self._token or not isinstance(error, CoordinatorUnavailableError):
+            return error
+        return self._connect.diagnose() or error
+
+    def _came_down(self, failure: FerroError) -> bool:
+        """The stream has ended, or never began. Returns whether there was one."""
         with self._monitor.lock:
             was_up = self._away_since is None
             if was_up:

@@ -14,7 +14,7 @@ from ferrorpc.coordination import farewell, limits
 from ferrorpc.coordination.activity import Activity, Traffic
 from ferrorpc.coordination.base import MemberReport, Membership, Session
 from ferrorpc.coordination.causes import cause_on, needed_one_who_left
-from ferrorpc.coordination.channel import connector, read_token
+from ferrorpc.coordination.channel import Connector, read_token
 from ferrorpc.coordination.explain import explanation, report_of
 from ferrorpc.coordination.link import Link
 from ferrorpc.coordination.remote_store import RemoteStore, milliseconds
@@ -92,7 +92,7 @@ class RemoteSession(Session):
         self.left = False
         self._link = Link(
             address,
-            connector(address, config),
+            Connector(address, job, config),
             self,
             clock,
             patience=min(self._timeout, config["max_outage"]),

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import grpc
 
-from ferrorpc.errors import CoordinatorUnavailableError
+from ferrorpc.errors import CoordinatorUnavailableError, FerroError
 from ferrorpc.v1 import session_pb2 as wire
 from ferrorpc.v1.session_pb2_grpc import CoordinatorServiceStub
 from ferrorpc.wire.status import error_of
 
-Connect = Callable[[], grpc.Channel]
+
+class Connect(Protocol):
+    """How the coordinator is reached."""
+
+    def __call__(self) -> grpc.Channel:
+        """A channel of its own. Raises FerroError where this process lacks what it needs for one."""
+
+    def diagnose(self) -> FerroError | None:
+        """Why no channel comes about, where something better than gRPC's word for it can be said."""
 
 
 class Stream:

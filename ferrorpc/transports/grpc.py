@@ -238,7 +238,7 @@ class GrpcTransport(Transport):
             lane = self._lanes.get((peer, number))
             if lane is None:
                 address, opening = self.assignment.peers[peer].address, self._opening(peer, number)
-                channel = self._server.dial(address)
+                channel = self._server.dial(address, self.assignment.job)
                 lane = Lane(peer, number, address, channel, opening, self, self._clock, self._dial_seconds)
                 self._lanes[peer, number] = lane
             return lane

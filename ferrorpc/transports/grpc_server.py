@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import hmac
+import logging
 import os
 import threading
 import weakref
@@ -32,10 +33,11 @@ from ferrorpc.guard import Clock
 from ferrorpc.transports.grpc_inlet import refusal
 from ferrorpc.transports.grpc_memory import keep_freed_memory
 from ferrorpc.transports.grpc_threads import ThreadPerCall
-from ferrorpc.transports.grpc_tls import Tls
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
+from ferrorpc.wire.identity import Role, described, peer_identities
+from ferrorpc.wire.tls import TlsFiles
 
 PROTOCOL_VERSION: Final = 1
 SERVICE: Final = "ferrorpc.v1.WorkerService"
@@ -46,6 +48,9 @@ STOP_SECONDS: Final = 0.5
 
 _LOOK_SECONDS: Final = 0.5
 """How often a stream that waits for its generation looks whether its caller is still there."""
+
+
+_log = logging.getLogger("ferrorpc.transports")
 
 
 class Seat(Protocol):
@@ -67,12 +72,13 @@ class WorkerServer:
         bind_host: address to listen on, such as "127.0.0.1" or "0.0.0.0".
         advertise_host: the host that peers are told to dial.
         token: the job's secret; streams must bring the same. Empty for none.
-        tls: certificate and authority of this rank; None for plain connections.
+        tls: certificate, key and authority of this rank; None for plain connections.
         lanes: streams to each peer that the chunks of large messages are dealt out to, 1 to LANES_MAX.
         patience_seconds: how long a stream may take to say what it is, or to wait for a newer generation.
 
     Raises:
-        ConfigError: `bind_host` is no address of this machine.
+        ConfigError: `bind_host` is no address of this machine, or a file of `tls` cannot be used.
+        AuthenticationError: the certificate of `tls` has expired, or is not of its authority.
     """
 
     def __init__(
@@ -82,7 +88,7 @@ class WorkerServer:
         clock: Clock,
         token: str = "",
         *,
-        tls: Tls | None = None,
+        tls: TlsFiles | None = None,
         lanes: int = 1,
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
@@ -117,11 +123,11 @@ class WorkerServer:
                 f"cannot listen on {bind_host}: it is no address of this machine", hint="set FERRORPC_BIND to one that is"
             ) from None
 
-    def dial(self, address: str) -> grpc.Channel:
-        """A channel of its own to a peer's server, as private as this one."""
+    def dial(self, address: str, job: str) -> grpc.Channel:
+        """A channel of its own to the server of a peer in this job, as private as this one."""
         if self._tls is None:
             return grpc.insecure_channel(address, options=options.data_channel())
-        return grpc.secure_channel(address, self._tls.channel_credentials(), options=options.data_channel())
+        return self._tls.channel(address, job, Role.WORKER, options.data_channel())
 
     def register(self, seat: Seat) -> None:
         """From now on streams of this seat's job and generation go to it."""
@@ -150,6 +156,8 @@ class WorkerServer:
             opening = self._opening(requests, context)
             seat = self._seat_of(opening, context)
         except FerroError as error:
+            if isinstance(error, AuthenticationError | PermissionDeniedError):
+                _log.warning("a stream from %s was refused: %s", context.peer(), error.message)
             yield refusal(error)
             return
         except grpc.RpcError:
@@ -172,6 +180,12 @@ class WorkerServer:
         if not message.HasField("open"):
             raise CodecError("a stream begins with an Open, which says whose it is")
         opening = message.open
+        found = peer_identities(context.auth_context())
+        if self._tls is not None and not any(one.role is Role.WORKER and one.covers(opening.job) for one in found or ()):
+            raise AuthenticationError(
+                f"who dialled rank {opening.target_rank} is no worker of job {opening.job!r} by its certificate, but "
+                f"{described(found or ())}"
+            )
         if not hmac.compare_digest(opening.token.encode(), self.token.encode()):
             raise AuthenticationError("the token of the stream is not that of this job")
         if opening.protocol_version != PROTOCOL_VERSION:

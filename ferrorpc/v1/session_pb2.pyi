@@ -404,6 +404,7 @@ class ReportRequest(google.protobuf.message.Message):
     FAILURE_FIELD_NUMBER: builtins.int
     EXIT_FIELD_NUMBER: builtins.int
     LINK_LOST_FIELD_NUMBER: builtins.int
+    REMOVAL_FIELD_NUMBER: builtins.int
     generation: builtins.int
     @property
     def failure(self) -> ferrorpc.v1.error_pb2.ErrorDetail: ...
@@ -411,6 +412,8 @@ class ReportRequest(google.protobuf.message.Message):
     def exit(self) -> Global___ProcessExit: ...
     @property
     def link_lost(self) -> Global___LinkLost: ...
+    @property
+    def removal(self) -> Global___Removal: ...
     def __init__(
         self,
         *,
@@ -418,12 +421,33 @@ class ReportRequest(google.protobuf.message.Message):
         failure: ferrorpc.v1.error_pb2.ErrorDetail | None = ...,
         exit: Global___ProcessExit | None = ...,
         link_lost: Global___LinkLost | None = ...,
+        removal: Global___Removal | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["exit", b"exit", "failure", b"failure", "link_lost", b"link_lost", "subject", b"subject"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["exit", b"exit", "failure", b"failure", "generation", b"generation", "link_lost", b"link_lost", "subject", b"subject"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["subject", b"subject"]) -> typing.Literal["failure", "exit", "link_lost"] | None: ...
+    def HasField(self, field_name: typing.Literal["exit", b"exit", "failure", b"failure", "link_lost", b"link_lost", "removal", b"removal", "subject", b"subject"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["exit", b"exit", "failure", b"failure", "generation", b"generation", "link_lost", b"link_lost", "removal", b"removal", "subject", b"subject"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["subject", b"subject"]) -> typing.Literal["failure", "exit", "link_lost", "removal"] | None: ...
 
 Global___ReportRequest: typing_extensions.TypeAlias = ReportRequest
+
+@typing.final
+class Removal(google.protobuf.message.Message):
+    """An operator takes a member out of the job: it is dead from now on, whatever its process does. By a unary Report only."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "reason", b"reason"]) -> None: ...
+
+Global___Removal: typing_extensions.TypeAlias = Removal
 
 @typing.final
 class ProcessExit(google.protobuf.message.Message):

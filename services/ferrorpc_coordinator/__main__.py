@@ -18,16 +18,20 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from ferrorpc_coordinator import handshakes  # noqa: F401 (first of all)
+
+# isort: split
 from ferrorpc.config import Config
-from ferrorpc.errors import ConfigError
+from ferrorpc.errors import AuthenticationError, ConfigError
 from ferrorpc.logs import set_up_logging
 from ferrorpc.wire.cost_table import parse
-from ferrorpc_coordinator.server import Announcement, Options, Tls, serve
+from ferrorpc.wire.tls import TlsFiles
+from ferrorpc_coordinator.server import Announcement, Options, serve
+from ferrorpc_coordinator.state.access import Grant, read_grants
 from ferrorpc_coordinator.state.settings import SECOND, Settings
 
 EXIT_CONFIG: Final = 64
 EXIT_FAILED: Final = 70
-TOKEN_BYTES_MAX: Final = 4096
 logger = logging.getLogger("ferrorpc.coordinator")
 
 
@@ -39,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         set_up_logging(config)
         options = options_from(config)
         asyncio.run(serve(options, lambda announcement: _announce(announcement, arguments.announce_fd)))
-    except ConfigError as error:
+    except (ConfigError, AuthenticationError) as error:
         sys.stderr.write(f"ferrorpc coordinator: {error}\n")
         return EXIT_CONFIG
     except Exception:
@@ -63,12 +67,12 @@ def options_from(config: Config) -> Options:
             stall_ns=round(config["stall"] * SECOND),
             heartbeat_ns=round(config["heartbeat_interval"] * SECOND),
             durable=data_dir is not None,
-            token=_token(config["token_file"]),
             version=metadata.version("ferrorpc"),
             cost_table=_cost_table(config["cost_table"]),
         ),
         data_dir=None if data_dir is None else Path(data_dir),
         tls=_tls(config),
+        grants=_grants(config["token_file"]),
         insecure=config["insecure"],
         http_port=config["http_port"],
     )
@@ -91,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tls-ca", metavar="FILE", help="clients must have a certificate of this authority")
     parser.add_argument("--tls-cert", metavar="FILE", help="this coordinator's certificate")
     parser.add_argument("--tls-key", metavar="FILE", help="its key")
-    parser.add_argument("--token-file", metavar="FILE", help="clients must bring the secret in this file")
+    parser.add_argument("--token-file", metavar="FILE", help="clients must bring a token of this file")
     parser.add_argument("--insecure", action="store_true", help="listen beyond loopback without TLS")
     parser.add_argument("--cost-table", metavar="FILE", help="what ranks choose algorithms by, from `ferrorpc bench --fit`")
     parser.add_argument("--http-port", metavar="PORT", type=int, help="serve the status page and /metrics here")
@@ -111,19 +115,15 @@ def _announce(announcement: Announcement, descriptor: int | None) -> None:
     if descriptor is not None:
         os.write(descriptor, line.encode())
         os.close(descriptor)
-    page = f"; status page at http://{announcement.http_address}" if announcement.http_address else ""
+    page = f"; status page at {announcement.page}" if announcement.page else ""
     logger.info("epoch %d%s", announcement.epoch, page)
 
 
-def _tls(config: Config) -> Tls | None:
-    certificate, key, ca = (config[name] for name in ("tls_cert", "tls_key", "tls_ca"))
-    if certificate is None and key is None:
-        if ca is not None:
-            raise ConfigError("a certificate authority without FERRORPC_TLS_CERT and FERRORPC_TLS_KEY protects nothing")
-        return None
-    if certificate is None or key is None:
-        raise ConfigError("FERRORPC_TLS_CERT and FERRORPC_TLS_KEY belong together; only one of them is given")
-    return Tls(Path(certificate), Path(key), None if ca is None else Path(ca))
+def _tls(config: Config) -> TlsFiles | None:
+    tls = TlsFiles.of(config)
+    if tls is not None and tls.certificate is None:
+        raise ConfigError("a certificate authority without FERRORPC_TLS_CERT and FERRORPC_TLS_KEY protects nothing")
+    return tls
 
 
 def _cost_table(path: str | None) -> str:
@@ -137,19 +137,14 @@ def _cost_table(path: str | None) -> str:
         raise ConfigError(f"the cost table {path} cannot be used: {error}", hint=hint) from None
 
 
-def _token(path: str | None) -> str:
+def _grants(path: str | None) -> tuple[Grant, ...]:
     if path is None:
-        return ""
+        return ()
     try:
-        token = Path(path).read_text(encoding="ascii").strip()
+        text = Path(path).read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the token file {path} cannot be read: {error}", hint="check FERRORPC_TOKEN_FILE") from None
-    if not 16 <= len(token) <= TOKEN_BYTES_MAX:
-        raise ConfigError(
-            f"the token in {path} has {len(token)} characters; it needs 16 to {TOKEN_BYTES_MAX}",
-            hint='make one with `python -c "import secrets; print(secrets.token_hex(32))"`',
-        )
-    return token
+    return read_grants(text)
 
 
 if __name__ == "__main__":

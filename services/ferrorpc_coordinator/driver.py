@@ -28,7 +28,9 @@ from ferrorpc_coordinator.metrics import Counters
 from ferrorpc_coordinator.outbox import Outbox
 from ferrorpc_coordinator.state.effects import Close, Effect, Note, Persist, Reply, Send, SendMany, UnaryResponse
 from ferrorpc_coordinator.state.events import (
+    NOBODY,
     Called,
+    Caller,
     Cancelled,
     Connected,
     Disconnected,
@@ -112,15 +114,15 @@ class Driver:
         """The first step: what recovery itself decided becomes durable, and the timer is armed."""
         self._step(Tick())
 
-    def connect(self, hello: session_pb2.Hello) -> Outbox:
-        """A new stream, whose first frame was `hello`."""
+    def connect(self, hello: session_pb2.Hello, caller: Caller = NOBODY) -> Outbox:
+        """A new stream of this caller, whose first frame was `hello`."""
         self._numbers += 1
         outbox = Outbox(self._numbers)
         if self._closed:
             outbox.finish()
             return outbox
         self._outboxes[outbox.stream] = outbox
-        self._step(Connected(outbox.stream, hello))
+        self._step(Connected(outbox.stream, hello, caller))
         return outbox
 
     def receive(self, stream: int, frame: session_pb2.ClientFrame) -> None:
@@ -133,8 +135,8 @@ class Driver:
         if self._outboxes.pop(stream, None) is not None:
             self._step(Disconnected(stream))
 
-    async def call(self, request: UnaryRequest) -> UnaryResponse | error_pb2.ErrorDetail:
-        """One unary request; the answer may be long in coming.
+    async def call(self, request: UnaryRequest, caller: Caller = NOBODY) -> UnaryResponse | error_pb2.ErrorDetail:
+        """One unary request of this caller; the answer may be long in coming.
 
         Raises:
             CoordinatorUnavailableError: the coordinator ends before there is an answer.
@@ -145,7 +147,7 @@ class Driver:
         number = self._numbers
         answer: asyncio.Future[UnaryResponse | error_pb2.ErrorDetail] = self._loop.create_future()
         self._calls[number] = answer
-        self._step(Called(number, request))
+        self._step(Called(number, request, caller))
         try:
             return await answer
         except asyncio.CancelledError:

@@ -24,11 +24,13 @@ from grpc_health.v1 import health_pb2_grpc
 
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire import options as wire_options
+from ferrorpc.wire.tls import TlsFiles
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.health import Health
 from ferrorpc_coordinator.journal import Journal
 from ferrorpc_coordinator.metrics import Collector, Counters, Gauges, JobGauges
 from ferrorpc_coordinator.servicers import SERVICE, CoordinatorServicer
+from ferrorpc_coordinator.state.access import Access, Grant
 from ferrorpc_coordinator.state.coordinator import Coordinator
 from ferrorpc_coordinator.state.settings import Settings
 from ferrorpc_coordinator.web.server import HttpServer
@@ -41,15 +43,6 @@ _log = logging.getLogger("ferrorpc.coordinator")
 
 
 @dataclass(frozen=True, slots=True)
-class Tls:
-    """PEM files. With `ca` every client must present a certificate of that authority."""
-
-    certificate: Path
-    key: Path
-    ca: Path | None
-
-
-@dataclass(frozen=True, slots=True)
 class Options:
     """Everything one coordinator process is told."""
 
@@ -57,7 +50,10 @@ class Options:
     """host:port; port 0 for a free one."""
     settings: Settings
     data_dir: Path | None = None
-    tls: Tls | None = None
+    tls: TlsFiles | None = None
+    """With an authority every client must have a certificate of it."""
+    grants: tuple[Grant, ...] = ()
+    """The tokens that clients may bring."""
     insecure: bool = False
     """Allows listening beyond loopback without TLS."""
     http_port: int | None = None
@@ -72,16 +68,29 @@ class Announcement:
     epoch: int
     http_address: str = ""
     """Of the status page; empty for none."""
+    page: str = ""
+    """Its URL."""
 
 
 def require_safe(options: Options) -> None:
     """Raises ConfigError where anyone on the network could reach a coordinator that protects nothing."""
-    host = _host_of(options)
-    if options.tls is not None or options.insecure or _is_loopback(host):
+    if options.insecure or _is_loopback(_host_of(options)):
+        return
+    if options.tls is not None:
+        if options.tls.authority is None and not options.grants:
+            raise ConfigError(
+                f"listening on {options.listen} would let anyone who reaches this port join and read the job, if encrypted",
+                hint="give FERRORPC_TLS_CA, so that clients need a certificate, or FERRORPC_TOKEN_FILE",
+            )
+        if options.http_port is not None and not options.grants:
+            raise ConfigError(
+                f"the status page on {_host_of(options)} would be for anyone who reaches it: browsers bring no certificate",
+                hint="give FERRORPC_TOKEN_FILE (a line `observer TOKEN` will do), or leave out --http-port",
+            )
         return
     raise ConfigError(
         f"listening on {options.listen} without TLS would let anyone who reaches this port join and read the job",
-        hint="give FERRORPC_TLS_CERT and FERRORPC_TLS_KEY (`ferrorpc certs`), or --insecure on a network you trust",
+        hint="give FERRORPC_TLS_CERT and FERRORPC_TLS_KEY (`ferrorpc certs init`), or --insecure on a network you trust",
     )
 
 
@@ -95,8 +104,9 @@ async def serve(options: Options, announce: Callable[[Announcement], None]) -> N
     journal = Journal.open(options.data_dir) if options.data_dir is not None else None
     try:
         rows = journal.rows() if journal is not None else []
-        coordinator = Coordinator(options.settings, rows, mint=_mint, now_ns=time.monotonic_ns())
-        await _Service(options, coordinator, journal).run(announce)
+        access = Access(options.grants)
+        coordinator = Coordinator(options.settings, rows, access=access, mint=_mint, now_ns=time.monotonic_ns())
+        await _Service(options, coordinator, access, journal).run(announce)
     finally:
         if journal is not None:
             journal.close()
@@ -105,8 +115,9 @@ async def serve(options: Options, announce: Callable[[Announcement], None]) -> N
 class _Service:
     """The running parts."""
 
-    def __init__(self, options: Options, coordinator: Coordinator, journal: Journal | None) -> None:
+    def __init__(self, options: Options, coordinator: Coordinator, access: Access, journal: Journal | None) -> None:
         self._options = options
+        self._access = access
         self._coordinator = coordinator
         self._journal = journal
         self._loop = asyncio.get_running_loop()
@@ -130,7 +141,8 @@ class _Service:
             await self._server.start()
             self._http = self._start_http()
             http_address = f"{_host_of(self._options)}:{self._http.port}" if self._http is not None else ""
-            announce(Announcement(self._address, self._coordinator.cluster_id, self._coordinator.epoch, http_address))
+            page = f"{'http' if self._options.tls is None else 'https'}://{http_address}" if http_address else ""
+            announce(Announcement(self._address, self._coordinator.cluster_id, self._coordinator.epoch, http_address, page))
             await self._or_failure(self._stopping.wait())
             await self._drain()
         finally:
@@ -159,8 +171,8 @@ class _Service:
         if self._options.http_port is None:
             return None
         collector = Collector(self._counters, self._gauges)
-        source = Source(self._coordinator, collector, lambda: not self._stopping.is_set(), self._options.settings.token)
-        return HttpServer.start(source, _host_of(self._options).strip("[]"), self._options.http_port)
+        source = Source(self._coordinator, collector, lambda: not self._stopping.is_set(), self._access)
+        return HttpServer.start(source, _host_of(self._options).strip("[]"), self._options.http_port, self._options.tls)
 
     def _gauges(self) -> Gauges:
         journal, settings = self._journal, self._options.settings
@@ -178,7 +190,7 @@ def _bind(server: grpc.aio.Server, options: Options) -> str:
         if options.tls is None:
             port = server.add_insecure_port(options.listen)
         else:
-            port = server.add_secure_port(options.listen, _credentials(options.tls))
+            port = server.add_secure_port(options.listen, options.tls.server_credentials())
     except RuntimeError:
         raise ConfigError(
             f"cannot listen on {options.listen}: the port is in use, or the host is not an address of this machine",
@@ -189,15 +201,6 @@ def _bind(server: grpc.aio.Server, options: Options) -> str:
 
 def _host_of(options: Options) -> str:
     return options.listen.rpartition(":")[0]
-
-
-def _credentials(tls: Tls) -> grpc.ServerCredentials:
-    try:
-        pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
-        ca = tls.ca.read_bytes() if tls.ca is not None else None
-    except OSError as error:
-        raise ConfigError(f"cannot read {error.filename}: {error.strerror}", hint="check FERRORPC_TLS_*") from None
-    return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
 
 
 def _is_loopback(host: str) -> bool:

@@ -16,9 +16,11 @@ from google.protobuf.message import DecodeError, Message
 from ferrorpc.errors import CodecError, FerroError, LimitExceededError, UsageError
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2, store_pb2
 from ferrorpc.wire import status
+from ferrorpc.wire.identity import peer_identities
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.metrics import Counters
-from ferrorpc_coordinator.state.events import UnaryRequest
+from ferrorpc_coordinator.outbox import Outbox
+from ferrorpc_coordinator.state.events import Caller, UnaryRequest
 
 SERVICE: Final = "ferrorpc.v1.CoordinatorService"
 HELLO_SECONDS: Final = 10.0
@@ -59,7 +61,8 @@ class CoordinatorServicer:
     async def _session(self, _: AsyncIterator[bytes], context: Context) -> None:
         try:
             hello = await _read_hello(context)
-            await _Stream(self._driver, self._counters, context, hello, self._cluster_id).run()
+            outbox = self._driver.connect(hello, _caller(context))
+            await _Stream(self._driver, self._counters, context, outbox, self._cluster_id).run()
         except FerroError as error:
             await self._abort("Session", context, error)
         self._counters.handled["Session", "OK"] += 1
@@ -74,7 +77,7 @@ class CoordinatorServicer:
                 request = _parse(request_type, data)
                 if self._driver.refuses_writes and isinstance(request, session_pb2.UnaryStoreRequest):
                     _require_read_only(request.request)
-                answer = await self._driver.call(request)
+                answer = await self._driver.call(request, _caller(context))
                 if isinstance(answer, error_pb2.ErrorDetail):
                     raise status.error_of(answer)
             except FerroError as error:
@@ -94,12 +97,12 @@ class CoordinatorServicer:
 class _Stream:
     """One open Session: this task writes, a second one reads, and whichever ends first ends the other."""
 
-    def __init__(self, driver: Driver, counters: Counters, context: Context, hello: session_pb2.Hello, cluster_id: str) -> None:
+    def __init__(self, driver: Driver, counters: Counters, context: Context, outbox: Outbox, cluster_id: str) -> None:
         self._driver = driver
         self._counters = counters
         self._context = context
         self._cluster_id = cluster_id
-        self._outbox = driver.connect(hello)
+        self._outbox = outbox
         self._problem: FerroError | None = None
 
     async def run(self) -> None:
@@ -159,6 +162,11 @@ def _require_read_only(request: store_pb2.StoreRequest) -> None:
             hint="make room on that disk (or delete keys); writes are taken again by themselves",
             retryable=True,
         )
+
+
+def _caller(context: Context) -> Caller:
+    """Who calls, by what the handshake proved."""
+    return Caller(context.peer(), peer_identities(context.auth_context()))
 
 
 async def _read_hello(context: Context) -> session_pb2.Hello:

@@ -17,7 +17,7 @@ import pytest
 from tests.house.tree import module_of, package_files
 
 HEAVY = ("grpc", "torch", "cupy", "starlette", "uvicorn", "aiohttp", "rich", "matplotlib", "sklearn", "prometheus_client")
-OPTIONAL = {"torch", "cupy", "starlette", "uvicorn", "rich", "psutil", "nccl"}
+OPTIONAL = {"torch", "cupy", "starlette", "uvicorn", "rich", "psutil", "nccl", "cryptography"}
 """Third-party packages of extras: a module of ours that needs one may be skipped where it is not installed."""
 
 

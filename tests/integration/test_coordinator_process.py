@@ -8,12 +8,10 @@ import sys
 import urllib.error
 import urllib.request
 
-import grpc
 import pytest
 
 from ferrorpc.errors import LimitExceededError
-from ferrorpc.v1 import barrier_pb2, session_pb2, session_pb2_grpc, store_pb2
-from ferrorpc.wire import options
+from ferrorpc.v1 import barrier_pb2, session_pb2, store_pb2
 from tests.integration.coordinator_process import Client, coordinator, eventually, joined, refused_start
 
 
@@ -187,47 +185,6 @@ def test_log_lines_can_be_json(tmp_path):
         assert code == 0
         entries = [json.loads(line) for line in errors.splitlines()]
         assert any("draining" in entry["message"] for entry in entries)
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory):
-    """A certificate authority, and certificates of a server and a client, made by openssl."""
-    directory = tmp_path_factory.mktemp("tls")
-
-    def openssl(*arguments):
-        try:
-            subprocess.run(["openssl", *arguments], cwd=directory, capture_output=True, check=True)
-        except FileNotFoundError:
-            pytest.skip("openssl is not installed")
-
-    new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    openssl("req", "-x509", *new, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test authority", "-days", "2")
-    for who in ("server", "client"):
-        openssl("req", *new, "-keyout", f"{who}.key", "-out", f"{who}.csr", "-subj", f"/CN={who}")
-        (directory / "san").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost")
-        sign = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "san")
-        openssl("x509", "-req", "-in", f"{who}.csr", "-out", f"{who}.pem", *sign)
-    return directory
-
-
-def test_with_a_certificate_authority_only_its_members_get_in(authority):
-    read = {name: (authority / name).read_bytes() for name in ("ca.pem", "client.key", "client.pem")}
-    files = {"ca": "ca.pem", "cert": "server.pem", "key": "server.key"}
-    flags = [f"--tls-{kind}={authority / name}" for kind, name in files.items()]
-    trusted = grpc.ssl_channel_credentials(read["ca.pem"], read["client.key"], read["client.pem"])
-    unknown = grpc.ssl_channel_credentials(read["ca.pem"])
-    with coordinator(*flags, listen="0.0.0.0:0") as process:
-        address = f"127.0.0.1:{process.address.rpartition(':')[2]}"
-        channel = grpc.secure_channel(address, trusted, options=options.session_channel())
-        with channel, Client(address, "m", channel=channel) as member:
-            assert member.welcome.incarnation == 1
-        for channel in (
-            grpc.secure_channel(address, unknown, options=options.session_channel()),
-            grpc.insecure_channel(address, options=options.session_channel()),
-        ):
-            with channel, pytest.raises(grpc.RpcError) as caught:
-                session_pb2_grpc.CoordinatorServiceStub(channel).Status(session_pb2.StatusRequest(job="job"), timeout=5)
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.mark.root

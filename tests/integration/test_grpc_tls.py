@@ -1,63 +1,42 @@
-"""With certificates, peers prove to each other that they belong to the job, and strangers get nowhere."""
+"""With certificates, peers prove to each other that they are workers of the job, and strangers get nowhere."""
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
 
+from ferrorpc.errors import AuthenticationError
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.transports.grpc_lane import METHOD
 from ferrorpc.transports.grpc_server import WorkerServer
-from ferrorpc.transports.grpc_tls import Tls
+from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
+from ferrorpc.wire.details import restore
 from ferrorpc.wire.frames import Key
+from ferrorpc.wire.identity import Role
+from tests.certificates import Issuer, variables
 from tests.integration.test_grpc_lane import SECONDS, Rank, assignment_of, random_bytes, send, wait_for
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
-
+pytest.importorskip("cryptography")
 KEY = Key(0, 0, 1)
-NEW_KEY = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-
-
-def openssl(*words: str, cwd: Path) -> None:
-    subprocess.run(["openssl", *words], cwd=cwd, check=True, capture_output=True)
-
-
-class Authority:
-    """A certificate authority in a directory."""
-
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir()
-        self._directory = directory
-        openssl("req", "-x509", *NEW_KEY, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=job", cwd=directory)
-        (directory / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-
-    def issue(self) -> Tls:
-        """A new certificate for 127.0.0.1."""
-        where = self._directory
-        openssl("req", *NEW_KEY, "-keyout", "rank.key", "-out", "rank.csr", "-subj", "/CN=rank", cwd=where)
-        signing = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names", "-days", "1"]
-        openssl("x509", "-req", "-in", "rank.csr", "-out", "rank.pem", *signing, cwd=where)
-        authority, certificate, key = ((where / name).read_bytes() for name in ("ca.pem", "rank.pem", "rank.key"))
-        return Tls(authority, certificate, key)
+JOB = "j"
 
 
 @pytest.fixture(scope="module")
-def authorities(tmp_path_factory: pytest.TempPathFactory) -> tuple[Authority, Authority]:
+def authorities(tmp_path_factory: pytest.TempPathFactory) -> tuple[Issuer, Issuer]:
     directory = tmp_path_factory.mktemp("certificates")
-    return Authority(directory / "ours"), Authority(directory / "theirs")
+    return Issuer(directory / "ours"), Issuer(directory / "theirs")
 
 
 @pytest.fixture
-def servers(authorities: tuple[Authority, Authority]) -> Iterator[list[WorkerServer]]:
+def servers(authorities: tuple[Issuer, Issuer]) -> Iterator[list[WorkerServer]]:
     """Two ranks of our authority, and one of another."""
     ours, theirs = authorities
-    made = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, tls=one.issue()) for one in (ours, ours, theirs)]
+    files = [one.issue(Role.WORKER, JOB) for one in (ours, ours, theirs)]
+    made = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, tls=one) for one in files]
     yield made
     for server in made:
         server.close()
@@ -90,21 +69,38 @@ def test_a_connection_without_a_certificate_is_refused(servers: list[WorkerServe
     assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_the_key_is_in_no_repr(authorities: tuple[Authority, Authority]) -> None:
-    assert "PRIVATE" not in repr(authorities[0].issue())
+@pytest.mark.parametrize(("job", "role"), [("other", Role.WORKER), (JOB, Role.OBSERVER), (JOB, Role.ADMIN)])
+def test_who_is_no_worker_of_the_job_is_refused_and_told_why(
+    servers: list[WorkerServer], authorities: tuple[Issuer, Issuer], job: str, role: Role
+) -> None:
+    files = authorities[0].issue(role, job)
+    opening = transport_pb2.Open(protocol_version=1, job=JOB, source_rank=1, generation=1)
+    message = transport_pb2.DataMessage(open=opening).SerializeToString()
+    with files.channel(servers[0].address, JOB, Role.WORKER, options.data_channel()) as channel:
+        answers = list(channel.stream_stream(METHOD)(iter([message]), timeout=SECONDS))
+    refused = restore(transport_pb2.ControlMessage.FromString(answers[0]).refused)
+    assert isinstance(refused, AuthenticationError)
+    assert f"{role} of job {job}" in refused.message
 
 
-def test_a_job_runs_under_certificates_from_coordinator_to_tensors(tmp_path: Path) -> None:
-    tls = Authority(tmp_path / "job").issue()
-    files = {"CA": tls.authority, "CERT": tls.certificate, "KEY": tls.key}
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    flags = [word for name in files for word in (f"--tls-{name.lower()}", str(tmp_path / name))]
+def test_a_rank_that_is_no_worker_of_the_job_is_not_dialled(authorities: tuple[Issuer, Issuer]) -> None:
+    """A leaf of the same authority, on the address that a peer is thought to be at."""
+    ours = authorities[0]
+    imposter = WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, tls=ours.issue(Role.WORKER, "other"))
+    channel = ours.issue(Role.WORKER, JOB).channel(imposter.address, JOB, Role.WORKER, options.data_channel())
+    with channel, pytest.raises(grpc.RpcError) as raised:
+        list(channel.stream_stream(METHOD)(iter([b""]), timeout=SECONDS))
+    imposter.close()
+    assert "Hostname Verification" in raised.value.details()
+
+
+def test_a_job_runs_under_certificates_from_coordinator_to_tensors(authorities: tuple[Issuer, Issuer]) -> None:
+    shown, brought = (variables(authorities[0].issue(role, JOB)) for role in (Role.COORDINATOR, Role.WORKER))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
-    command = [sys.executable, "-m", "ferrorpc_coordinator", "--listen", "127.0.0.1:0", *flags]
-    coordinator = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    command = [sys.executable, "-m", "ferrorpc_coordinator", "--listen", "127.0.0.1:0"]
+    coordinator = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment | shown)
     try:
-        environment |= {f"FERRORPC_TLS_{name}": str(tmp_path / name) for name in files}
+        environment |= brought | {"FERRORPC_JOB": JOB}
         environment |= {"FERRORPC_COORDINATOR": coordinator.stdout.readline().split()[1], "FERRORPC_WORLD_SIZE": "2"}
         script = [
             sys.executable,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
+from ferrorpc_coordinator.state.access import Access
 from ferrorpc_coordinator.state.coordinator import Coordinator
 from ferrorpc_coordinator.state.effects import Close, Effect, Persist, Reply, Send, SendMany, UnaryResponse
 from ferrorpc_coordinator.state.events import (
@@ -53,7 +54,8 @@ class Client:
 class World:
     """Steps a coordinator and hands out what it sends; `seen` lists it as (who, frame) until it is taken."""
 
-    def __init__(self, settings: Settings | None = None, job: str = "job") -> None:
+    def __init__(self, settings: Settings | None = None, job: str = "job", access: Access | None = None) -> None:
+        self.access = access
         self.settings = settings or Settings(durable=True)
         self.job = job
         self.now = 0
@@ -70,7 +72,9 @@ class World:
 
     def _start(self) -> Coordinator:
         recovered = [(table, key, value) for (table, key), value in self.rows.items()]
-        return Coordinator(self.settings, recovered, mint=lambda: f"minted-{next(self._mints)}", now_ns=self.now)
+        return Coordinator(
+            self.settings, recovered, access=self.access, mint=lambda: f"minted-{next(self._mints)}", now_ns=self.now
+        )
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ def serve(address: str, job: str) -> None:
     from ferrorpc.config import Config
     from ferrorpc.v1.session_pb2 import UnaryReportRequest
 
-    config = Config()
+    config = Config({"job": job})
     with connect(address, config) as stub:
         for line in sys.stdin:
             request = UnaryReportRequest(job=job, token=token(config), request=_request(json.loads(line)))

@@ -11,7 +11,6 @@ what is due, so a late beat never revives what an earlier deadline has ended. Wh
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable, Iterable
 
 from ferrorpc.errors import (
@@ -19,15 +18,19 @@ from ferrorpc.errors import (
     ConfigError,
     CoordinatorUnavailableError,
     FerroError,
+    PermissionDeniedError,
     VersionMismatchError,
 )
 from ferrorpc.v1 import session_pb2
 from ferrorpc.wire.details import detail_of
+from ferrorpc.wire.identity import Role
+from ferrorpc_coordinator.state.access import Access, Refusals, needed_for
 from ferrorpc_coordinator.state.admission import check_name
 from ferrorpc_coordinator.state.desk import Asker, World
-from ferrorpc_coordinator.state.effects import Effect, Reply, Row
+from ferrorpc_coordinator.state.effects import Effect, Note, Reply, Row
 from ferrorpc_coordinator.state.events import (
     Called,
+    Caller,
     Cancelled,
     Connected,
     Disconnected,
@@ -51,12 +54,23 @@ class Coordinator:
     Args:
         settings: durations and limits.
         recovered: every durable row of the journal; empty for a new cluster.
+        access: who may do what; everybody everything without it.
         mint: gives a fresh unguessable text at each call (cluster id, resume tokens).
         now_ns: the present, on the monotonic clock that later steps are given.
     """
 
-    def __init__(self, settings: Settings, recovered: Iterable[Row] = (), *, mint: Callable[[], str], now_ns: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        recovered: Iterable[Row] = (),
+        *,
+        access: Access | None = None,
+        mint: Callable[[], str],
+        now_ns: int,
+    ) -> None:
         self.settings = settings
+        self._access = Access(()) if access is None else access
+        self._refusals = Refusals()
         self._ledger = Ledger(recovered, mint)
         self._world = World(settings, self._ledger, mint)
         self._lifetime = Lifetime(now_ns, settings.pulse_ns, settings.pause_ns)
@@ -99,12 +113,12 @@ class Coordinator:
         match event:
             case Received(stream, frame):
                 self._received(stream, frame)
-            case Connected(stream, hello):
-                self._connected(stream, hello)
+            case Connected(stream, hello, caller):
+                self._connected(stream, hello, caller)
             case Disconnected(stream):
                 self._disconnected(stream)
-            case Called(call, request):
-                self._called(call, request)
+            case Called(call, request, caller):
+                self._called(call, request, caller)
             case Cancelled(call):
                 self._cancelled(call)
             case Drain(within_ms):
@@ -119,9 +133,9 @@ class Coordinator:
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
-    def _connected(self, stream: int, hello: session_pb2.Hello) -> None:
+    def _connected(self, stream: int, hello: session_pb2.Hello, caller: Caller) -> None:
         try:
-            self._check_hello(hello)
+            self._check_hello(hello, caller)
             job = self._job(hello.job)
             member, before = job.connect(stream, hello)
         except FerroError as error:
@@ -134,13 +148,13 @@ class Coordinator:
         if before is not None and self._streams.pop(before, None) is not None:
             self._world.outbox.close(before)
 
-    def _check_hello(self, hello: session_pb2.Hello) -> None:
+    def _check_hello(self, hello: session_pb2.Hello, caller: Caller) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
             raise VersionMismatchError(
                 f"{hello.name!r} speaks protocol {hello.protocol_version} (ferrorpc {hello.version or 'unknown'}), this "
                 f"coordinator {PROTOCOL_VERSION} (ferrorpc {self.settings.version or 'unknown'})"
             )
-        self._authenticate(hello.token)
+        self._require(caller, hello.token, hello.job, Role.WORKER, f"member {hello.name[:128]!r}")
         if self._draining:
             raise CoordinatorUnavailableError("this coordinator is stopping", hint="try again shortly")
 
@@ -166,9 +180,9 @@ class Coordinator:
 
     # -- unary calls ---------------------------------------------------------------------------------------------------
 
-    def _called(self, call: int, request: UnaryRequest) -> None:
+    def _called(self, call: int, request: UnaryRequest, caller: Caller) -> None:
         try:
-            self._authenticate(request.token)
+            self._require(caller, request.token, request.job, needed_for(request), f"a {type(request).__name__}")
             if isinstance(request, session_pb2.StatusRequest):
                 self._status(call, request)
             else:
@@ -209,9 +223,16 @@ class Coordinator:
             raise ConfigError(f"there is no job {request.job!r} here", hint=f"the jobs of this coordinator: {known}")
         self._world.outbox.reply(job.desk, call, job.status(self.settings.version, self.settings.durable))
 
-    def _authenticate(self, token: str) -> None:
-        if self.settings.token and not hmac.compare_digest(self.settings.token.encode(), token.encode()):
-            raise AuthenticationError("the token is not the one of this coordinator")
+    def _require(self, caller: Caller, token: str, job: str, needed: Role, what: str) -> None:
+        """Refuses who may not do this, and tells of it."""
+        try:
+            self._access.check(caller, token, job, needed)
+        except (AuthenticationError, PermissionDeniedError) as error:
+            place = f" from {caller.address}" if caller.address else ""
+            words = self._refusals.words(f"{what}{place} was refused: {error.message}", self._world.now)
+            if words is not None:
+                self._world.outbox.note(Note(job if job in self._jobs else "-", "refused", words, -1, 0))
+            raise
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 

@@ -6,10 +6,25 @@ Streams and calls are numbers that the driver gives out, never the same one twic
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from ferrorpc.v1 import session_pb2 as session
+from ferrorpc.wire.identity import Identity
 
 UnaryRequest = session.StatusRequest | session.UnaryStoreRequest | session.UnaryBarrierRequest | session.UnaryReportRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who is at the other end of a connection."""
+
+    address: str = ""
+    identities: frozenset[Identity] | None = None
+    """What its certificate says; None where there was none to show."""
+
+
+NOBODY: Final = Caller()
+"""Nothing is known of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +33,7 @@ class Connected:
 
     stream: int
     hello: session.Hello
+    caller: Caller = NOBODY
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +57,7 @@ class Called:
 
     call: int
     request: UnaryRequest
+    caller: Caller = NOBODY
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,10 +128,14 @@ class Job:
         self.barriers.arrive(asker, request, None)
 
     def call_report(self, asker: Asker, request: session_pb2.ReportRequest) -> None:
-        """A launcher tells how a process ended."""
-        if request.WhichOneof("subject") != "exit":
+        """A launcher tells how a process ended, or an operator takes a member out."""
+        subject = request.WhichOneof("subject")
+        if subject == "exit":
+            self._exited(request.exit)
+        elif subject == "removal":
+            self._remove(request.removal)
+        else:
             raise UsageError("a unary report tells the exit of a process; failures and links are reported by sessions")
-        self._exited(request.exit)
         self.desk.answer(asker, session_pb2.ReportResponse())
 
     def cancel(self, asker: Asker) -> None:
@@ -183,8 +187,8 @@ class Job:
 
     def _report(self, asker: Asker, member: Member, request: session_pb2.ReportRequest) -> None:
         subject = request.WhichOneof("subject")
-        if subject is None:
-            raise UsageError(f"{member} reported nothing")
+        if subject is None or subject == "removal":
+            raise UsageError(f"{member} reported {'a removal, which is for operators' if subject else 'nothing'}")
         if subject == "exit":
             self._exited(request.exit)
         elif subject == "failure":
@@ -194,6 +198,14 @@ class Job:
             generation = self.generations.require(member, request.generation)
             self.generations.link_lost(member, request.link_lost, generation)
         self.desk.answer(asker, session_pb2.ReportResponse())
+
+    def _remove(self, removal: session_pb2.Removal) -> None:
+        member = self.roster.get(removal.name)
+        if member is None or not member.alive:
+            raise UsageError(
+                f"no living member of job {self.desk.job} is called {removal.name[:128]!r}", hint="see `ferrorpc status`"
+            )
+        self.lose(member, f"an operator removed it{f': {removal.reason[:1024]}' if removal.reason else ''}")
 
     def _exited(self, exited: session_pb2.ProcessExit) -> None:
         member = self.roster.get(exited.name)

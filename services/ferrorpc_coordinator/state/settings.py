@@ -84,8 +84,6 @@ class Settings:
     """A longer gap between two steps was a pause of the coordinator itself; its length is taken out of every deadline."""
     durable: bool = False
     """Whether a journal keeps what `Persist` says."""
-    token: str = ""
-    """The secret every Hello and unary call must bring; empty for none."""
     version: str = ""
     cost_table: str = ""
     """What the generations that begin from now on choose algorithms by, as JSON; empty for what comes with ferrorpc."""

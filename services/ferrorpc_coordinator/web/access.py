@@ -1,17 +1,18 @@
 """Who may read what the HTTP port tells, and what a browser is told to do with it. Nothing here can be written to.
 
-With a token, every path but /healthz asks for it: `Authorization: Bearer TOKEN`, or the password that a browser asks its
-user for. On loopback without one, only requests that name loopback are answered, so that no page from elsewhere can have a
-browser read this one under a name that it made point here.
+Where there are tokens, every path but /healthz asks for one that is good for every job, of whatever role: `Authorization:
+Bearer TOKEN`, or the password that a browser asks its user for. On loopback without any, only requests that name loopback are
+answered, so that no page from elsewhere can have a browser read this one under a name that it made point here.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, TypeAlias
+
+from ferrorpc_coordinator.state.access import Access
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -32,12 +33,12 @@ _HEADERS: Final = (
 )
 
 
-class Access:
+class Door:
     """Stands before an ASGI application."""
 
-    def __init__(self, app: App, token: str, *, loopback: bool) -> None:
+    def __init__(self, app: App, access: Access, *, loopback: bool) -> None:
         self._app = app
-        self._token = token
+        self._access = access
         self._loopback = loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,10 +51,10 @@ class Access:
             await send(message)
 
         headers = dict(scope["headers"])
-        if self._loopback and not self._token and _host(headers) not in LOOPBACK_NAMES:
+        if self._loopback and not self._access.asks_for_tokens and _host(headers) not in LOOPBACK_NAMES:
             await _refuse(send_with_headers, 421, b"this address answers to localhost only\n")
-        elif scope["path"] not in OPEN_PATHS and self._token and not self._knows(headers):
-            await _refuse(send_with_headers, 401, b"the token of the job is needed\n")
+        elif scope["path"] not in OPEN_PATHS and self._access.asks_for_tokens and not self._knows(headers):
+            await _refuse(send_with_headers, 401, b"a token that is good for every job is needed\n")
         else:
             await self._app(scope, receive, send_with_headers)
 
@@ -67,7 +68,7 @@ class Access:
                 return False
         elif kind.lower() != b"bearer":
             return False
-        return hmac.compare_digest(given, self._token.encode())
+        return self._access.sees_every_job(given.decode("utf-8", "replace"))
 
 
 def _host(headers: dict[bytes, bytes]) -> str:

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from ferrorpc.errors import LimitExceededError
-from ferrorpc_coordinator.web.access import Access, App
+from ferrorpc_coordinator.web.access import App, Door
 from ferrorpc_coordinator.web.feed import Feed
 from ferrorpc_coordinator.web.source import Source
 
@@ -45,7 +45,7 @@ class Page:
             Route("/api/v1/state", self._state),
             Route("/events", self._events),
         ]
-        return Access(Starlette(routes=[*routes, *files]), self._source.token, loopback=loopback)
+        return Door(Starlette(routes=[*routes, *files]), self._source.access, loopback=loopback)
 
     async def _metrics(self, request: Request) -> Response:
         return Response(self._source.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")

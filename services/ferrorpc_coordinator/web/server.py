@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from ferrorpc.errors import ConfigError
+from ferrorpc.wire.tls import TlsFiles
 from ferrorpc_coordinator.web.feed import Feed
 from ferrorpc_coordinator.web.source import Source
 
@@ -35,8 +36,8 @@ class HttpServer:
         self._feed = feed
 
     @classmethod
-    def start(cls, source: Source, host: str, port: int) -> HttpServer:
-        """Serves on host:port from now on; port 0 takes a free one.
+    def start(cls, source: Source, host: str, port: int, tls: TlsFiles | None = None) -> HttpServer:
+        """Serves on host:port from now on, with TLS where `tls` is given; port 0 takes a free one.
 
         Raises:
             ConfigError: the port cannot be used, or what serves it is not installed.
@@ -67,6 +68,8 @@ class HttpServer:
             timeout_keep_alive=15,
             timeout_graceful_shutdown=1,
         )
+        config.load()
+        config.ssl = None if tls is None else tls.server_context()
         server = Server(config)
         feed.start()
         task = asyncio.create_task(server.serve(sockets=[listening]))

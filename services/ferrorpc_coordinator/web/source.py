@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ferrorpc.v1 import identity_pb2
 from ferrorpc_coordinator.metrics import Collector
+from ferrorpc_coordinator.state.access import Access
 from ferrorpc_coordinator.state.coordinator import Coordinator
 from ferrorpc_coordinator.state.job import Job
 from ferrorpc_coordinator.web.board import board
@@ -22,8 +23,8 @@ class Source:
     collector: Collector
     healthy: Callable[[], bool]
     """Whether the coordinator serves; False while it drains."""
-    token: str = field(default="", repr=False)
-    """Whoever asks must bring it; empty for none."""
+    access: Access
+    """Whose tokens let somebody look."""
 
     def metrics(self) -> bytes:
         """The exposition that Prometheus scrapes."""

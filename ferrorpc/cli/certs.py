@@ -1,0 +1,244 @@
+"""`ferrorpc certs`: an authority of one's own, and certificates that say what their holder is in which job.
+
+ECDSA keys on P-256. The authority signs; what it signs lives for hours, so nothing has to be revoked: files are replaced one
+by one, whole, and running processes read them anew (a reader who meets a new certificate beside the old key keeps what it has
+until both are there). Nothing here talks to a network.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from ferrorpc.config import Config, seconds
+from ferrorpc.errors import BackendUnavailableError, ConfigError
+from ferrorpc.wire.identity import Identity, Role, server_name
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+AUTHORITY_DAYS: Final = 365
+LEAF_HOURS: Final = 24.0
+BACKDATED: Final = datetime.timedelta(minutes=5)
+"""Clocks differ: a certificate is good from a little before it was made."""
+_LISTENERS: Final = (Role.WORKER, Role.COORDINATOR)
+_jobs = click.option("--job", "jobs", multiple=True, help="A job's name, or '*' for every job; default FERRORPC_JOB.")
+_hosts = click.option("--host", "hosts", multiple=True, help="A name or address browsers reach it by; for a coordinator.")
+_lifetime = click.option("--lifetime", default=f"{LEAF_HOURS:g}h", show_default=True, help="Of certificates, such as 12h.")
+
+
+@click.group("certs")
+def command() -> None:
+    """Make an authority and certificates. FERRORPC_TLS_CA, _CERT and _KEY name their files."""
+
+
+@command.command("init")
+@click.argument("directory", type=click.Path(file_okay=False, path_type=Path), default="certs")
+@_jobs
+@_hosts
+@_lifetime
+@click.option("--days", type=click.IntRange(min=1), default=AUTHORITY_DAYS, show_default=True, help="Of the authority.")
+def init(directory: Path, jobs: Sequence[str], hosts: Sequence[str], lifetime: str, days: int) -> None:
+    """Make an authority in DIRECTORY, and a certificate of each role for a job.
+
+    ca.key signs: keep it where no worker is. Each process gets ca.pem and the .pem and .key of its role.
+    """
+    authority = Authority.make(directory, days)
+    for role in Role:
+        authority.issue(role, _chosen(jobs), hosts if role is Role.COORDINATOR else (), _duration(lifetime), directory)
+    click.echo(f"{directory}: ca.pem, ca.key, and .pem and .key of {', '.join(Role)}, good for {lifetime}")
+
+
+@command.command("issue")
+@click.argument("directory", type=click.Path(file_okay=False, exists=True, path_type=Path))
+@click.argument("roles", nargs=-1, required=True, type=click.Choice([role.value for role in Role]))
+@_jobs
+@_hosts
+@_lifetime
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Where to write; default DIRECTORY.")
+def issue(
+    directory: Path, roles: Sequence[str], jobs: Sequence[str], hosts: Sequence[str], lifetime: str, out: Path | None
+) -> None:
+    """Issue certificates of ROLES, new or in place of those that are there, from the authority in DIRECTORY."""
+    authority = Authority.read(directory)
+    for role in map(Role, roles):
+        authority.issue(role, _chosen(jobs), hosts, _duration(lifetime), out or directory)
+    click.echo(f"{out or directory}: .pem and .key of {', '.join(roles)}, good for {lifetime}")
+
+
+class Authority:
+    """Signs certificates.
+
+    Raises:
+        BackendUnavailableError: the package `cryptography` is not installed.
+    """
+
+    def __init__(self, certificate: x509.Certificate, key: EllipticCurvePrivateKey) -> None:
+        self._certificate = certificate
+        self._key = key
+
+    @classmethod
+    def make(cls, directory: Path, days: int) -> Authority:
+        """A new one, written to ca.pem and ca.key. Raises ConfigError where there is one already."""
+        _require_cryptography()
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        if (directory / "ca.key").exists():
+            raise ConfigError(
+                f"{directory} has an authority already",
+                hint="`ferrorpc certs issue` renews certificates",
+            )
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = _name("ferrorpc authority")
+        builder = _builder(name, name, key, datetime.timedelta(days=days))
+        usage = _usage(signs=True)
+        certificate = (
+            builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(usage, critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        _write(directory, "ca", certificate, key)
+        return cls(certificate, key)
+
+    @classmethod
+    def read(cls, directory: Path) -> Authority:
+        """The one in ca.pem and ca.key. Raises ConfigError where there is none."""
+        _require_cryptography()
+        from cryptography import x509
+        from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+        try:
+            certificate = x509.load_pem_x509_certificate((directory / "ca.pem").read_bytes())
+            key = load_pem_private_key((directory / "ca.key").read_bytes(), None)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"{directory} has no authority: {error}", hint="make one with `ferrorpc certs init`") from None
+        if not isinstance(key, EllipticCurvePrivateKey):
+            raise ConfigError(f"{directory / 'ca.key'} is no ECDSA key", hint="make one with `ferrorpc certs init`")
+        return cls(certificate, key)
+
+    def issue(
+        self, role: Role, jobs: Sequence[str], hosts: Sequence[str], lifetime: datetime.timedelta, directory: Path
+    ) -> None:
+        """Writes ROLE.pem and ROLE.key for a holder that is `role` in these jobs."""
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import ExtendedKeyUsageOID
+
+        if hosts and role is not Role.COORDINATOR:
+            raise ConfigError(f"--host is for a coordinator's certificate, not for that of the role {role}")
+        key = ec.generate_private_key(ec.SECP256R1())
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(Identity.of(job, role).uri) for job in jobs]
+        if role in _LISTENERS:
+            names += [x509.DNSName(server_name(job, role)) for job in jobs]
+        names += [_host(host) for host in hosts]
+        purposes = [ExtendedKeyUsageOID.SERVER_AUTH] if role in _LISTENERS else []
+        purposes += [ExtendedKeyUsageOID.CLIENT_AUTH] if role is not Role.COORDINATOR else []
+        issuer = self._certificate.subject
+        certificate = (
+            _builder(_name(f"ferrorpc {role}"), issuer, key, lifetime)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        _write(directory, role, certificate, key)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: EllipticCurvePrivateKey, lifetime: datetime.timedelta
+) -> x509.CertificateBuilder:
+    from cryptography import x509
+
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder(subject_name=subject, issuer_name=issuer, public_key=key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - BACKDATED)
+        .not_valid_after(now + lifetime)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    from cryptography import x509
+
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _name(text: str) -> x509.Name:
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _host(text: str) -> x509.GeneralName:
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text))
+    except ValueError:
+        return x509.DNSName(text)
+
+
+def _write(directory: Path, stem: str, certificate: x509.Certificate, key: EllipticCurvePrivateKey) -> None:
+    """Both files, each replaced in one step. The key is for its owner's eyes from its first byte on."""
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    directory.mkdir(parents=True, exist_ok=True)
+    secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    for path, content, mode in (
+        (directory / f"{stem}.key", secret, 0o600),
+        (directory / f"{stem}.pem", certificate.public_bytes(Encoding.PEM), 0o644),
+    ):
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(fresh, path)
+
+
+def _chosen(jobs: Sequence[str]) -> Sequence[str]:
+    return jobs or (str(Config()["job"]),)
+
+
+def _duration(text: str) -> datetime.timedelta:
+    try:
+        lifetime = datetime.timedelta(seconds=seconds(text))
+    except ValueError as error:
+        raise ConfigError(f"--lifetime {text!r}: {error}") from None
+    if not lifetime:
+        raise ConfigError("--lifetime 0: a certificate that is over when it is made")
+    return lifetime
+
+
+def _require_cryptography() -> None:
+    try:
+        import cryptography  # noqa: F401
+    except ModuleNotFoundError:
+        raise BackendUnavailableError(
+            "certificates are made with the package cryptography, which is not installed", hint="pip install 'ferrorpc[certs]'"
+        ) from None

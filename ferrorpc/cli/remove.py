@@ -1,0 +1,28 @@
+"""`ferrorpc remove`: an operator takes a member out of a job, as if its process had ended."""
+
+from __future__ import annotations
+
+import click
+
+from ferrorpc.cli.client import address_of, call, connect, token
+from ferrorpc.config import Config
+
+
+@click.command("remove")
+@click.argument("name")
+@click.option("--reason", default="", help="Told to the other members.")
+@click.option("--coordinator", "--addr", "address", metavar="HOST:PORT", help="Default: FERRORPC_COORDINATOR, else port 29700.")
+@click.option("--job", help="The job's name; default FERRORPC_JOB.")
+def command(name: str, reason: str, address: str | None, job: str | None) -> None:
+    """Take the member NAME out of its job: it is dead for the others from now on, whatever its process does.
+
+    `ferrorpc status` shows the names. Where the coordinator asks for tokens or certificates, those of an admin are needed.
+    """
+    from ferrorpc.v1.session_pb2 import Removal, ReportRequest, UnaryReportRequest
+
+    config = Config({"job": job})
+    where = address_of(address, config)
+    report = ReportRequest(removal=Removal(name=name, reason=reason))
+    with connect(where, config) as stub:
+        call(stub.Report, UnaryReportRequest(job=config["job"], token=token(config), request=report), where)
+    click.echo(f"{name} is out of job {config['job']}")

@@ -1,0 +1,88 @@
+"""Why a TLS connection does not come about. gRPC says "Socket closed"; a handshake of our own tells what is behind it."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from typing import Final
+
+from ferrorpc.errors import AuthenticationError, FerroError
+from ferrorpc.wire.identity import Role, server_name
+from ferrorpc.wire.tls import TlsFiles
+
+SECONDS: Final = 2.0
+_REFUSED_HINT: Final = (
+    "have both certificates issued by the authority that FERRORPC_TLS_CA names on both sides, and compare the clocks; "
+    "the log of the other side says why"
+)
+
+
+def diagnose(address: str, tls: TlsFiles | None, job: str, role: Role) -> FerroError | None:
+    """What TLS has to do with a connection to `address` that failed; None where nothing, or where nobody answers there."""
+    if tls is None:
+        return _speaks_tls(address)
+    try:
+        tls.check(listening=False)
+        context = ssl.create_default_context(cafile=tls.authority)
+        if tls.certificate is not None:
+            context.load_cert_chain(tls.certificate, tls.key, password=lambda: b"")
+        context.set_alpn_protocols(["h2"])
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    except FerroError as error:
+        return error
+    except OSError:
+        return None
+    host, _, _ = address.rpartition(":")
+    name = server_name(job, role) if tls.mutual else host.strip("[]")
+    try:
+        # Twice: a server that ended at this moment would have hung up as well, and does not listen any more.
+        return _try(address, context, name, tls) and _try(address, context, name, tls)
+    except ssl.SSLCertVerificationError as error:
+        return AuthenticationError(
+            f"who listens at {address} is not the {role} of job {job!r}: {error.verify_message}",
+            hint="check the address, and that its certificate is of the authority in FERRORPC_TLS_CA and issued for this job",
+        )
+    except ssl.SSLError as error:
+        if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST"):
+            return AuthenticationError(
+                f"who listens at {address} does not speak TLS", hint="give it FERRORPC_TLS_*, or unset them here"
+            )
+        return AuthenticationError(f"{address} refused the handshake: {error.reason}", hint=_REFUSED_HINT)
+    except OSError:
+        return None
+
+
+def _try(address: str, context: ssl.SSLContext, name: str, tls: TlsFiles) -> FerroError | None:
+    """Dials. With TLS 1.3 a certificate is refused after the handshake, so what tells is whether the server then speaks."""
+    with _dial(address) as plain, context.wrap_socket(plain, server_hostname=name) as connection:
+        try:
+            spoke = connection.recv(1)
+        except ConnectionError:
+            spoke = b""
+    if spoke:
+        return None
+    if tls.certificate is None:
+        return AuthenticationError(
+            f"{address} wants a certificate and this process has none",
+            hint="set FERRORPC_TLS_CERT and FERRORPC_TLS_KEY (`ferrorpc certs init`)",
+        )
+    return AuthenticationError(f"{address} did not accept the certificate {tls.certificate}", hint=_REFUSED_HINT)
+
+
+def _speaks_tls(address: str) -> FerroError | None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        with _dial(address) as plain, context.wrap_socket(plain):
+            pass
+    except OSError:
+        return None
+    return AuthenticationError(
+        f"{address} speaks TLS and this process does not", hint="set FERRORPC_TLS_CA, FERRORPC_TLS_CERT and FERRORPC_TLS_KEY"
+    )
+
+
+def _dial(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), SECONDS)

@@ -1,0 +1,205 @@
+"""TLS on every connection: from files that are read anew for each dial and each handshake, so that they may be renewed.
+
+With an authority, a certificate and a key both ends prove who they are (mutual TLS), and the name that is asked for is that of
+the job and the role (identity.py). With an authority alone a caller checks the host's name, as browsers do, and brings a token.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+import grpc
+
+from ferrorpc.errors import AuthenticationError, ConfigError
+from ferrorpc.wire.identity import Identity, Role, identities, server_name
+from ferrorpc.wire.options import Options
+
+_log = logging.getLogger("ferrorpc.tls")
+Made = TypeVar("Made")
+_STEPS_MAX: Final = 8
+"""More than a handshake in memory takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths of PEM files; what is not given is None. A certificate and its key come together."""
+
+    authority: str | None
+    certificate: str | None = None
+    key: str | None = None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> TlsFiles | None:
+        """What the tls_* settings name; None where they name nothing.
+
+        Raises:
+            ConfigError: a certificate without its key, or a key without its certificate.
+        """
+        authority, certificate, key = (config[name] for name in ("tls_ca", "tls_cert", "tls_key"))
+        if (certificate is None) != (key is None):
+            raise ConfigError("FERRORPC_TLS_CERT and FERRORPC_TLS_KEY belong together; only one of them is given")
+        return None if authority is None and certificate is None else cls(authority, certificate, key)
+
+    @property
+    def mutual(self) -> bool:
+        """Whether both ends prove who they are."""
+        return self.authority is not None and self.certificate is not None
+
+    def check(self, *, listening: bool) -> frozenset[Identity]:
+        """Holds the files to what the other end will hold them to, by a handshake in memory; returns who they speak for.
+
+        Raises:
+            ConfigError: a file cannot be read, is no PEM, or key and certificate are no pair.
+            AuthenticationError: the certificate has expired, is of another authority or for another purpose.
+        """
+        self._contents()
+        if self.certificate is None:
+            return frozenset()
+        near, far = (ssl.SSLContext(kind) for kind in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT))
+        far.check_hostname = False
+        far.verify_mode = ssl.CERT_NONE
+        judge = far if listening else near
+        try:
+            near.load_cert_chain(self.certificate, self.key, password=lambda: b"")
+            far.load_cert_chain(self.certificate, self.key, password=lambda: b"")
+            if self.authority is not None:
+                judge.verify_mode = ssl.CERT_REQUIRED
+                judge.load_verify_locations(self.authority)
+            seen = _handshake(near, far, listening=listening)
+        except ssl.SSLCertVerificationError as error:
+            raise AuthenticationError(
+                f"the certificate {self.certificate} is not accepted: {error.verify_message}",
+                hint="renew it with `ferrorpc certs issue`, from the authority that FERRORPC_TLS_CA names",
+            ) from None
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"{self.certificate} and {self.key} are no certificate and its key: {error.reason or error}",
+                hint="check FERRORPC_TLS_CERT, FERRORPC_TLS_KEY and FERRORPC_TLS_CA; `ferrorpc certs init` makes all three",
+            ) from None
+        except OSError as error:
+            raise self._unreadable(error) from None
+        return seen
+
+    def channel(self, address: str, job: str, role: Role, options: Options) -> grpc.Channel:
+        """A channel to a listener that must be the `role` of `job`.
+
+        Raises:
+            ConfigError, AuthenticationError: as `check`.
+        """
+        self.check(listening=False)
+        authority, certificate, key = self._contents()
+        if authority is None:
+            raise ConfigError("a certificate, but no authority to check the other end by", hint="set FERRORPC_TLS_CA")
+        name: list[tuple[str, Any]] = [("grpc.ssl_target_name_override", server_name(job, role))] if self.mutual else []
+        credentials = grpc.ssl_channel_credentials(authority, key, certificate)
+        return grpc.secure_channel(address, credentials, options=[*options, *name])
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For listening. Whoever dials must have a certificate of the authority, where there is one.
+
+        Raises:
+            ConfigError, AuthenticationError: as `check`.
+        """
+        reader = _Reader(self, self._configuration)
+        return grpc.dynamic_ssl_server_credentials(
+            reader.made,
+            reader.renewed,  # type: ignore[arg-type]  # None is allowed: no news
+            require_client_authentication=self.authority is not None,
+        )
+
+    def server_context(self) -> ssl.SSLContext:
+        """For listening to browsers and the like, which bring no certificate. Renewed in the same way.
+
+        Raises:
+            ConfigError, AuthenticationError: as `check`.
+        """
+        reader = _Reader(self, self._context)
+
+        def greeted(connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            reader.renewed()
+            connection.context = reader.made
+
+        reader.made.sni_callback = greeted
+        return reader.made
+
+    def _context(self) -> ssl.SSLContext:
+        assert self.certificate is not None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.certificate, self.key, password=lambda: b"")
+        return context
+
+    def stamps(self) -> tuple[tuple[int, int, int], ...]:
+        """Changes whenever one of the files does."""
+        states = [os.stat(path) for path in (self.authority, self.certificate, self.key) if path is not None]
+        return tuple((state.st_ino, state.st_mtime_ns, state.st_size) for state in states)
+
+    def _contents(self) -> tuple[bytes | None, bytes | None, bytes | None]:
+        try:
+            authority, certificate, key = (
+                None if path is None else Path(path).read_bytes() for path in (self.authority, self.certificate, self.key)
+            )
+        except OSError as error:
+            raise self._unreadable(error) from None
+        return authority, certificate, key
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        authority, certificate, key = self._contents()
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)  # type: ignore[list-item]
+
+    def _unreadable(self, error: OSError) -> ConfigError:
+        name = error.filename or f"one of {self.authority}, {self.certificate}, {self.key}"
+        return ConfigError(f"cannot read {name}: {error.strerror}", hint="check FERRORPC_TLS_*")
+
+
+class _Reader(Generic[Made]):
+    """What a server shows, made anew when the files change. Files that are wrong, or half written, leave it as it was."""
+
+    def __init__(self, files: TlsFiles, make: Callable[[], Made]) -> None:
+        self._files = files
+        self._make = make
+        files.check(listening=True)
+        self._stamps = files.stamps()
+        self._lock = threading.Lock()
+        self.made = make()
+
+    def renewed(self) -> Made | None:
+        """Asked at each handshake; None where nothing is new."""
+        with self._lock:
+            try:
+                stamps = self._files.stamps()
+                if stamps == self._stamps:
+                    return None
+                self._files.check(listening=True)
+                self.made = self._make()
+            except (OSError, ConfigError, AuthenticationError) as error:
+                _log.warning("the certificate in use is kept, the files do not fit (yet): %s", str(error).partition("\n")[0])
+                return None
+            self._stamps = stamps
+        _log.warning("%s was read anew", self._files.certificate)
+        return self.made
+
+
+def _handshake(near: ssl.SSLContext, far: ssl.SSLContext, *, listening: bool) -> frozenset[Identity]:
+    """Lets the two meet in memory; returns what the judging one saw in the other's certificate."""
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client, server = far.wrap_bio(down, up), near.wrap_bio(up, down, server_side=True)
+    open_ends = [client, server]
+    for _ in range(_STEPS_MAX):
+        for end in list(open_ends):
+            try:
+                end.do_handshake()
+                open_ends.remove(end)
+            except ssl.SSLWantReadError:
+                continue
+        if not open_ends:
+            break
+    seen = (client if listening else server).getpeercert() or {}
+    names: Any = seen.get("subjectAltName", ())
+    return identities(value for kind, value in names if kind == "URI")

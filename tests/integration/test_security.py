@@ -1,0 +1,224 @@
+"""Who a coordinator refuses, that each refusal says why and is logged, and what listens where by default."""
+
+import datetime
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ferrorpc.cli.main import run
+from ferrorpc.config import Config
+from ferrorpc.coordination.session import RemoteSession
+from ferrorpc.errors import AuthenticationError, ConfigError, FerroError, PermissionDeniedError
+from ferrorpc.wire.identity import Role
+from ferrorpc.wire.tls import TlsFiles
+from tests.certificates import Issuer, settings, variables
+from tests.integration.coordinator_process import coordinator, refused_start
+
+pytest.importorskip("cryptography")
+GONE = datetime.timedelta(minutes=-1)
+
+
+def join(address, job="a", **config):
+    session = RemoteSession.join(address, job=job, name="m", policy=(1, 1), config=Config({"timeout": 10.0, **config}, {}))
+    session.leave()
+
+
+def flags(files):
+    return [word for name, path in settings(files).items() for word in (f"--{name.replace('_', '-')}", path)]
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    return Issuer(tmp_path_factory.mktemp("certificates") / "ours")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    return Issuer(tmp_path_factory.mktemp("certificates") / "theirs")
+
+
+def everywhere(process):
+    return f"127.0.0.1:{process.address.rpartition(':')[2]}"
+
+
+def test_a_coordinator_lets_in_workers_of_its_jobs_and_nobody_else(ours, theirs, monkeypatch, capsys):
+    worker = settings(ours.issue(Role.WORKER, "a"))
+    expired = settings(ours.issue(Role.WORKER, "a", lifetime=GONE, where="expired"))
+    foreign = settings(theirs.issue(Role.WORKER, "a")) | {"tls_ca": worker["tls_ca"]}
+    with coordinator(*flags(ours.issue(Role.COORDINATOR, "*")), listen="0.0.0.0:0") as process:
+        address = everywhere(process)
+        join(address, **worker)
+        refusals = [
+            (settings(ours.issue(Role.WORKER, "b")), PermissionDeniedError, "worker of job b, and has no part in job 'a'"),
+            (settings(ours.issue(Role.OBSERVER, "a")), PermissionDeniedError, "observer of job a; this takes the role worker"),
+            (expired, AuthenticationError, "expired.* is not accepted: certificate has expired"),
+            (foreign, AuthenticationError, "is not accepted: unable to get local issuer"),
+            (settings(theirs.issue(Role.WORKER, "a")), AuthenticationError, "is not the coordinator of job 'a'"),
+            ({"tls_ca": worker["tls_ca"]}, AuthenticationError, "wants a certificate and this process has none"),
+            ({}, AuthenticationError, "speaks TLS and this process does not"),
+        ]
+        for config, kind, words in refusals:
+            began = time.monotonic()
+            with pytest.raises(kind, match=words):
+                join(address, **config)
+            assert time.monotonic() - began < 8
+        for role, code in ((Role.WORKER, 1), (Role.ADMIN, 1)):
+            for name, value in variables(ours.issue(role, "a")).items():
+                monkeypatch.setenv(name, value)
+            assert run(["remove", "nobody", "--addr", address, "--job", "a"]) == code
+        said = capsys.readouterr().err
+        assert "worker of job a; this takes the role admin" in said
+        assert "no living member of job a is called 'nobody'" in said
+        log = process.stop()[1]
+    assert "worker of job b" in log
+    assert "takes the role admin" in log
+    assert "ipv4:127.0.0.1" in log
+    assert "PEER_DID_NOT_RETURN_A_CERTIFICATE" in log
+    assert "PRIVATE" not in log
+
+
+def test_tokens_with_roles_over_tls(ours, tmp_path):
+    tokens = {"observer": "token-of-an-observer", "worker@a": "token-of-a-worker-of-a", "admin": "token-of-an-admin"}
+    (tmp_path / "tokens").write_text("".join(f"{who} {token}\n" for who, token in tokens.items()))
+    for name, token in {**tokens, "guess": "token-of-nobody-at-all"}.items():
+        (tmp_path / name).write_text(token + "\n")
+    shown = ours.issue(Role.COORDINATOR, "a")
+    one_way = {"tls_cert": shown.certificate, "tls_key": shown.key, "token_file": str(tmp_path / "tokens")}
+    words = [word for name, path in one_way.items() for word in (f"--{name.replace('_', '-')}", path)]
+    with coordinator(*words, listen="0.0.0.0:0") as process:
+        for who, job, kind in (
+            ("worker@a", "a", None),
+            ("worker@a", "b", PermissionDeniedError),
+            ("observer", "a", PermissionDeniedError),
+            ("guess", "a", AuthenticationError),
+            (None, "a", AuthenticationError),
+        ):
+            config = {"tls_ca": shown.authority} | ({} if who is None else {"token_file": str(tmp_path / who)})
+            if kind is None:
+                join(everywhere(process), job, **config)
+                continue
+            with pytest.raises(kind):
+                join(everywhere(process), job, **config)
+        with pytest.raises(ConfigError, match="lists several tokens"):
+            join(everywhere(process), **(config | {"token_file": str(tmp_path / "tokens")}))
+        log = process.stop()[1]
+    assert log.count("was refused") == 4
+    assert not any(token in log for token in [*tokens.values(), "token-of-nobody-at-all"])
+
+
+def test_a_certificate_is_renewed_while_the_coordinator_runs(ours):
+    files = ours.issue(Role.COORDINATOR, "a", where="renewed", lifetime=datetime.timedelta(seconds=600))
+    worker = settings(ours.issue(Role.WORKER, "a"))
+
+    def serial(address):
+        context = ssl.create_default_context(cafile=files.authority)
+        context.load_cert_chain(worker["tls_cert"], worker["tls_key"])
+        host, port = address.split(":")
+        plain = socket.create_connection((host, int(port)), 5)
+        with context.wrap_socket(plain, server_hostname="a.coordinator.ferrorpc") as connection:
+            return connection.getpeercert()["serialNumber"]
+
+    with coordinator(*flags(files)) as process:
+        before = serial(process.address)
+        ours.issue(Role.COORDINATOR, "a", where="renewed")
+        after = serial(process.address)
+        with open(files.key, "w") as half_written:
+            half_written.write("-----BEGIN")
+        assert serial(process.address) == after != before
+        join(process.address, **worker)
+        assert "do not fit (yet)" in process.stop()[1]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "extra", "complaint"),
+    [
+        (("tls_ca",), [], "if encrypted"),
+        ((), ["--http-port", "0"], "browsers bring no certificate"),
+        (("tls_key",), [], "belong together"),
+    ],
+)
+def test_encryption_alone_opens_no_port_to_strangers(ours, left_out, extra, complaint):
+    given = {name: path for name, path in settings(ours.issue(Role.COORDINATOR, "a")).items() if name not in left_out}
+    words = [word for name, path in given.items() for word in (f"--{name.replace('_', '-')}", path)]
+    code, errors = refused_start("--listen", "0.0.0.0:0", *words, *extra)
+    assert (code, complaint in errors) == (64, True), errors
+
+
+def test_an_expired_certificate_does_not_start_a_coordinator(ours):
+    files = ours.issue(Role.COORDINATOR, "a", lifetime=GONE, where="expired-coordinator")
+    code, errors = refused_start("--listen", "127.0.0.1:0", *flags(files))
+    assert (code, "certificate has expired" in errors) == (64, True), errors
+    assert "Traceback" not in errors
+
+
+def test_the_status_page_speaks_tls_where_the_coordinator_does(ours, tmp_path):
+    pytest.importorskip("uvicorn")
+    (tmp_path / "tokens").write_text("observer token-of-an-observer\nworker@a token-of-a-worker-of-a\n")
+    files = ours.issue(Role.COORDINATOR, "a")
+    with coordinator(*flags(files), "--token-file", str(tmp_path / "tokens"), "--http-port", "0") as process:
+        context = ssl.create_default_context(cafile=files.authority)
+        for token, status in (("token-of-an-observer", b"200"), ("token-of-a-worker-of-a", b"401"), ("", b"401")):
+            host, port = process.http_address.split(":")
+            plain = socket.create_connection((host, int(port)), 5)
+            with context.wrap_socket(plain, server_hostname="127.0.0.1") as page:
+                page.sendall(f"GET /metrics HTTP/1.0\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
+                assert page.recv(100).split()[1] == status
+
+
+def test_a_worker_does_not_listen_beyond_loopback_in_the_clear():
+    code = "import ferrorpc; ferrorpc.init_process_group(coordinator='127.0.0.1:1', world_size=2, bind='0.0.0.0', timeout=5)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=bare())
+    assert "FERRORPC_BIND=0.0.0.0 without TLS" in done.stderr
+
+
+def bare():
+    return {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
+
+
+def listeners(processes):
+    """host:port of every TCP socket that these processes listen on, from /proc."""
+    inodes = set()
+    for process in processes:
+        for descriptor in os.listdir(f"/proc/{process}/fd"):
+            try:
+                target = os.readlink(f"/proc/{process}/fd/{descriptor}")
+            except FileNotFoundError:
+                continue
+            inodes.add(target.removeprefix("socket:[").rstrip("]"))
+    found = []
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        with open(f"/proc/net/{table}") as lines:
+            rows = [line.split() for line in lines][1:]
+        for row in rows:
+            if row[3] == "0A" and row[9] in inodes:
+                raw = bytes.fromhex(row[1].partition(":")[0])
+                words = b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
+                found.append(socket.inet_ntop(family, words))
+    return [address.removeprefix("::ffff:") for address in found]
+
+
+def test_a_default_start_listens_on_loopback_only(tmp_path):
+    code = "import ferrorpc, sys; g = ferrorpc.init_process_group(); g.barrier(); print('up', flush=True); sys.stdin.read()"
+    with coordinator("--http-port", "0") as process:
+        environment = bare() | {"FERRORPC_COORDINATOR": process.address, "FERRORPC_WORLD_SIZE": "2"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+        ranks = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(2)]
+        assert [rank.stdout.readline() for rank in ranks] == ["up\n"] * 2
+        found = [listeners([one.pid]) for one in (process.process, *ranks)]
+        for rank in ranks:
+            rank.communicate("", timeout=30)
+    assert [len(addresses) for addresses in found] == [2, 1, 1]
+    assert {address for addresses in found for address in addresses} == {"127.0.0.1"}
+
+
+def test_secrets_are_in_no_repr(ours):
+    files = ours.issue(Role.WORKER, "a")
+    assert "PRIVATE" not in repr(files)
+    with pytest.raises(FerroError) as caught:
+        TlsFiles(files.authority, files.key, files.key).check(listening=False)
+    assert "PRIVATE" not in str(caught.value)

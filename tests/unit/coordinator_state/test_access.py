@@ -1,0 +1,148 @@
+"""Who may do what: roles, jobs, tokens and certificates."""
+
+from __future__ import annotations
+
+import pytest
+from ferrorpc_coordinator.state.access import REFUSALS_TOLD, TOLD_EACH_NS, Access, Grant, Refusals, read_grants
+from ferrorpc_coordinator.state.effects import Note
+from ferrorpc_coordinator.state.events import NOBODY, Called, Caller, Connected
+
+from ferrorpc.errors import AuthenticationError, ConfigError, ErrorCode, PermissionDeniedError
+from ferrorpc.v1 import error_pb2, session_pb2
+from ferrorpc.wire.identity import EVERY_JOB, Identity, Role
+from tests.transcripts.world import World
+from tests.unit.coordinator_state.helpers import join
+
+OBSERVER, WORKER, OTHER, ADMIN = (f"the-token-of-{who}" for who in ("observer", "worker", "other", "admin"))
+FILE = f"observer {OBSERVER}\n# a comment\nworker@a {WORKER}  # of a\n\nworker@b {OTHER}\nadmin@a {ADMIN}\n"
+
+
+def caller(*found: tuple[str, Role]) -> Caller:
+    return Caller("ipv4:1.2.3.4:5", frozenset(Identity.of(job, role) for job, role in found))
+
+
+def outcome(access: Access, who: Caller, token: str, job: str, needed: Role) -> type[Exception] | None:
+    try:
+        access.check(who, token, job, needed)
+    except (AuthenticationError, PermissionDeniedError) as error:
+        return None if token and token in str(error) else type(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("token", "job", "needed", "expected"),
+    [
+        (OBSERVER, "a", Role.OBSERVER, None),
+        (OBSERVER, "b", Role.OBSERVER, None),
+        (OBSERVER, "a", Role.WORKER, PermissionDeniedError),
+        (WORKER, "a", Role.WORKER, None),
+        (WORKER, "a", Role.OBSERVER, None),
+        (WORKER, "a", Role.ADMIN, PermissionDeniedError),
+        (WORKER, "b", Role.OBSERVER, PermissionDeniedError),
+        (OTHER, "a", Role.WORKER, PermissionDeniedError),
+        (ADMIN, "a", Role.ADMIN, None),
+        (ADMIN, "b", Role.OBSERVER, PermissionDeniedError),
+        ("a-guess-of-a-token", "a", Role.OBSERVER, AuthenticationError),
+        ("\udcff", "a", Role.OBSERVER, AuthenticationError),
+        ("", "a", Role.OBSERVER, AuthenticationError),
+    ],
+)
+def test_a_token_is_good_for_its_job_and_role(token: str, job: str, needed: Role, expected: type[Exception] | None) -> None:
+    assert outcome(Access(read_grants(FILE)), NOBODY, token, job, needed) is expected
+
+
+def test_a_certificate_does_without_a_token_but_a_token_that_is_brought_must_permit_too() -> None:
+    access, holder = Access(read_grants(FILE)), caller(("a", Role.WORKER))
+    assert outcome(access, holder, "", "a", Role.WORKER) is None
+    assert outcome(access, holder, WORKER, "a", Role.WORKER) is None
+    assert outcome(access, holder, "a-guess-of-a-token", "a", Role.WORKER) is AuthenticationError
+    assert outcome(access, holder, OBSERVER, "a", Role.WORKER) is PermissionDeniedError
+    assert outcome(access, holder, ADMIN, "a", Role.ADMIN) is PermissionDeniedError
+    assert outcome(access, holder, "", "b", Role.OBSERVER) is PermissionDeniedError
+
+
+def test_a_certificate_that_says_nothing_of_ours_is_refused_even_where_no_tokens_are() -> None:
+    assert outcome(Access(()), caller(), "", "a", Role.OBSERVER) is AuthenticationError
+    assert outcome(Access(()), NOBODY, "", "a", Role.ADMIN) is None
+    assert outcome(Access(()), caller(("a", Role.COORDINATOR)), "", "a", Role.OBSERVER) is PermissionDeniedError
+    assert outcome(Access(()), caller((EVERY_JOB, Role.WORKER)), "", "a", Role.WORKER) is None
+    assert outcome(Access(()), caller(("b", Role.ADMIN), ("a", Role.WORKER)), "", "a", Role.ADMIN) is PermissionDeniedError
+
+
+def test_one_token_alone_may_do_everything() -> None:
+    assert read_grants(" just-one-long-token\n") == (Grant("just-one-long-token", Identity(EVERY_JOB, Role.ADMIN)),)
+    assert "just-one" not in repr(read_grants("just-one-long-token"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "# nothing", "short", "king a-long-enough-token", "worker", "coordinator a-long-enough-token", "worker short",
+     "worker one-token-for-two\nadmin one-token-for-two", "a-long-enough-token\nanother-long-token", "worker a b c"],
+)  # fmt: skip
+def test_a_file_of_tokens_that_cannot_be_meant_is_refused_without_telling_them(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_grants(text)
+    assert not any(word in str(caught.value) for word in text.split() if word.endswith("-token"))
+
+
+def test_only_a_token_of_every_job_opens_the_page() -> None:
+    access = Access(read_grants(FILE))
+    assert [access.sees_every_job(token) for token in (OBSERVER, WORKER, ADMIN, "a-guess-of-a-token")] == [True] + [False] * 3
+
+
+def test_who_is_refused_is_told_of_with_its_address_and_cannot_write_lines_into_the_log() -> None:
+    world = World(job="a", access=Access(()))
+    hello = session_pb2.Hello(protocol_version=1, job="a", name="eve\nall is well")
+    effects = world.step(Connected(900, hello, caller(("b", Role.WORKER))))
+    (note,) = [effect for effect in effects if isinstance(effect, Note)]
+    assert note.kind == "refused"
+    assert "ipv4:1.2.3.4:5" in note.text
+    assert "worker of job b" in note.text
+    assert "\n" not in note.text + note.job
+
+
+def test_of_many_refusals_some_are_told_and_the_rest_counted() -> None:
+    refusals = Refusals()
+    told = [refusals.words("no", 0) for _ in range(3 * REFUSALS_TOLD)]
+    assert told == ["no"] * REFUSALS_TOLD + [None] * (2 * REFUSALS_TOLD)
+    assert refusals.words("no", TOLD_EACH_NS) == f"no ({2 * REFUSALS_TOLD} earlier refusals were not told)"
+
+
+def remove(world: World, name: str, token: str) -> object:
+    report = session_pb2.ReportRequest(removal=session_pb2.Removal(name=name, reason="it is in the way"))
+    return world.replies[world.call(session_pb2.UnaryReportRequest(job=world.job, token=token, request=report))]
+
+
+def test_an_admin_removes_a_member_and_nobody_else_does() -> None:
+    world = World(job="a", access=Access(read_grants(FILE)))
+    for name in "xy":
+        world.hello(name, token=WORKER)
+    join(world, "x", "y")
+    refused = remove(world, "y", WORKER)
+    assert isinstance(refused, error_pb2.ErrorDetail)
+    assert refused.code == ErrorCode.PERMISSION_DENIED
+    assert world.clients["y"].stream is not None
+    assert isinstance(remove(world, "y", ADMIN), session_pb2.UnaryReportResponse)
+    assert world.clients["y"].events[-1].fenced.code == ErrorCode.STALE_GENERATION
+    broken = world.clients["x"].events[-1].broken.cause
+    assert broken.code == ErrorCode.PEER_LOST
+    assert "an operator removed it: it is in the way" in broken.message
+    again = remove(world, "y", ADMIN)
+    assert isinstance(again, error_pb2.ErrorDetail)
+    assert again.code == ErrorCode.USAGE
+
+
+def test_a_member_cannot_remove_another_over_its_session() -> None:
+    world = World(job="a")
+    join(world, "x", "y")
+    report = session_pb2.ReportRequest(generation=1, removal=session_pb2.Removal(name="y"))
+    answer = world.clients["x"].results[world.ask("x", report=report)]
+    assert answer.error.code == ErrorCode.USAGE
+    assert world.clients["y"].stream is not None
+
+
+def test_a_session_of_another_job_gets_nowhere_and_its_job_does_not_begin_to_exist() -> None:
+    world = World(job="a", access=Access(read_grants(FILE)))
+    world.step(Connected(900, session_pb2.Hello(protocol_version=1, job="c", name="m", token=WORKER)))
+    world.step(Called(901, session_pb2.UnaryStoreRequest(job="c", token=WORKER)))
+    assert set(world.coordinator.jobs) == set()
