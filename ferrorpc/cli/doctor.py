@@ -1,0 +1,284 @@
+"""`ferrorpc doctor`: looks for what would keep a job from working on this machine, one line a finding, with the fix.
+
+Nothing is changed, and nothing is sent but what a member would send: names are resolved, a port is opened and dialled, the
+coordinator is asked for its health.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from ferrorpc.cli.client import address_of
+from ferrorpc.config import Config
+from ferrorpc.errors import FerroError
+
+if TYPE_CHECKING:
+    from ferrorpc.wire.tls import TlsFiles
+
+DIAL_SECONDS: Final = 2.0
+SLOW_LOOKUP_SECONDS: Final = 1.0
+_TIME_ERROR: Final = 5
+"""What adjtimex returns while nothing keeps the clock right."""
+_TIMEX_BYTES: Final = 1024
+"""More than struct timex has anywhere."""
+_PROXIES: Final = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line. `state` is "ok", "note" (good to know) or "bad" (a job would fail); `fix` what to do about it."""
+
+    state: str
+    topic: str
+    text: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.state:4}  {self.topic:13}  {self.text}{f'; try: {self.fix}' if self.fix else ''}"
+
+
+Findings = Iterator[Finding]
+Look = Callable[[Config, Mapping[str, str]], Findings]
+
+
+@click.command("doctor")
+@click.option("--coordinator", "--addr", "address", metavar="HOST:PORT", help="Default: FERRORPC_COORDINATOR.")
+@click.option("--job", help="The job's name; default FERRORPC_JOB.")
+def command(address: str | None, job: str | None) -> int:
+    """Look for what would keep a job from working here. Exit code 1 where something would."""
+    config = Config({"coordinator": address, "job": job})
+    findings = examine(config, os.environ)
+    for finding in findings:
+        click.echo(str(finding))
+    return int(any(finding.state == "bad" for finding in findings))
+
+
+def examine(config: Config, environment: Mapping[str, str]) -> list[Finding]:
+    """Everything that is found; an examination that fails is a finding itself."""
+    found: list[Finding] = []
+    for topic, look in LOOKS.items():
+        try:
+            found += look(config, environment)
+        except FerroError as error:
+            found.append(Finding("bad", topic, error.message, error.hint))
+    return found
+
+
+def versions(config: Config, environment: Mapping[str, str]) -> Findings:
+    """What ferrorpc stands on."""
+    parts = [f"python {platform.python_version()}"]
+    for package in ("ferrorpc", "grpcio", "protobuf", "numpy"):
+        try:
+            parts.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            yield Finding("bad", "versions", f"{package} is not installed as a package", f"pip install {package}")
+    yield Finding("ok", "versions", ", ".join(parts))
+
+
+def names(config: Config, environment: Mapping[str, str]) -> Findings:
+    """Whether the names that a member needs lead somewhere."""
+    from ferrorpc.bootstrap.address import split_address
+
+    wanted = {socket.gethostname(): "this host's own name"}
+    if config["coordinator"]:
+        wanted[split_address(config["coordinator"])[0]] = "the coordinator's host"
+    for host, what in wanted.items():
+        began = time.monotonic()
+        try:
+            address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+        except OSError as error:
+            own = what.startswith("this")
+            fix = "an entry in /etc/hosts, or FERRORPC_ADVERTISE" if own else "check FERRORPC_COORDINATOR and the name server"
+            yield Finding("note" if own else "bad", "names", f"{what}, {host}, leads nowhere: {error.strerror}", fix)
+            continue
+        seconds = time.monotonic() - began
+        slow = seconds > SLOW_LOOKUP_SECONDS
+        took = f" after {seconds:.1f} s" if slow else ""
+        fix = "look at the name servers in /etc/resolv.conf" if slow else ""
+        yield Finding("note" if slow else "ok", "names", f"{what}, {host}, is {address}{took}", fix)
+
+
+def proxies(config: Config, environment: Mapping[str, str]) -> Findings:
+    """Proxies, which ferrorpc never uses."""
+    named = [name for name in environment if name.lower() in _PROXIES and environment[name]]
+    if named:
+        yield Finding("note", "proxies", f"{', '.join(sorted(named))} set; ferrorpc dials directly all the same")
+    else:
+        yield Finding("ok", "proxies", "none set")
+
+
+def ports(config: Config, environment: Mapping[str, str]) -> Findings:
+    """Whether peers could reach a worker here: a port is opened where workers listen and dialled as it would be advertised."""
+    from ferrorpc.bootstrap.address import advertised_host, require_private, split_address
+    from ferrorpc.wire.tls import TlsFiles
+
+    require_private(config, TlsFiles.of(config))
+    bind = str(config["bind"])
+    host = advertised_host(config["coordinator"] or "127.0.0.1:1", {**config, "timeout": DIAL_SECONDS})
+    try:
+        with socket.create_server((bind, 0), family=socket.AF_INET6 if ":" in bind else socket.AF_INET) as listening:
+            port = listening.getsockname()[1]
+            socket.create_connection((host, port), DIAL_SECONDS).close()
+    except OSError as error:
+        yield Finding(
+            "bad",
+            "ports in",
+            f"a worker on {bind} is not reached as {host}: {error}",
+            "set FERRORPC_BIND or FERRORPC_ADVERTISE",
+        )
+    else:
+        yield Finding("ok", "ports in", f"a worker on {bind} is reached as {host} from here; any free port is used")
+    if not config["coordinator"]:
+        yield Finding(
+            "note", "ports out", "no coordinator is named", "give --coordinator or FERRORPC_COORDINATOR to look at one"
+        )
+        return
+    target, number = split_address(config["coordinator"])
+    try:
+        socket.create_connection((target, number), DIAL_SECONDS).close()
+    except OSError as error:
+        yield Finding(
+            "bad", "ports out", f"{target} port {number} cannot be dialled: {error}", "start the coordinator; look at firewalls"
+        )
+    else:
+        yield Finding("ok", "ports out", f"{target} port {number} can be dialled")
+        yield from _coordinator(config)
+
+
+def _coordinator(config: Config) -> Findings:
+    """Whether who listens there is a healthy coordinator that knows this process."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from ferrorpc.cli.client import channel
+
+    where = address_of(None, config)
+    with channel(where, config) as opened:
+        request = health_pb2.HealthCheckRequest(service="ferrorpc.v1.CoordinatorService")
+        try:
+            answer = health_pb2_grpc.HealthStub(opened).Check(request, timeout=2 * DIAL_SECONDS)
+        except grpc.RpcError as error:
+            from ferrorpc.wire.status import error_of
+
+            raise error_of(error, f"the coordinator at {where}") from None
+    serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+    fix = "" if serving else "wait until it has started, or look at its log"
+    yield Finding("ok" if serving else "bad", "coordinator", f"{where} {'serves' if serving else 'is stopping'}", fix)
+    yield from _same_version(where, config)
+
+
+def _same_version(where: str, config: Config) -> Findings:
+    from ferrorpc.cli.client import call, connect, token
+    from ferrorpc.errors import ConfigError
+    from ferrorpc.v1.session_pb2 import StatusRequest
+
+    with connect(where, config) as stub:
+        try:
+            theirs = call(stub.Status, StatusRequest(job=config["job"], token=token(config)), where).version
+        except ConfigError:
+            yield Finding("ok", "job", f"job {config['job']} does not exist there yet")
+            return
+    mine = version("ferrorpc")
+    if theirs != mine:
+        yield Finding("note", "versions", f"the coordinator is {theirs}, this is {mine}", "install the same version everywhere")
+
+
+def clock(config: Config, environment: Mapping[str, str]) -> Findings:
+    """Whether something keeps the clock right: certificates are judged by it. ferrorpc itself never compares clocks."""
+    try:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
+    except (OSError, AttributeError):
+        state = -1
+    if state == _TIME_ERROR:
+        yield Finding(
+            "note", "clock", "nothing keeps the clock right (it matters to TLS alone)", "run chrony or ntpd on the host"
+        )
+    elif state < 0:
+        yield Finding("note", "clock", "whether the clock is kept right cannot be seen here")
+    else:
+        yield Finding("ok", "clock", "kept right by the host")
+
+
+def shared_memory(config: Config, environment: Mapping[str, str]) -> Findings:
+    """Whether ranks of this host can share memory."""
+    from ferrorpc.transports.shared_memory.place import refusal
+
+    reason = refusal()
+    if reason:
+        yield Finding("note", "shared memory", f"{reason}; ranks of this host use gRPC")
+    else:
+        yield Finding("ok", "shared memory", "ranks of this host and user share memory")
+
+
+def gpu(config: Config, environment: Mapping[str, str]) -> Findings:
+    """GPUs, and what would use them."""
+    devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    needed = config["backend"] in ("nccl", "hybrid")
+    if not devices:
+        fix = "start the container with GPUs, or choose FERRORPC_BACKEND=grpc" if needed else ""
+        yield Finding("bad" if needed else "ok", "GPU", "no NVIDIA device is visible", fix)
+        return
+    has = importlib.util.find_spec("cupy") is not None or importlib.util.find_spec("torch") is not None
+    yield Finding("ok" if has else "note", "GPU", f"{', '.join(devices)}", "" if has else "pip install 'ferrorpc[gpu]'")
+    library = any((Path(place) / "nvidia" / "nccl").is_dir() for place in sys.path)
+    if library:
+        yield Finding("ok", "NCCL", "installed as a package")
+    else:
+        yield Finding("bad" if needed else "note", "NCCL", "not installed", "pip install 'ferrorpc[gpu]'")
+
+
+def tls(config: Config, environment: Mapping[str, str]) -> Findings:
+    """Certificates, held to what the other end will hold them to; and the token."""
+    from ferrorpc.coordination.channel import read_token
+    from ferrorpc.wire.identity import described
+    from ferrorpc.wire.tls import TlsFiles
+
+    if read_token(config["token_file"]):
+        yield Finding("ok", "token", "one is brought")
+    files: TlsFiles | None = TlsFiles.of(config)
+    if files is None:
+        yield Finding("note", "TLS", "off: fine on loopback", "`ferrorpc certs init` for anything else")
+        return
+    found = files.check(listening=False)
+    if not files.mutual:
+        yield Finding("ok", "TLS", "the coordinator is checked by its host's name; this process brings no certificate")
+        return
+    mine = [one for one in found if one.covers(config["job"])]
+    fix = "" if mine else f"`ferrorpc certs issue` with --job {config['job']}, or set FERRORPC_JOB"
+    yield Finding("ok" if mine else "bad", "TLS", f"the certificate is that of {described(found)}", fix)
+    _private(files)
+
+
+def _private(files: TlsFiles) -> None:
+    """Raises ConfigError where others may read the key."""
+    from ferrorpc.errors import ConfigError
+
+    assert files.key is not None
+    if os.stat(files.key).st_mode & 0o007:
+        raise ConfigError(f"everybody on this host may read the key {files.key}", hint=f"chmod o= {files.key}")
+
+
+LOOKS: Final[dict[str, Look]] = {
+    "versions": versions,
+    "names": names,
+    "proxies": proxies,
+    "TLS": tls,
+    "ports": ports,
+    "clock": clock,
+    "shared memory": shared_memory,
+    "GPU": gpu,
+}
+"""Topic -> its examination, in the order they are shown."""

@@ -1,0 +1,94 @@
+"""What the doctor finds, on machines that are well and on such that are not."""
+
+import socket
+
+import pytest
+
+from ferrorpc.cli import doctor
+from ferrorpc.cli.doctor import examine
+from ferrorpc.cli.main import run
+from ferrorpc.config import Config
+from ferrorpc.wire.identity import Role
+
+
+def found(topic, environment=None, **settings):
+    """The findings on one topic."""
+    return [one for one in examine(Config(settings, {}), environment or {}) if one.topic == topic]
+
+
+def states(topic, environment=None, **settings):
+    return [one.state for one in found(topic, environment, **settings)]
+
+
+@pytest.fixture
+def nobody():
+    """An address at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+    return address
+
+
+def test_every_finding_that_is_bad_says_what_to_do(nobody, monkeypatch):
+    monkeypatch.setattr(
+        doctor, "LOOKS", doctor.LOOKS | {"x": lambda _c, _e: doctor.names(Config({"coordinator": nobody}, {}), {})}
+    )
+    settings = {"coordinator": nobody, "tls_cert": "/nowhere", "tls_key": "/nowhere", "tls_ca": "/nowhere", "backend": "nccl"}
+    bad = [one for one in examine(Config(settings, {}), {}) if one.state == "bad"]
+    assert len(bad) >= 2
+    assert all(one.fix and "\n" not in str(one) for one in bad)
+
+
+def test_a_coordinator_that_is_not_there_is_bad_and_the_exit_code_says_so(nobody, capsys):
+    assert states("ports out", coordinator=nobody) == ["bad"]
+    assert run(["doctor", "--coordinator", nobody]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if "ports out" in line]
+    assert line.startswith("bad")
+    assert "try: start the coordinator" in line
+
+
+def test_what_listens_but_is_no_coordinator_is_bad():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        assert states("ports out", coordinator=address) == ["ok"]
+        assert states("ports", coordinator=address) == ["bad"]
+
+
+def test_names_that_lead_nowhere():
+    (one,) = [one for one in found("names", coordinator="coordinator.invalid:29700") if "coordinator.invalid" in one.text]
+    assert one.state == "bad"
+
+
+def test_proxies_are_named_but_do_no_harm():
+    (one,) = found("proxies", {"HTTP_PROXY": "http://user:word@proxy:3128", "no_proxy": "x"})
+    assert one.state == "note"
+    assert "HTTP_PROXY" in one.text
+    assert "word" not in str(one)
+
+
+def test_a_worker_that_would_listen_in_the_clear_is_bad():
+    assert states("ports", bind="0.0.0.0") == ["bad"]
+    assert states("ports in", bind="0.0.0.0", insecure=True) == ["ok"]
+    assert states("ports in", advertise="127.0.0.1") == ["ok"]
+
+
+@pytest.mark.parametrize(("reason", "state"), [("", "ok"), ("shared memory needs Linux", "note")])
+def test_shared_memory_is_as_the_lane_sees_it(monkeypatch, reason, state):
+    monkeypatch.setattr("ferrorpc.transports.shared_memory.place.refusal", lambda: reason)
+    (one,) = found("shared memory")
+    assert one.state == state
+    assert reason in one.text
+
+
+def test_certificates_are_looked_at(tmp_path):
+    pytest.importorskip("cryptography")
+    from tests.certificates import Issuer, settings
+
+    given = settings(Issuer(tmp_path / "ours").issue(Role.WORKER, "a"))
+    assert states("TLS") == ["note"]
+    (one,) = found("TLS", job="a", **given)
+    assert (one.state, "worker of job a" in one.text) == ("ok", True)
+    assert states("TLS", job="b", **given) == ["bad"]
+    (tmp_path / "ours" / "worker-a" / "worker.key").chmod(0o644)
+    assert states("TLS", job="a", **given) == ["ok", "bad"]
+    assert states("TLS", job="a", **(given | {"tls_ca": str(tmp_path / "none")})) == ["bad"]
