@@ -65,6 +65,12 @@ def control_server() -> Options:
         *_SERVER,
         ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES_MAX),
         ("grpc.max_concurrent_streams", 64),
+        # Nobody of ours compresses: what is packed is no message, and is not unpacked to find that out.
+        ("grpc.enable_per_message_decompression", 0),
+        # What a call may have sent before it is looked at. Many calls at once otherwise hold 64 KiB each, or far more as
+        # gRPC finds the connection fast.
+        ("grpc.http2.lookahead_bytes", 16 << 10),
+        ("grpc.http2.bdp_probe", 0),
     ]
 
 

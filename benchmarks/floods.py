@@ -1,0 +1,212 @@
+"""Floods against a coordinator on loopback while a job works: what the job and the coordinator's memory make of them.
+
+    python -m benchmarks.floods [--ranks 64] [--connections 2000] [--seconds 6]
+
+Every flood is bounded in time and count. While it lasts, all ranks meet at a named barrier over and over. Shown: barriers a
+second, ranks that were lost, and how much the coordinator has grown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gzip
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import ferrorpc  # noqa: F401 (first: it sets what gRPC reads when it is imported)
+
+# isort: split
+from tests.integration.coordinator_process import CoordinatorProcess
+from tests.integration.crowd import Crowd
+
+PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RESET, SETTINGS, PINGS = 0, 1, 3, 4, 6
+END_HEADERS: Final = 4
+CANCEL: Final = struct.pack(">I", 8)
+BATCH: Final = 50
+BARRIER_SECONDS: Final = 60.0
+MEBIBYTE: Final = 1 << 20
+
+Flood = Callable[[tuple[str, int], float, int], int]
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """One frame of HTTP/2."""
+    return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
+
+
+def headers(path: bytes, *more: tuple[bytes, bytes]) -> bytes:
+    """The headers of a gRPC call, written out in full."""
+    fields = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", path), (b":authority", b"x"), (b"te", b"trailers"))
+    fields += ((b"content-type", b"application/grpc"), *more)
+    return b"".join(bytes((0, len(name))) + name + bytes((len(value),)) + value for name, value in fields)
+
+
+SESSION: Final = headers(b"/ferrorpc.v1.CoordinatorService/Session")
+ZIPPED: Final = headers(b"/ferrorpc.v1.CoordinatorService/Status", (b"grpc-encoding", b"gzip"))
+
+
+def silent(target: tuple[str, int], seconds: float, count: int) -> int:
+    """Connections of which half say nothing and half only that they speak HTTP/2."""
+    with contextlib.ExitStack() as held:
+        opened = 0
+        for number in range(count):
+            with contextlib.suppress(OSError):
+                connection = held.enter_context(socket.create_connection(target, 2.0))
+                opened += 1
+                if number % 2:
+                    connection.sendall(PREFACE + frame(SETTINGS, 0, 0))
+        threading.Event().wait(seconds)
+    return opened
+
+
+def repeated(target: tuple[str, int], seconds: float, batch: Callable[[int], bytes]) -> int:
+    """Sends batches, on a new connection whenever one ends, until the time is over; returns how many."""
+    until, sent = time.monotonic() + seconds, 0
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), socket.create_connection(target, 2.0) as connection:
+            connection.sendall(PREFACE + frame(SETTINGS, 0, 0))
+            reader = threading.Thread(target=_drain, args=(connection,), daemon=True)
+            reader.start()
+            number = 0
+            while time.monotonic() < until and reader.is_alive():
+                connection.sendall(batch(number))
+                number, sent = number + 1, sent + 1
+    return sent
+
+
+def _drain(connection: socket.socket) -> None:
+    """Reads and forgets, until the other side hangs up."""
+    with contextlib.suppress(OSError):
+        while True:
+            try:
+                if not connection.recv(1 << 16):
+                    return
+            except TimeoutError:
+                continue
+
+
+def rapid_reset(target: tuple[str, int], seconds: float, _count: int) -> int:
+    """Streams that are opened and reset at once."""
+
+    def batch(number: int) -> bytes:
+        streams = range(2 * BATCH * number + 1, 2 * BATCH * (number + 1), 2)
+        return b"".join(frame(HEADERS, END_HEADERS, one, SESSION) + frame(RESET, 0, one, CANCEL) for one in streams)
+
+    return BATCH * repeated(target, seconds, batch)
+
+
+def pings(target: tuple[str, int], seconds: float, _count: int) -> int:
+    """Pings."""
+    return BATCH * repeated(target, seconds, lambda _: BATCH * frame(PINGS, 0, 0, bytes(8)))
+
+
+def calls(first: bytes, message: bytes) -> Callable[[int], bytes]:
+    """One call a batch, with as much of its message as the window takes."""
+
+    def batch(number: int) -> bytes:
+        stream = 2 * number + 1
+        parts = [message[at : at + 16384] for at in range(0, min(len(message), 65535), 16384)]
+        return frame(HEADERS, END_HEADERS, stream, first) + b"".join(frame(DATA, 0, stream, part) for part in parts)
+
+    return batch
+
+
+def oversized(target: tuple[str, int], seconds: float, _count: int) -> int:
+    """Messages that say they are 2 GiB long."""
+    return repeated(target, seconds, calls(SESSION, b"\0" + struct.pack(">I", (1 << 31) - 1) + bytes(16384)))
+
+
+def gzip_bombs(target: tuple[str, int], seconds: float, _count: int) -> int:
+    """Messages of 60 KiB that unpack to 60 MiB."""
+    bomb = gzip.compress(bytes(60 * MEBIBYTE))
+    return repeated(target, seconds, calls(ZIPPED, b"\1" + struct.pack(">I", len(bomb)) + bomb))
+
+
+FLOODS: Final[dict[str, Flood]] = {
+    "silent": silent,
+    "rapid_reset": rapid_reset,
+    "pings": pings,
+    "oversized": oversized,
+    "gzip_bombs": gzip_bombs,
+}
+
+
+def resident_bytes(process: int) -> int:
+    """Memory that a process has in use."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * 4096
+
+
+class Job:
+    """A crowd that meets at barriers, one after the other."""
+
+    def __init__(self, address: str, ranks: int) -> None:
+        self.crowd = Crowd(address, ranks, "flooded")
+        self.barriers = 0
+
+    def meet(self) -> None:
+        """One barrier of all ranks."""
+        before = [rank.released for rank in self.crowd.ranks]
+        self.crowd.barrier(f"b{self.barriers}", list(range(self.crowd.size)))
+        until = time.monotonic() + BARRIER_SECONDS
+        while any(rank.released == was for rank, was in zip(self.crowd.ranks, before, strict=True)):
+            if time.monotonic() > until:
+                raise TimeoutError(f"barrier {self.barriers} is not over after {BARRIER_SECONDS:g} s")
+            threading.Event().wait(0.002)
+        self.barriers += 1
+
+    def rate(self, busy: Callable[[], bool]) -> float:
+        """Barriers a second for as long as `busy` says, at least one."""
+        began, before = time.monotonic(), self.barriers
+        self.meet()
+        while busy():
+            self.meet()
+        return (self.barriers - before) / (time.monotonic() - began)
+
+    @property
+    def evicted(self) -> int:
+        """Ranks that are not in the generation they began in any more."""
+        return sum(rank.generation != 1 or rank.call.done() for rank in self.crowd.ranks)
+
+
+def under(job: Job, flood: Flood, target: tuple[str, int], seconds: float, count: int) -> tuple[int, float]:
+    """Runs one flood while the job works; returns how much was sent, and barriers a second."""
+    sent: list[int] = []
+    attacker = threading.Thread(target=lambda: sent.append(flood(target, seconds, count)), daemon=True)
+    attacker.start()
+    rate = job.rate(attacker.is_alive)
+    attacker.join(BARRIER_SECONDS)
+    return sum(sent), rate
+
+
+def main() -> None:
+    """Runs every flood and prints a line on each."""
+    parser = argparse.ArgumentParser(description="Floods against a coordinator while a job works.")
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--connections", type=int, default=2000)
+    parser.add_argument("--seconds", type=float, default=6.0)
+    arguments = parser.parse_args()
+    coordinator = CoordinatorProcess()
+    job = Job(coordinator.address, arguments.ranks)
+    host, port = coordinator.address.split(":")
+    try:
+        until = time.monotonic() + arguments.seconds / 2
+        print(f"idle: {job.rate(lambda: time.monotonic() < until):.1f} barriers/s of {arguments.ranks} ranks", flush=True)
+        began_bytes = resident_bytes(coordinator.process.pid)
+        for name, flood in FLOODS.items():
+            sent, rate = under(job, flood, (host, int(port)), arguments.seconds, arguments.connections)
+            grown = (resident_bytes(coordinator.process.pid) - began_bytes) / MEBIBYTE
+            print(f"{name:12} {sent:8} sent  {rate:6.1f} barriers/s  {job.evicted} lost  {grown:+.0f} MiB so far", flush=True)
+    finally:
+        job.crowd.close()
+        coordinator.kill()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""What mutual TLS costs on the gRPC lane: small messages and bandwidth with and without it, in one run, between two processes.
+
+    python -m benchmarks.tls [--sizes 1MiB 16MiB] [--mib 128] [--rounds 5]
+
+Rounds of the two alternate; medians are shown, and how much less TLS does. A small message is one of 64 bytes and its answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ferrorpc.cli.certs import Authority
+from ferrorpc.config import size_bytes
+from ferrorpc.guard import SYSTEM_CLOCK, Latch
+from ferrorpc.transports.credit import CHUNK_BYTES
+from ferrorpc.transports.grpc import GrpcTransport
+from ferrorpc.transports.grpc_server import WorkerServer
+from ferrorpc.transports.mailbox import Mailbox
+from ferrorpc.types import Assignment, DType, Peer
+from ferrorpc.wire.frames import Header, Key
+from ferrorpc.wire.identity import Role
+from ferrorpc.wire.tls import TlsFiles
+
+SECONDS = 120.0
+KEY = Key(0, 0, 1)
+SMALL_BYTES = 64
+
+
+class LaneRank:
+    """One rank with a transport to the other; messages are assembled on the thread that waits for them."""
+
+    def __init__(self, rank: int, tls: TlsFiles | None = None) -> None:
+        self.rank = rank
+        self.peer = 1 - rank
+        self.server = WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, tls=tls)
+
+    def meet(self, addresses: list[str]) -> None:
+        peers = tuple(Peer(number, f"m{number}", address=address) for number, address in enumerate(addresses))
+        mailbox = Mailbox(self.rank, lambda error: sys.exit(str(error)))
+        assignment = Assignment("bench", "c", 1, self.rank, peers)
+        self.transport = GrpcTransport(self.server, assignment, mailbox, Latch(), SYSTEM_CLOCK, _lost)
+        self._arrived = threading.Semaphore(0)
+        self._box = mailbox.enter(KEY, "bench()", self._arrived.release)
+        self._room = threading.Semaphore(0)
+
+    def send(self, array: np.ndarray, *, answer: bool) -> None:
+        header = Header(int(answer), "bench()", DType.UINT8, array.shape, array.size)
+        for offset in range(0, array.size, CHUNK_BYTES):
+            chunk = array[offset : offset + CHUNK_BYTES]
+            while not self.transport.send(self.peer, KEY, header, offset, chunk, self._room.release):
+                self._room.acquire(timeout=SECONDS)
+        if answer:
+            self.receive()
+
+    def receive(self) -> tuple[np.ndarray, bool]:
+        """The next message, and whether its sender waits for an answer."""
+        array, received = np.empty(0, np.uint8), 0
+        while True:
+            for (_, slot), frames in list(self._box.frames.items()):
+                while frames:
+                    frame = frames.popleft()
+                    if frame.offset == 0:
+                        array = np.empty(frame.header.total, np.uint8)
+                    array[frame.offset : frame.offset + len(frame.payload)] = np.frombuffer(frame.payload, np.uint8)
+                    received += len(frame.payload)
+                    if received == array.size:
+                        return array, bool(slot)
+            self._arrived.acquire(timeout=SECONDS)
+
+
+def _lost(peer: int, reason: str) -> None:
+    sys.stderr.write(f"the other process was lost: {reason}\n")
+
+
+def rate(sender: LaneRank, size: int, total_bytes: int) -> float:
+    """Bytes per second of arrays of this size, one after the other."""
+    array = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
+    count = max(1, total_bytes // size)
+    began = time.perf_counter()
+    for number in range(count):
+        sender.send(array, answer=number == count - 1)
+    return count * size / (time.perf_counter() - began)
+
+
+def round_trip(sender: LaneRank, count: int = 300) -> float:
+    """Seconds from a small message to its answer, the median of many."""
+    array = np.zeros(SMALL_BYTES, np.uint8)
+    times = []
+    for _ in range(count):
+        began = time.perf_counter()
+        sender.send(array, answer=True)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def measure(senders: dict[str, LaneRank], sizes: list[int], total_bytes: int, rounds: int) -> list[dict[str, Any]]:
+    """One row per size and one for the round trip; senders take turns within every round."""
+    rows: list[dict[str, Any]] = []
+    times = {name: [round_trip(sender) for _ in range(rounds)] for name, sender in senders.items()}
+    rows.append({"what": "round trip (us)"} | {name: statistics.median(seen) * 1e6 for name, seen in times.items()})
+    for size in sizes:
+        seen: dict[str, list[float]] = {name: [] for name in senders}
+        for _ in range(rounds):
+            for name, sender in senders.items():
+                seen[name].append(rate(sender, size, total_bytes))
+        rows.append({"what": f"{size} B (GB/s)"} | {name: statistics.median(values) / 1e9 for name, values in seen.items()})
+    return rows
+
+
+def files(directory: str) -> TlsFiles:
+    """The certificate of a worker of the job of these ranks."""
+    return TlsFiles(*(f"{directory}/{name}" for name in ("ca.pem", "worker.pem", "worker.key")))
+
+
+def answer(rank: LaneRank) -> None:
+    """Answers every message that asks for it, for good."""
+    while True:
+        _, asked = rank.receive()
+        if asked:
+            rank.send(np.zeros(1, np.uint8), answer=False)
+
+
+def serve(directory: str) -> None:
+    """The other process, until stdin closes."""
+    ranks = [LaneRank(1), LaneRank(1, files(directory))]
+    print(*(rank.server.address for rank in ranks), flush=True)
+    for rank, address in zip(ranks, sys.stdin.readline().split(), strict=True):
+        rank.meet([address, rank.server.address])
+        threading.Thread(target=answer, args=(rank,), daemon=True).start()
+    sys.stdin.read()
+    os._exit(0)
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description="The cost of mutual TLS on the gRPC lane.")
+    parser.add_argument("--sizes", nargs="+", default=["1MiB", "16MiB"])
+    parser.add_argument("--mib", type=int, default=128, help="MiB per measurement")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.serve)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        Authority.make(Path(directory), 1).issue(Role.WORKER, ["bench"], [], datetime.timedelta(hours=1), Path(directory))
+        command = [sys.executable, "-m", "benchmarks.tls", "--serve", directory]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdin is not None
+            assert other.stdout is not None
+            ranks = [LaneRank(0), LaneRank(0, files(directory))]
+            addresses = other.stdout.readline().split()
+            other.stdin.write(" ".join(rank.server.address for rank in ranks) + "\n")
+            other.stdin.flush()
+            for rank, address in zip(ranks, addresses, strict=True):
+                rank.meet([rank.server.address, address])
+                rate(rank, 1 << 20, 16 << 20)
+            senders: dict[str, LaneRank] = {"plain": ranks[0], "tls": ranks[1]}
+            rows = measure(senders, [size_bytes(size) for size in arguments.sizes], arguments.mib << 20, arguments.rounds)
+            for rank in ranks:
+                rank.transport.close(1.0)
+            other.stdin.close()
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
+    print(f"{'':>20} {'plain':>9} {'tls':>9} {'cost of TLS':>12}")
+    for row in rows:
+        small = "round trip" in row["what"]
+        kept = row["plain"] / row["tls"] if small else row["tls"] / row["plain"]
+        print(f"{row['what']:>20} {row['plain']:9.2f} {row['tls']:9.2f} {1 - kept:12.0%}")
+
+
+if __name__ == "__main__":
+    main()
