@@ -67,10 +67,6 @@ def control_server() -> Options:
         ("grpc.max_concurrent_streams", 64),
         # Nobody of ours compresses: what is packed is no message, and is not unpacked to find that out.
         ("grpc.enable_per_message_decompression", 0),
-        # What a call may have sent before it is looked at. Many calls at once otherwise hold 64 KiB each, or far more as
-        # gRPC finds the connection fast.
-        ("grpc.http2.lookahead_bytes", 16 << 10),
-        ("grpc.http2.bdp_probe", 0),
     ]
 
 

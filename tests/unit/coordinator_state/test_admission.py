@@ -25,10 +25,10 @@ def test_another_protocol_version_is_refused_with_both_named() -> None:
 
 
 def test_without_the_secret_nobody_is_let_in() -> None:
-    world = World(access=Access(read_grants("a-secret-of-all")))
+    world = World(access=Access(read_grants("the-secret-of-all")))
     world.hello("a")
     assert refusal(world, "a").code == ErrorCode.AUTHENTICATION
-    world.hello("b", token="a-secret-of-all")
+    world.hello("b", token="the-secret-of-all")
     assert world.clients["b"].token
     status = world.replies[world.call(session_pb2.StatusRequest(job="job", token="guess"))]
     assert isinstance(status, error_pb2.ErrorDetail)
