@@ -1,0 +1,203 @@
+"""The transformer of `characters_torch.py`, cut into stages: `ferrorpc run -n 2 examples/pipeline_characters.py`.
+
+With `--replicas 2` on four processes there are two such pipelines, each with text of its own, whose gradients are averaged
+stage by stage while the pipelines cool down. At the end replicas compare their weights, the last step is drawn as it was, and
+below it as the schedule's simulation has it at the same costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ferrorpc
+
+# ferrorpc comes first: it sets what gRPC reads when it is imported.
+# isort: split
+import numpy as np
+import torch
+from characters_torch import CONTEXT, LETTERS, TEST_PIECES, TEST_SHARE, Characters, pieces, source_text
+from torch import nn
+
+from ferrorpc.torch import Stage, cut, with_gradient
+
+LAYERS = 6
+ROWS = 32
+"""Pieces of text in each replica's batch."""
+
+
+class Beginning(nn.Module):
+    """What the model does before its layers."""
+
+    def __init__(self, model: Characters) -> None:
+        super().__init__()
+        self.letters, self.places = model.letters, model.places
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """text: (batch, length) letters. Returns (batch, length, width)."""
+        inputs: torch.Tensor = self.letters(text) + self.places[: text.shape[1]]
+        return inputs
+
+
+class Layer(nn.Module):
+    """One of the model's layers."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (batch, length, width), and so is what it returns."""
+        length = x.shape[1]
+        outputs: torch.Tensor = self.layer(x, src_mask=self.mask[:length, :length], is_causal=True)
+        return outputs
+
+
+def sequence(model: Characters) -> nn.Sequential:
+    """The model's own modules as a sequence, which can be cut anywhere."""
+    norm = model.layers.norm
+    assert norm is not None
+    return nn.Sequential(Beginning(model), *(Layer(each) for each in model.layers.layers), nn.Sequential(norm, model.guess))
+
+
+def my_stages(
+    schedule: ferrorpc.schedules.Schedule, rank: int, sample: torch.Tensor, group: ferrorpc.ProcessGroup
+) -> list[Stage]:
+    """This rank's stages of a model that begins alike everywhere, cut so that the slowest stage is as fast as can be.
+
+    Args:
+        rank: this one in its pipeline.
+        sample: a microbatch of text to measure with.
+        group: all ranks, which cut alike.
+    """
+    torch.manual_seed(0)
+    model = sequence(Characters(layers=LAYERS))
+    if schedule.virtual_stages > len(model):
+        raise SystemExit(f"{len(model)} modules are too few for {schedule.virtual_stages} stages")
+    parts = cut(model, schedule.virtual_stages, by="time", sample=sample, group=group)
+    return [Stage(parts[number]) for number in schedule.pieces(rank)]
+
+
+@with_gradient
+def loss_fn(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy in nats a letter."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+
+
+class Trainer:
+    """Steps of one replica's pipeline, averaged with those of the others.
+
+    Args:
+        stages: this rank's.
+        mesh: "dp" are the replicas, "pp" the stages of each.
+        steps: how many there will be.
+        rate: the highest learning rate.
+    """
+
+    def __init__(
+        self, stages: list[Stage], mesh: ferrorpc.Mesh, schedule: ferrorpc.schedules.Schedule, steps: int, rate: float
+    ) -> None:
+        self.pipe = ferrorpc.Pipeline(stages, mesh["pp"], schedule)
+        self._weights = dict(self.pipe.named_parameters())
+        self._sync = ferrorpc.GradientSynchronizer(self._values(), mesh["dp"])
+        self._optimizer = torch.optim.AdamW(self._weights.values(), lr=rate)
+        self._rates = torch.optim.lr_scheduler.OneCycleLR(self._optimizer, rate, total_steps=steps)
+
+    def step(self, text: torch.Tensor, following: torch.Tensor) -> float | None:
+        """Trains on a batch. Returns its loss on the rank of the last stage, None elsewhere."""
+        self._optimizer.zero_grad()
+        with self._sync.step() as means:
+            loss = self.pipe.step(text, following, loss_fn, on_gradients=self._ready(means))
+        for name, mean in means.grads.items():
+            self._weights[name].grad = mean
+        self._optimizer.step()
+        self._rates.step()
+        return None if loss is None else float(loss)
+
+    def check_replicas(self) -> None:
+        """Raises where replicas have different weights."""
+        self._sync.check_weights(self._values())
+
+    def _ready(self, means: Any) -> Callable[[int], None]:
+        """Hands the gradients of a stage over as soon as they are complete."""
+
+        def ready(piece: int) -> None:
+            for name, parameter in self.pipe.named_parameters(piece):
+                means.ready(name, parameter.grad)
+
+        return ready
+
+    def _values(self) -> dict[str, torch.Tensor]:
+        return {name: each.data for name, each in self._weights.items()}
+
+
+def train(trainer: Trainer, text: torch.Tensor, replica: int, steps: int) -> list[float]:
+    """Returns each step's loss on the rank of the last stage, nothing elsewhere."""
+    random = torch.Generator().manual_seed(1 + replica)
+    curve = []
+    for step in range(steps):
+        loss = trainer.step(*pieces(text, ROWS, random))
+        if loss is not None:
+            curve.append(loss)
+            if replica == 0 and (step + 1) % 50 == 0:
+                print(f"step {step + 1}: loss {np.mean(curve[-50:]):.3f}", flush=True)
+    return curve
+
+
+def draw(trainer: Trainer, path: Path, first: bool) -> str:
+    """Writes the last step as a picture, recorded above simulated, from one rank. Returns what it shows, in words."""
+    recorded = trainer.pipe.recorded()
+    schedule = trainer.pipe.schedule
+    simulated = schedule.simulate(**recorded.costs(schedule))
+    if first:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write = recorded.to_svg if path.suffix == ".svg" else recorded.to_png
+        write(path, beside=simulated)
+    return f"idle {recorded.bubble_fraction:.1%} as recorded, {simulated.bubble_fraction:.1%} as simulated"
+
+
+def main() -> None:
+    """One rank's part."""
+    parser = argparse.ArgumentParser(description="train a small transformer on Python's own source text, cut into stages")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate of the schedule")
+    parser.add_argument("--replicas", type=int, default=1, help="pipelines side by side; the processes are shared among them")
+    parser.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(ferrorpc.schedules.NAMED)}")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--chunks", type=int, help="stages of each process, where the schedule leaves it open")
+    parser.add_argument("--out", type=Path, default=Path("out/pipeline_characters.png"), help="the picture, .png or .svg")
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)  # processes share the processors
+    with ferrorpc.init_process_group() as group:
+        if options.replicas < 1 or group.size % options.replicas:
+            raise SystemExit(f"{group.size} processes cannot be shared among {options.replicas} replicas")
+        mesh = ferrorpc.Mesh({"dp": options.replicas, "pp": group.size // options.replicas}, group)
+        schedule = ferrorpc.schedules.named(options.schedule, mesh["pp"].size, options.microbatches, options.chunks)
+        text = source_text(group)
+        kept = int(len(text) * (1 - TEST_SHARE))
+        sample, _ = pieces(text, max(1, ROWS // schedule.microbatches), torch.Generator().manual_seed(0))
+        stages = my_stages(schedule, mesh["pp"].rank, sample, group)
+        trainer = Trainer(stages, mesh, schedule, options.steps, options.rate)
+        started = time.monotonic()
+        curve = train(trainer, text[:kept], mesh["dp"].rank, options.steps)
+        seconds = time.monotonic() - started
+        trainer.check_replicas()
+        shown = draw(trainer, options.out, first=group.rank == 0)
+        test, following = pieces(text[kept:], TEST_PIECES, torch.Generator().manual_seed(0))
+        logits = trainer.pipe.forward(test)
+        if group.rank == 0:
+            print(f"{schedule}, replicas: {options.replicas}; {options.steps} steps in {seconds:.1f} s over {group.backend}")
+            print(f"the last step: {shown}: {options.out}")
+        if logits is not None and mesh["dp"].rank == 0:
+            print(f"loss {curve[0]:.3f} at first, {np.mean(curve[-10:]):.3f} at last; blindly {np.log(LETTERS):.3f}")
+            print(f"test loss {loss_fn(logits, following)[0].item():.3f} nats a letter")
+            print(f"replicas with identical weights: {options.replicas}")
+
+
+if __name__ == "__main__":
+    main()
