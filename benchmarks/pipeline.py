@@ -3,8 +3,9 @@
     python -m benchmarks.pipeline [--microbatches 8] [--steps 9] [--unit-ms 10] [--only bubble|torch] [--svg DIR] [--json]
 
 Two processes, one thread of compute each. *Bubble*: stages are matrix products, calibrated to a known length, forward,
-backward of input and backward of weights alike; the idle share of recorded steps is shown beside that of the schedule's
-simulation at these lengths, without latency. *torch*: one model, the same weights for both; steps of the two alternate, ours
+backward of input and backward of weights alike. How long a product takes on each rank is measured again right before and after
+each step, and the step's idle share is compared with that of the schedule's simulation at these lengths, without latency; the
+step with the median difference is shown. *torch*: one model, the same weights for both; steps of the two alternate, ours
 over the group's transport (--transport), torch's over Gloo. A step lasts from the first rank's start to the last one's end.
 Medians are shown, with the ratio of the medians; gradients of both are compared.
 """
@@ -33,6 +34,8 @@ CHUNKS = {"1f1b": 1, "interleaved": 2, "zbv": 2}
 RANKS = 2
 ROWS, WIDTH, BLOCKS = 64, 1024, 4
 """Of the model: rows of a microbatch, features, blocks in all."""
+PRODUCTS = 100
+"""Timed at once to know how long one takes."""
 TOLERANCE = 1e-4
 """How far gradients may be apart, in relative norm: both add the same numbers, in different orders."""
 
@@ -65,51 +68,53 @@ class Product:
         self.spend()
 
 
-def calibrated(group: ferrorpc.ProcessGroup, seconds: float) -> tuple[int, float]:
-    """(repetitions, seconds they take): about the wanted time, measured while all ranks compute, the same on all of them."""
+def product_seconds(group: ferrorpc.ProcessGroup, rounds: int) -> Any:
+    """How long one product takes on each rank, measured while all of them compute: a median of so many rounds."""
     product = Product(1)
     group.barrier()
-    rates = []
-    for _ in range(15):
+    times = []
+    for _ in range(rounds):
         start = time.perf_counter()
-        product.spend(200)
-        rates.append((time.perf_counter() - start) / 200)
-    each = float(group.all_reduce(np.array(statistics.median(rates)), op="mean"))
-    repetitions = max(1, round(seconds / each))
-    return repetitions, repetitions * each
+        product.spend(PRODUCTS)
+        times.append((time.perf_counter() - start) / PRODUCTS)
+    return np.concatenate(group.all_gather(np.array([statistics.median(times)])))
 
 
 def bubbles(group: ferrorpc.ProcessGroup, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Idle shares, recorded and simulated."""
-    found = []
-    for name, chunks in CHUNKS.items():
-        schedule = schedules.named(name, RANKS, options.microbatches, chunks)
-        repetitions, seconds = calibrated(group, options.unit_ms / 1e3 / chunks)
-        pipe = ferrorpc.Pipeline([Product(repetitions) for _ in range(chunks)], group, schedule)
-        x = np.zeros((options.microbatches, 1 << 14), np.float32)
-        recorded = []
-        for _ in range(options.steps + 1):
-            group.barrier()
-            pipe.step(x, x, lambda y, _: (0.0, y))
-            recorded.append(pipe.recorded())
-        recorded = sorted(recorded[1:], key=lambda each: each.bubble_fraction)
-        simulated = schedule.simulate(*([seconds * chunks] * 3))
-        middle = recorded[len(recorded) // 2]
-        if options.svg and group.rank == 0:
-            middle.to_svg(Path(options.svg) / f"{name}.svg", beside=simulated)
-            middle.to_png(Path(options.svg) / f"{name}.png", beside=simulated)
-        found.append(
-            {
-                "schedule": str(schedule),
-                "unit_ms": 1e3 * seconds * chunks,
-                "bubble_recorded": middle.bubble_fraction,
-                "bubble_simulated": simulated.bubble_fraction,
-                "points": 100 * (middle.bubble_fraction - simulated.bubble_fraction),
-                "step_ms_recorded": 1e3 * middle.makespan,
-                "step_ms_simulated": 1e3 * simulated.makespan,
-            }
-        )
-    return found
+    return [bubble(group, options, name, chunks) for name, chunks in CHUNKS.items()]
+
+
+def bubble(group: ferrorpc.ProcessGroup, options: argparse.Namespace, name: str, chunks: int) -> dict[str, Any]:
+    """One schedule's. Ranks' speeds are measured before and after each step, and it is compared with a simulation at these."""
+    schedule = schedules.named(name, RANKS, options.microbatches, chunks)
+    repetitions = max(1, round(options.unit_ms / 1e3 / chunks / float(product_seconds(group, 15).mean())))
+    pipe = ferrorpc.Pipeline([Product(repetitions) for _ in range(chunks)], group, schedule)
+    x = np.zeros((options.microbatches, 1 << 14), np.float32)
+    steps = []
+    for _ in range(options.steps + 1):
+        before = product_seconds(group, 3)
+        group.barrier()
+        pipe.step(x, x, lambda y, _: (0.0, y))
+        recorded = pipe.recorded()
+        units = list(repetitions * chunks * (before + product_seconds(group, 3)) / 2)
+        steps.append((recorded, schedule.simulate(units, units, units), units))
+    steps = sorted(steps[1:], key=lambda step: step[0].bubble_fraction - step[1].bubble_fraction)
+    recorded, simulated, units = steps[len(steps) // 2]
+    if options.svg and group.rank == 0:
+        recorded.to_svg(Path(options.svg) / f"{name}.svg", beside=simulated)
+        recorded.to_png(Path(options.svg) / f"{name}.png", beside=simulated)
+    return {
+        "schedule": str(schedule),
+        "unit_ms": [1e3 * each for each in units],
+        "bubble_recorded": recorded.bubble_fraction,
+        "bubble_simulated": simulated.bubble_fraction,
+        "points": 100 * (recorded.bubble_fraction - simulated.bubble_fraction),
+        "points_of_steps": [100 * (step[0].bubble_fraction - step[1].bubble_fraction) for step in steps],
+        "bubble_equal_ranks": schedule.simulate(1.0, 1.0, 1.0).bubble_fraction,
+        "step_ms_recorded": 1e3 * recorded.makespan,
+        "step_ms_simulated": 1e3 * simulated.makespan,
+    }
 
 
 def model(seed: int) -> Any:
@@ -240,9 +245,12 @@ def work(options: argparse.Namespace) -> None:
 def _shown(result: dict[str, Any]) -> str:
     lines = [f"{result['backend']} over {result['transport']}, {result['cores']} cores, one thread of compute a rank"]
     for row in result.get("bubble", ()):
+        units = ", ".join(f"{each:.1f}" for each in row["unit_ms"])
         lines.append(
             f"  {row['schedule']}: idle {row['bubble_recorded']:.1%}, simulated {row['bubble_simulated']:.1%} "
-            f"({row['points']:+.1f} points); step {row['step_ms_recorded']:.0f} ms, simulated {row['step_ms_simulated']:.0f} ms"
+            f"({row['points']:+.1f} points; all steps {row['points_of_steps'][0]:+.1f} to {row['points_of_steps'][-1]:+.1f}; "
+            f"with equal ranks {row['bubble_equal_ranks']:.1%}); units {units} ms; "
+            f"step {row['step_ms_recorded']:.0f} ms, simulated {row['step_ms_simulated']:.0f} ms"
         )
     for row in result.get("torch", ()):
         lines.append(

@@ -64,21 +64,14 @@ def sequence(model: Characters) -> nn.Sequential:
     return nn.Sequential(Beginning(model), *(Layer(each) for each in model.layers.layers), nn.Sequential(norm, model.guess))
 
 
-def my_stages(
-    schedule: ferrorpc.schedules.Schedule, rank: int, sample: torch.Tensor, group: ferrorpc.ProcessGroup
-) -> list[Stage]:
-    """This rank's stages of a model that begins alike everywhere, cut so that the slowest stage is as fast as can be.
-
-    Args:
-        rank: this one in its pipeline.
-        sample: a microbatch of text to measure with.
-        group: all ranks, which cut alike.
-    """
+def my_stages(schedule: ferrorpc.schedules.Schedule, rank: int) -> list[Stage]:
+    """This rank's stages of a model that begins alike everywhere. Nearly all its weights are in its layers, which are alike, so
+    pieces with about as many weights take about as long."""
     torch.manual_seed(0)
     model = sequence(Characters(layers=LAYERS))
     if schedule.virtual_stages > len(model):
         raise SystemExit(f"{len(model)} modules are too few for {schedule.virtual_stages} stages")
-    parts = cut(model, schedule.virtual_stages, by="time", sample=sample, group=group)
+    parts = cut(model, schedule.virtual_stages)
     return [Stage(parts[number]) for number in schedule.pieces(rank)]
 
 
@@ -180,9 +173,7 @@ def main() -> None:
         schedule = ferrorpc.schedules.named(options.schedule, mesh["pp"].size, options.microbatches, options.chunks)
         text = source_text(group)
         kept = int(len(text) * (1 - TEST_SHARE))
-        sample, _ = pieces(text, max(1, ROWS // schedule.microbatches), torch.Generator().manual_seed(0))
-        stages = my_stages(schedule, mesh["pp"].rank, sample, group)
-        trainer = Trainer(stages, mesh, schedule, options.steps, options.rate)
+        trainer = Trainer(my_stages(schedule, mesh["pp"].rank), mesh, schedule, options.steps, options.rate)
         started = time.monotonic()
         curve = train(trainer, text[:kept], mesh["dp"].rank, options.steps)
         seconds = time.monotonic() - started
