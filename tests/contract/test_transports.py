@@ -261,6 +261,8 @@ class TransportContract(ABC):
 class BoundedTransportContract(TransportContract):
     """Of transports between processes, whose lanes can be full and are counted."""
 
+    lanes = 1
+
     kind: str
 
     def test_the_bytes_of_payloads_are_counted(self, pair: tuple[End, End]) -> None:
@@ -300,7 +302,7 @@ class BoundedTransportContract(TransportContract):
         reading.set()
         wait_for(lambda: told, "room")
         time.sleep(0.1)
-        assert told == [1]
+        assert len(told) <= self.lanes  # each lane that was full tells once
         wait_for(send, "room for one")
         wait_for(lambda: len(received(box, first)) == accepted + 1, "every accepted chunk")
         assert [frame.offset for frame in received(box, first)] == [number * size for number in range(accepted + 1)]

@@ -5,6 +5,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -24,10 +25,12 @@ class CoordinatorProcess:
         self.flags = flags
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
         self.environment.update(environment or {})
+        # A file, not a pipe: nobody reads it meanwhile, and a process that writes to a full pipe stands still.
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  open as long as the process
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ferrorpc_coordinator", "--listen", listen, *flags],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._log,
             text=True,
             env=self.environment,
         )
@@ -38,7 +41,7 @@ class CoordinatorProcess:
         words = line.split()
         if words[::2][:2] != ["listening", "cluster"]:
             self.process.kill()
-            raise AssertionError(f"the coordinator did not start: {line!r} {self.process.communicate()[1]}")
+            raise AssertionError(f"the coordinator did not start: {line!r} {self._end()}")
         self.address, self.cluster_id, *http = words[1::2]
         self.http_address = http[0] if http else None
 
@@ -49,14 +52,22 @@ class CoordinatorProcess:
     def kill(self):
         """SIGKILL."""
         self.process.kill()
-        self.process.communicate()
+        self._end()
 
     def stop(self, seconds=10.0):
         """SIGTERM; returns the exit code and what it wrote to stderr."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        _, errors = self.process.communicate(timeout=seconds)
-        return self.process.returncode, errors
+        return self.process.wait(seconds), self._end()
+
+    def _end(self, seconds=10.0):
+        """Waits for the end; returns what it wrote to stderr."""
+        self.process.communicate(timeout=seconds)
+        if self._log.closed:
+            return ""
+        with self._log as log:
+            log.seek(0)
+            return log.read()
 
 
 @contextmanager

@@ -268,7 +268,7 @@ def test_a_burst_of_two_thousand_calls_is_answered(address, job):
 
 def test_a_token_is_asked_for_on_streams_and_unary_calls(tmp_path, job):
     secret = tmp_path / "token"
-    secret.write_text("correct horse battery staple\n")
+    secret.write_text("correct-horse-battery-staple\n")
     with coordinator("--token-file", str(secret)) as process:
         for wrong in ("", "wrong", "correct horse battery staplé"):
             client = Client(process.address, "m", job=job, secret=wrong)
@@ -276,7 +276,7 @@ def test_a_token_is_asked_for_on_streams_and_unary_calls(tmp_path, job):
             client.until(lambda client=client: client.ended)
             client.drop()
         with (
-            Client(process.address, "m", job=job, secret="correct horse battery staple"),
+            Client(process.address, "m", job=job, secret="correct-horse-battery-staple"),
             channel_to(process.address) as channel,
         ):
             stub = session_pb2_grpc.CoordinatorServiceStub(channel)
@@ -284,7 +284,7 @@ def test_a_token_is_asked_for_on_streams_and_unary_calls(tmp_path, job):
             assert code is grpc.StatusCode.UNAUTHENTICATED
             assert isinstance(error, AuthenticationError)
             assert "correct" not in str(error)
-            right = session_pb2.StatusRequest(job=job, token="correct horse battery staple")
+            right = session_pb2.StatusRequest(job=job, token="correct-horse-battery-staple")
             assert stub.Status(right, timeout=10).job == job
 
 

@@ -14,7 +14,7 @@ from tests.integration.coordinator_process import START_SECONDS, coordinator, ev
 pytest.importorskip("starlette", reason="the status page needs the extra ui")
 pytest.importorskip("uvicorn", reason="the status page needs the extra ui")
 
-SECRET = "correct horse battery staple"
+SECRET = "correct-horse-battery-staple"
 
 
 class Http:
@@ -104,9 +104,13 @@ def test_a_state_tells_of_members_barriers_and_what_happened(running, job):
     for rank in (0, 2):
         members[rank].send(beat=session_pb2.Beat(step=4 + rank, activity="all_reduce #4", operation_ms=120, generation=1))
         members[rank].begin(barrier=barrier_pb2.BarrierRequest(generation=1, name="epoch", ordinal=1, timeout_ms=60_000))
-    state = eventually(lambda: (found := port.json(f"/api/v1/state?job={job}"))["barriers"] and found)
-    (barrier,) = state["barriers"]
-    assert (barrier["name"], barrier["arrived"], barrier["missing"]) == ("epoch", [0, 2], [1])
+    both = ("epoch", [0, 2], [1])
+
+    def state_with_both():
+        found = port.json(f"/api/v1/state?job={job}")
+        return found if [(each["name"], each["arrived"], each["missing"]) for each in found["barriers"]] == [both] else None
+
+    state = eventually(state_with_both)
     columns = state["members"]
     assert {len(column) for column in columns.values()} == {3}
     assert columns["rank"] == [0, 1, 2]
