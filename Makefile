@@ -35,9 +35,9 @@ $(READY): pyproject.toml
 	@$(PIP) install -q --editable ".[examples,ui]" --group dev
 	@touch $(READY)
 
-demo: $(READY)  ## train on handwritten digits with 4 processes
-	$(SAY) "demo: 4 processes train one network on 1,797 images of handwritten digits"
-	@$(BIN)/ferrorpc demo $(DEMO_ARGS)
+demo: $(READY)  ## train on handwritten digits with 4 processes over gRPC
+	$(SAY) "demo: 4 processes train one network on 1,797 images of handwritten digits; gradients meet over gRPC"
+	@FERRORPC_TRANSPORT=grpc $(BIN)/ferrorpc demo $(DEMO_ARGS)
 
 test: $(READY)  ## run every test, one worker a processor; TEST_ARGS chooses which
 	$(SAY) "test: all tests (some start real processes and kill them: a few minutes)"
