@@ -36,12 +36,13 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return Response(status=self._status(request.service))
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        """The present status, and the last one."""
-        await context.write(Response(status=self._status(request.service)))
-        was_stopped = self._stopped.is_set()
+        """The present status, and the last one, if that is another."""
+        first = self._status(request.service)
+        await context.write(Response(status=first))
         await self._stopped.wait()
-        if not was_stopped:
-            await context.write(Response(status=self._status(request.service)))
+        last = self._status(request.service)
+        if last != first:
+            await context.write(Response(status=last))
 
     def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
         if service not in self._services:
