@@ -24,6 +24,7 @@ from ferrorpc.transports.base import Transport
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.grpc_inlet import GOODBYE, Inlet, refusal
 from ferrorpc.transports.grpc_lane import Lane
+from ferrorpc.transports.grpc_requests import Requests
 from ferrorpc.transports.grpc_server import PROTOCOL_VERSION, WorkerServer
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.types import Assignment
@@ -146,7 +147,7 @@ class GrpcTransport(Transport):
 
     # -- what the server calls -----------------------------------------------------------------------------------------
 
-    def serve(self, source: int, lane: int, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+    def serve(self, source: int, lane: int, requests: Requests, context: Any) -> Iterator[bytes]:
         """Runs stream `lane` from `source` until it ends; the caller's thread writes what goes back."""
         inlet = Inlet(source, requests, self)
         with self._lock:

@@ -1,13 +1,14 @@
 """The stream from one peer, as its receiver holds it: frames and probes come in, grants and answers go back.
 
-The thread that gRPC gave the call writes what goes back; a second one reads. The reader never blocks on anything but the
-network and reads until the stream ends: that it always does so is why no operation can be held up by another's frames.
+The thread that gRPC gave the call writes what goes back; a second one reads, except what is so short that gRPC's own thread
+delivers it on the way. The reader never blocks on anything but the network and reads until the stream ends: that it always
+does so is why no operation can be held up by another's frames.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, Protocol
 
 import grpc
@@ -16,9 +17,14 @@ from google.protobuf.message import DecodeError
 from ferrorpc.errors import CodecError, FerroError
 from ferrorpc.transports.control import question_in
 from ferrorpc.transports.grpc_outbox import Outbox
+from ferrorpc.transports.grpc_requests import Requests
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc.wire.frames import Frame, Key, is_frame, scan
+
+LOOK_BYTES_MAX: Final = 64 << 10
+"""Frames of at most this size are delivered on gRPC's one thread for all streams of the server: longer ones would hold the
+others up."""
 
 GOODBYE: Final = transport_pb2.ControlMessage(goodbye=transport_pb2.Goodbye()).SerializeToString()
 
@@ -62,13 +68,26 @@ class InletOwner(Protocol):
 class Inlet:
     """One incoming stream from rank `source`, once its Open was accepted."""
 
-    def __init__(self, source: int, requests: Iterator[bytes], owner: InletOwner) -> None:
+    def __init__(self, source: int, requests: Iterable[bytes], owner: InletOwner) -> None:
         self.source = source
         self.outbox = Outbox()
         self._requests = requests
         self._owner = owner
+        if isinstance(requests, Requests):
+            requests.look = self._look
         self._finishing = False
         self._ended = threading.Event()
+
+    def _look(self, data: bytes) -> bool:
+        """Delivers a short frame on gRPC's thread; the rest, and what is none, is for the reader."""
+        if len(data) > LOOK_BYTES_MAX or not is_frame(data):
+            return False
+        try:
+            frame = scan(data, self.source)
+        except CodecError:
+            return False
+        self._owner.frame_arrived(frame)
+        return True
 
     def read(self) -> None:
         """The reader's thread: until the stream ends or brings something that cannot be."""

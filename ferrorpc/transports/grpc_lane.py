@@ -18,9 +18,9 @@ from google.protobuf.message import DecodeError
 
 from ferrorpc.guard import Clock
 from ferrorpc.transports.grpc_outbox import Outbox
+from ferrorpc.transports.grpc_server import METHOD
 from ferrorpc.v1 import transport_pb2
 
-METHOD: Final = "/ferrorpc.v1.WorkerService/Stream"
 REDIAL_SECONDS: Final = 0.25
 REFUSED_SECONDS: Final = 2.0
 """How long nobody may listen at a peer's address before the peer counts as lost."""

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
 import grpc
@@ -32,6 +32,7 @@ from ferrorpc.errors import (
 from ferrorpc.guard import Clock
 from ferrorpc.transports.grpc_inlet import refusal
 from ferrorpc.transports.grpc_memory import keep_freed_memory
+from ferrorpc.transports.grpc_requests import Requests
 from ferrorpc.transports.grpc_threads import ThreadPerCall
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import transport_pb2
@@ -40,7 +41,7 @@ from ferrorpc.wire.identity import Role, described, peer_identities
 from ferrorpc.wire.tls import TlsFiles
 
 PROTOCOL_VERSION: Final = 1
-SERVICE: Final = "ferrorpc.v1.WorkerService"
+METHOD: Final = "/ferrorpc.v1.WorkerService/Stream"
 STREAMS_MAX: Final = 4096
 PATIENCE_SECONDS: Final = 20.0
 STOP_SECONDS: Final = 0.5
@@ -58,11 +59,27 @@ class Seat(Protocol):
 
     assignment: Assignment
 
-    def serve(self, source: int, lane: int, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+    def serve(self, source: int, lane: int, requests: Requests, context: Any) -> Iterator[bytes]:
         """Runs stream `lane` from rank `source` on the calling thread: yields what goes back."""
 
     def close(self, timeout: float) -> None:
         """Says goodbye on every stream, in at most `timeout` seconds."""
+
+
+class _Method(grpc.GenericRpcHandler):
+    """The one method of the service; each call of it has its own way in."""
+
+    def __init__(self, run: Callable[[Requests, Any], Iterator[bytes]]) -> None:
+        self._run = run
+
+    def service(self, handler_call_details: Any) -> Any:
+        """What handles a call that has just come."""
+        if handler_call_details.method != METHOD:
+            return None
+        requests = Requests()
+        return grpc.stream_stream_rpc_method_handler(
+            lambda messages, context: self._run(requests.of(messages), context), request_deserializer=requests.arrive
+        )
 
 
 class WorkerServer:
@@ -106,8 +123,7 @@ class WorkerServer:
             options=options.data_server(),
             maximum_concurrent_rpcs=STREAMS_MAX,
         )
-        handler: Any = grpc.stream_stream_rpc_method_handler(self._stream)
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Stream": handler}),))
+        self._server.add_generic_rpc_handlers((_Method(self._stream),))
         self.address = f"{_bracketed(advertise_host)}:{self._listen(bind_host)}"
         self._server.start()
         _exits.add(self)
@@ -150,7 +166,7 @@ class WorkerServer:
         self._server.stop(None).wait(STOP_SECONDS)
         _exits.discard(self)
 
-    def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+    def _stream(self, requests: Requests, context: Any) -> Iterator[bytes]:
         """One call, from its Open to its end. Runs on a thread of its own."""
         try:
             opening = self._opening(requests, context)
@@ -164,7 +180,7 @@ class WorkerServer:
             return
         yield from seat.serve(opening.source_rank, opening.lane, requests, context)
 
-    def _opening(self, requests: Iterator[bytes], context: Any) -> transport_pb2.Open:
+    def _opening(self, requests: Requests, context: Any) -> transport_pb2.Open:
         """The first message, once it has proved that its sender belongs to the job."""
         impatience = threading.Timer(self._patience_seconds, context.cancel)
         impatience.daemon = True

@@ -22,9 +22,8 @@ from ferrorpc.errors import (
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.grpc import GrpcTransport
-from ferrorpc.transports.grpc_lane import METHOD
 from ferrorpc.transports.grpc_outbox import FRAMES_MAX
-from ferrorpc.transports.grpc_server import PROTOCOL_VERSION, WorkerServer
+from ferrorpc.transports.grpc_server import METHOD, PROTOCOL_VERSION, WorkerServer
 from ferrorpc.transports.mailbox import Box, Mailbox
 from ferrorpc.types import Assignment, DType, Peer
 from ferrorpc.v1 import transport_pb2

@@ -10,8 +10,7 @@ import pytest
 
 from ferrorpc.errors import AuthenticationError
 from ferrorpc.guard import SYSTEM_CLOCK
-from ferrorpc.transports.grpc_lane import METHOD
-from ferrorpc.transports.grpc_server import WorkerServer
+from ferrorpc.transports.grpc_server import METHOD, WorkerServer
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
 from ferrorpc.wire.details import restore

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from ferrorpc.guard import SYSTEM_CLOCK
-from ferrorpc.transports.grpc_lane import METHOD
+from ferrorpc.transports.grpc_server import METHOD
 from ferrorpc.transports.grpc_threads import ThreadPerCall
 from ferrorpc.wire import options
 from tests.integration.lane_processes import PeerHandle, peers

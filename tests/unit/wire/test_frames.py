@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType
 from ferrorpc.v1 import transport_pb2
+from ferrorpc.wire import frames
 from ferrorpc.wire.frames import (
     ALIGNMENT_BYTES,
     NDIM_MAX,
@@ -228,3 +229,40 @@ def assert_protobuf_agrees(message: bytes, frame) -> None:
     assert frame.key == (parsed.group, parsed.stream, parsed.number)
     assert frame.header == (parsed.slot, parsed.signature, parsed.dtype, tuple(parsed.shape), parsed.total)
     assert (frame.offset, bytes(frame.payload)) == (parsed.offset, parsed.payload)
+
+
+def told(message: bytes) -> tuple[object, ...] | str:
+    """What scanning gives, or the complaint."""
+    try:
+        frame = scan(message, 3)
+    except CodecError as error:
+        return error.message
+    return frame.key, frame.header, frame.offset, bytes(frame.payload)
+
+
+def test_a_message_laid_out_like_the_last_of_its_length_is_read_as_if_it_were_the_first() -> None:
+    """Scanning remembers how messages are laid out; nothing that differs anywhere may be taken for it."""
+    chance = random.Random(9)
+    header = Header(5, "all_reduce(op=sum)", DType.FLOAT32, (64,), 256)
+    samples = [
+        encode(Key(1, 2, number), header, offset, bytes([number] * 64)) for number, offset in ((1, 0), (2, 64), (9, 192))
+    ]
+    samples += [b"\xaa\x06\x03new" + samples[0], samples[0] + b"\xaa\x06\x03new"]
+    for _ in range(20_000):
+        first, second = chance.choice(samples), bytearray(chance.choice(samples))
+        for _ in range(chance.randint(0, 2)):
+            second[chance.randrange(len(second))] = chance.randrange(256)
+        frames._layouts.clear()
+        expected = told(bytes(second))
+        frames._layouts.clear()
+        told(first)
+        assert told(bytes(second)) == expected
+
+
+def test_a_field_that_stands_there_twice_counts_as_it_stands_last_every_time() -> None:
+    header = Header(5, "a()", DType.UINT8, (4,), 4)
+    for number in (1, 2):
+        body = transport_pb2.DataMessage.FromString(encode(Key(1, 2, number), header, 0, b"abcd")).frame.SerializeToString()
+        end = body.index(b"\x3a\x03a()")
+        body = body[:end] + b"\x19" + (77).to_bytes(8, "little") + body[end:]
+        assert scan(b"\x22" + bytes([len(body)]) + body, 0).key == Key(1, 2, 77)
