@@ -100,8 +100,8 @@ class PlanExecution(Advancing):
         self._left = count
         self._ready = deque(range(count))
         """Actions to look at."""
-        self._room: deque[int] = deque()
-        """Sends whose lanes have room again."""
+        self._room = False
+        """A lane that was full has room again."""
         self._credit = 0
         """Grants that were there when sends were last looked at for that."""
         self._outgoing: dict[int, Outgoing] = {}
@@ -139,10 +139,8 @@ class PlanExecution(Advancing):
             index = takers.get(box.news.popleft())
             if index is not None:
                 ready.append(index)
-        while self._room:
-            ready.append(self._room.popleft())
-        if len(box.granted) != self._credit:
-            self._credit = len(box.granted)
+        if self._room or len(box.granted) != self._credit:
+            self._room, self._credit = False, len(box.granted)
             ready.extend(self._outgoing)
         return bool(ready)
 
@@ -165,7 +163,7 @@ class PlanExecution(Advancing):
         outgoing = self._outgoing.get(index)
         if outgoing is None:
             outgoing = self._outgoing[index] = self._message(index, action)
-        if not outgoing.send(self._transport, self._key, box, limit):
+        if not outgoing.send(self._transport, self._key, box, limit, self._has_room):
             return False
         if outgoing.done == outgoing.count:
             del self._outgoing[index]
@@ -177,16 +175,16 @@ class PlanExecution(Advancing):
     def _message(self, index: int, action: Send) -> Outgoing:
         prepared, workspace = self._prepared, self._workspace
         spec, values = workspace.outgoing(action.region)
-        peer, room, codec = prepared.ranks[action.peer], partial(self._has_room, index), prepared.rules.codec
+        peer, codec = prepared.ranks[action.peer], prepared.rules.codec
         if codec is None or not values.size:
             header = Header(action.slot, prepared.signature, spec.dtype, spec.shape, values.nbytes)
-            return Outgoing(peer, header, values, room)
+            return Outgoing(peer, header, values)
         total = codec.encoded_bytes(values.size)
         header = Header(action.slot, prepared.signature, DType.UINT8, (total,), total)
-        return Encoded(peer, header, values, room, codec, partial(workspace.encoded, index))
+        return Encoded(peer, header, values, codec, partial(workspace.encoded, index))
 
-    def _has_room(self, index: int) -> None:
-        self._room.append(index)
+    def _has_room(self) -> None:
+        self._room = True
         self.poke()
 
     def _take(self, index: int, task: Take, box: Box, limit: int) -> bool:
@@ -332,6 +330,9 @@ class PlanExecution(Advancing):
     def leave(self) -> None:
         if self._box is not None:
             self._transport.mailbox.leave(self._key)
+            # Nothing refers in a circle, so that its arrays are free at once.
+            self._box = None
+        self._outgoing.clear()
 
 
 def _spec(frame: Frame) -> TensorSpec:

@@ -25,25 +25,26 @@ class Outgoing:
     Args:
         peer: world rank.
         values: the array, C-contiguous and one-dimensional; what is sent of it is copied then.
-        room: called once when the lane has room again, after a chunk found none.
     """
 
-    __slots__ = ("_header", "_peer", "_room", "count", "done", "values")
+    __slots__ = ("_header", "_peer", "count", "done", "values")
 
-    def __init__(self, peer: int, header: Header, values: Array, room: Callable[[], None]) -> None:
+    def __init__(self, peer: int, header: Header, values: Array) -> None:
         self._peer = peer
         self._header = header
-        self._room = room
         self.values = values
         self.count = values.size
         self.done = 0
         """Elements that have gone."""
 
-    def send(self, transport: Transport, key: Key, box: Box, bound: int) -> bool:
-        """Sends the next chunk, if all its elements are below `bound`. False when it may not go yet."""
+    def send(self, transport: Transport, key: Key, box: Box, bound: int, room: Callable[[], None]) -> bool:
+        """Sends the next chunk, if all its elements are below `bound`. False when it may not go yet.
+
+        Where it found no room, `room` is called once when there is some.
+        """
         header = self._header
         if header.total == 0:
-            return transport.send(self._peer, key, header, 0, None, self._room)
+            return transport.send(self._peer, key, header, 0, None, room)
         first = self.done
         last = min(first + self._step(), self.count)
         if last > bound:
@@ -51,7 +52,7 @@ class Outgoing:
         offset = self._offset(first)
         if offset >= EAGER_BYTES and (self._peer, header.slot) not in box.granted:
             return False
-        if not transport.send(self._peer, key, header, offset, self._chunk(first, last), self._room):
+        if not transport.send(self._peer, key, header, offset, self._chunk(first, last), room):
             return False
         self.done = last
         return True
@@ -80,11 +81,10 @@ class Encoded(Outgoing):
         peer: int,
         header: Header,
         values: Array,
-        room: Callable[[], None],
         codec: Codec,
         encode: Callable[[int, int], Array],
     ) -> None:
-        super().__init__(peer, header, values, room)
+        super().__init__(peer, header, values)
         self._codec = codec
         self._encode = encode
         self._refused: tuple[int, Array] | None = None

@@ -44,7 +44,7 @@ class SendExecution(Advancing):
         self._peer = peer
         self._tag = tag
         self._box: Box | None = None
-        self._outgoing = Outgoing(peer, Header(tag, "send", spec.dtype, spec.shape, data.nbytes), data.reshape(-1), self.poke)
+        self._outgoing = Outgoing(peer, Header(tag, "send", spec.dtype, spec.shape, data.nbytes), data.reshape(-1))
         self._label = f"send({spec} to rank {peer}, tag={tag})"
 
     @property
@@ -57,7 +57,7 @@ class SendExecution(Advancing):
             box = self._box = Box()
             box.wake = self.poke
             self._transport.mailbox.start_sending(self._key, self._peer, self._tag, box)
-        while outgoing.send(self._transport, self._key, box, FAR):
+        while outgoing.send(self._transport, self._key, box, FAR, self.poke):
             if outgoing.done == outgoing.count:
                 return True
         return False
@@ -76,6 +76,7 @@ class SendExecution(Advancing):
 
     def leave(self) -> None:
         self._transport.mailbox.stop_sending(self._key, self._peer, self._tag)
+        self._box = None
 
 
 class RecvExecution(Advancing):
@@ -97,7 +98,7 @@ class RecvExecution(Advancing):
         """The bytes of `out`, of which the first `_received` are here."""
         self._received = -1
         self._label = f"recv(from rank {peer}, tag={tag})"
-        self._post = Post(self._woken)
+        self._post: Post | None = Post(self._woken)
         transport.mailbox.post(group, peer, tag, self._post)
 
     def _woken(self) -> None:
@@ -110,19 +111,21 @@ class RecvExecution(Advancing):
         return self._label
 
     def step(self) -> bool:
-        message = self._post.message
-        if message is None:
+        post = self._post
+        message = None if post is None else post.message
+        if post is None or message is None:
             return False
         if self._received < 0:
-            self._begin(message)
+            self._begin(message, post.number)
         while message.frames:
             self._take(message.frames.popleft())
         if self._received < message.header.total:
             return False
-        self._transport.mailbox.take(self._group, self._peer, self._tag, self._post)
+        self._transport.mailbox.take(self._group, self._peer, self._tag, post)
+        self._post = None
         return True
 
-    def _begin(self, message: Message) -> None:
+    def _begin(self, message: Message, number: int) -> None:
         header = message.header
         spec = TensorSpec(header.dtype, header.shape)
         if self._spec is not None and spec != self._spec:
@@ -135,7 +138,7 @@ class RecvExecution(Advancing):
         self._taken, self._received = out.reshape(-1).view(np.uint8), 0
         if message.needs_grant:
             message.needs_grant = False
-            self._transport.grant(self._peer, Key(self._group, POINT_TO_POINT, self._post.number), self._tag)
+            self._transport.grant(self._peer, Key(self._group, POINT_TO_POINT, number), self._tag)
 
     def _take(self, frame: Frame) -> None:
         if frame.offset != self._received:
@@ -162,12 +165,12 @@ class RecvExecution(Advancing):
         )
 
     def leave(self) -> None:
-        message = self._post.message
-        if message is not None and self._received == message.header.total:
+        post, self._post = self._post, None
+        if post is None:
             return
-        if message is not None and self._received > 0:
+        if post.message is not None and self._received > 0:
             # The next recv begins where this one did: with one chunk that is as long as all that came.
             begun = memoryview(self._taken[: self._received].tobytes())
-            key = Key(self._group, POINT_TO_POINT, self._post.number)
-            message.frames.appendleft(Frame(key, self._peer, message.header, 0, begun))
-        self._transport.mailbox.unpost(self._group, self._peer, self._tag, self._post)
+            key = Key(self._group, POINT_TO_POINT, post.number)
+            post.message.frames.appendleft(Frame(key, self._peer, post.message.header, 0, begun))
+        self._transport.mailbox.unpost(self._group, self._peer, self._tag, post)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -250,6 +252,37 @@ def test_a_recv_takes_chunks_as_they_come_and_hands_on_what_it_took_when_it_give
     second.finish()
     assert second.results[0].tobytes() == data.tobytes()
     assert wire.granted == [(1, 7)]
+
+
+def test_what_an_operation_held_is_free_as_soon_as_it_is_over() -> None:
+    """Without waiting for the garbage collector, which would let arrays and messages pile up."""
+
+    def body(group: ProcessGroup) -> bool:
+        x = numbers(1024, group.rank)
+        seen: list[weakref.ref[Any]] = []
+        backend = group._backend
+        honest = backend.run
+
+        def run(execution: Execution) -> Any:
+            seen.append(weakref.ref(execution))
+            return honest(execution)
+
+        backend.run = run  # type: ignore[method-assign]
+        group.all_reduce(x, algorithm="two_shot")
+        if group.rank == 0:
+            group.send(x, 1)
+        else:
+            group.recv(0)
+        del backend.run
+        group.barrier()
+        return len(seen) == 2 and not any(reference() is not None for reference in seen)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert all(run_world(2, body))
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring", "recursive_doubling", "tree"])
