@@ -42,5 +42,5 @@ def test_barriers_hold_and_sums_are_right_whatever_is_asked_for(tmp_path: Path, 
     if asked:
         assert "ring, each slice round the ring (asked for by FERRORPC_ALGORITHM)" in explained
     else:
-        assert "in shared memory, which all of them have; two_shot, above 32 KiB" in explained
+        assert "in shared memory, which all of them have; two_shot, above 128 KiB" in explained
         assert "as messages it would be:" in explained

@@ -49,7 +49,7 @@ SOURCE: Final = 6
 RESULT: Final = 7
 """Where its result lies; 0: it comes through the ring."""
 
-SLOT_BYTES: Final = 32 << 10
+SLOT_BYTES: Final = 128 << 10
 """Every channel has a slot of this size for small arrays; it never moves."""
 
 CHUNK_BITS: Final = 20

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from ferrorpc.collectives.arena.all_reduce import OneShot, TwoShot
 from ferrorpc.collectives.arena.board import SLOT_BYTES
 from ferrorpc.collectives.arena.exchange import Barrier, Exchange
 from ferrorpc.collectives.arena.prepared import Arena, ArenaPrepared
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.select import bytes_of, select
+
+FOLD_BYTES_MAX: Final = 1 << 20
+"""What one rank may fold in the one-shot form: it reads everyone's whole array, so many ranks take the two-shot form sooner."""
 
 
 def prepare(arena: Arena, call: Call) -> ArenaPrepared | None:
@@ -22,7 +27,7 @@ def prepare(arena: Arena, call: Call) -> ArenaPrepared | None:
         return Barrier(arena, call)
     if call.operation is not Operation.ALL_REDUCE:
         return Exchange(arena, call)
-    return OneShot(arena, call) if bytes_of(call) <= SLOT_BYTES else TwoShot(arena, call)
+    return OneShot(arena, call) if bytes_of(call) <= one_shot_bytes_max(arena.size) else TwoShot(arena, call)
 
 
 def explain(call: Call, size: int) -> str | None:
@@ -31,9 +36,14 @@ def explain(call: Call, size: int) -> str | None:
         return None
     how = "flags" if call.operation is Operation.BARRIER else "every rank reads what it needs where it lies"
     if call.operation is Operation.ALL_REDUCE:
-        limit = f"{SLOT_BYTES >> 10} KiB"
-        how = f"one_shot, up to {limit}" if bytes_of(call) <= SLOT_BYTES else f"two_shot, above {limit}"
+        limit = one_shot_bytes_max(size)
+        how = f"{'one_shot, up to' if bytes_of(call) <= limit else 'two_shot, above'} {limit >> 10} KiB"
     return f"{call.signature} on {size} ranks: in shared memory, which all of them have; {how}"
+
+
+def one_shot_bytes_max(size: int) -> int:
+    """The largest array that so many ranks reduce by the one-shot form."""
+    return min(SLOT_BYTES, FOLD_BYTES_MAX // size)
 
 
 def _runs_here(call: Call, size: int) -> bool:

@@ -77,11 +77,17 @@ def test_large_all_reduce_from_any_memory_into_any(size, registered, dtype):
                         assert inputs[rank][0].tobytes() == arrays[rank].tobytes()
 
 
-def test_which_form_runs_is_decided_by_size():
+@pytest.mark.parametrize(("size", "limit"), [(1, SLOT_BYTES), (2, SLOT_BYTES), (16, 64 << 10)])
+def test_which_form_runs_is_decided_by_size_and_ranks(size, limit):
+    with SharedWorld(size) as world:
+        arena = world.arenas[0]
+        assert isinstance(prepare(arena, all_reduce_call(DType.UINT8, limit)), OneShot)
+        assert isinstance(prepare(arena, all_reduce_call(DType.UINT8, limit + 1)), TwoShot)
+
+
+def test_what_only_messages_can_do_is_left_to_them():
     with SharedWorld(2) as world:
         arena = world.arenas[0]
-        assert isinstance(prepare(arena, all_reduce_call(DType.UINT8, SLOT_BYTES)), OneShot)
-        assert isinstance(prepare(arena, all_reduce_call(DType.UINT8, SLOT_BYTES + 1)), TwoShot)
         compressed = Call(Operation.ALL_REDUCE, (TensorSpec(DType.FLOAT32, (8,)),), ReduceOp.SUM, wire="bf16")
         assert prepare(arena, compressed) is None
         ring = Call(Operation.ALL_REDUCE, (TensorSpec(DType.FLOAT32, (8,)),), ReduceOp.SUM, algorithm="ring")
