@@ -1,10 +1,11 @@
 """all_reduce in shared memory, in rank order: every rank folds the others' arrays where they lie.
 
-Idea. Small arrays (`select`): everyone copies its array into its slot and folds everyone's into its own result: one wait. Large
-ones: the array is cut into chunks that fit the cache, and each chunk into a slice a rank: stage a chunk, fold one's own slice of it,
-copy the others' slices. The ring holds two chunks, so that staging runs ahead of copying. An array that lies in the segment
-already (`group.empty`) is not staged but read in place, and a result that is written to such an array is copied from there;
-such an operation ends when the others have read what they need, because the caller may then write to its arrays again.
+Idea. A small array (`select` says how small) is copied by everyone into its slot, and everyone folds all of them into its own
+result: one wait. A large one is cut into chunks that fit the cache, and each chunk into a slice a rank: stage a chunk, fold
+one's own slice of it, copy the others' slices. The ring holds two chunks, so that staging runs ahead of copying. An array that
+lies in the segment already (`group.empty`) is not staged but read in place, and a result that is written to such an array is
+copied from there; such an operation ends when the others have read what they need, because the caller may then write to its
+arrays again.
 
 Source. The symmetric and the distributed form of DeepSpeed's all_reduce for CPUs (2024); chunking, reading in place and the
 fixed order of the fold are added here.

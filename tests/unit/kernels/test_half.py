@@ -65,6 +65,30 @@ def test_every_half_widens_exactly_and_comes_back(make):
 
 
 @every_converter
+def test_blocks_of_finite_values_alone_widen_exactly(make):
+    converter = make()
+    values = EVERY_HALF.view(logical(converter))
+    finite = EVERY_HALF[np.isfinite(values.astype(np.float32))]
+    wide = np.empty(finite.shape, np.float32)
+    converter.widen_all(wide, finite.view(converter.dtype.storage))
+    assert np.array_equal(wide.view(np.uint32), finite.view(values.dtype).astype(np.float32).view(np.uint32))
+
+
+def test_subnormals_widen_where_the_processor_is_told_to_take_them_for_zero():
+    torch = pytest.importorskip("torch")
+    subnormal = np.arange(1, 1024, dtype=np.uint16)
+    expected = subnormal.view(np.float16).astype(np.float32)
+    wide = np.empty(subnormal.shape, np.float32)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot be told so")
+    try:
+        NumpyFloat16().widen_all(wide, subnormal.view(np.float16))
+    finally:
+        torch.set_flush_denormal(False)
+    assert np.array_equal(wide.view(np.uint32), expected.view(np.uint32))
+
+
+@every_converter
 def test_narrowing_rounds_to_nearest_even_at_every_boundary(make):
     converter = make()
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
