@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -120,6 +121,32 @@ def test_hierarchical_plans_are_sound_on_any_layout(hosts):
             for root in range(size) if operation is Operation.BROADCAST else [0]:
                 calls, plans = case(operation, entry, size, count, root)
                 assert findings(calls, plans) == [], f"{operation}, {count} elements, root {root}"
+
+
+def layouts_of(size: int) -> dict[str, str]:
+    """Hosts of each rank: whole and broken blocks, one rank apart, ranks dealt out, and any."""
+    dice = random.Random(size)
+    return {
+        "pairs": "".join(chr(97 + rank // 2) for rank in range(size)),
+        "blocks of five": "".join(chr(97 + rank // 5) for rank in range(size)),
+        "one apart": "a" + "b" * (size - 1),
+        "dealt to three": "".join("abc"[rank % 3] for rank in range(size)),
+        "any": "".join(dice.choice("abcdefg") for _ in range(size)),
+    }
+
+
+def test_hierarchical_plans_are_sound_in_groups_of_any_size():
+    seen = set()
+    for size in GROUPS:
+        for name, hosts in layouts_of(size).items():
+            for operation in (Operation.ALL_REDUCE, Operation.BROADCAST):
+                for entry in set(entries(operation, hosts)) - set(CATALOGUE[operation]):
+                    seen.add(size)
+                    for place, count in enumerate(counts_of(operation, size)):
+                        root = (size // 2 + place) % size if rooted(operation) else 0
+                        calls, plans = case(operation, entry, size, count, root)
+                        assert findings(calls, plans) == [], f"{operation} on {name}: {hosts}, {count} elements, root {root}"
+    assert seen == set(range(3, max(GROUPS) + 1))
 
 
 def test_hierarchical_is_offered_only_where_hosts_are_known_and_differ():
