@@ -9,7 +9,8 @@ from click.testing import CliRunner
 from ferrorpc.cli.bench import fit as fitting
 from ferrorpc.cli.bench.command import command
 from ferrorpc.cli.bench.fit import MOVES, Case, fit, least_squares
-from ferrorpc.collectives.select import seconds
+from ferrorpc.collectives.call import example
+from ferrorpc.collectives.predict import predict
 from ferrorpc.wire.cost_table import Costs, parse
 
 COSTS = Costs(1e-4, 2e-5, 1e-9, 3e-10)
@@ -19,7 +20,7 @@ CASES = [
 
 
 def times(ranks: int, costs: Costs = COSTS) -> list[float]:
-    return [seconds(case.entry.cost(ranks, case.nbytes), costs) for case in CASES]
+    return [predict(case.entry, example(case.operation, case.nbytes, ranks), ranks, costs).seconds for case in CASES]
 
 
 def test_the_figures_that_made_the_times_are_found():
@@ -37,8 +38,8 @@ def test_between_two_ranks_a_round_is_a_message_and_only_their_sum_is_known():
 def test_small_times_count_as_much_as_large_ones():
     noisy = [each * (1.2 if place % 2 else 0.8) for place, each in enumerate(times(4))]
     found = fit(4, CASES, noisy)
-    for case, real in zip(CASES, times(4), strict=True):
-        assert 0.5 < seconds(case.entry.cost(4, case.nbytes), found) / real < 2
+    for again, real in zip(times(4, found), times(4), strict=True):
+        assert 0.5 < again / real < 2
 
 
 def test_no_figure_is_negative():
