@@ -1,5 +1,12 @@
 """ferrorpc comes first: it sets what gRPC reads when it is imported, and tests import gRPC in any order."""
 
+import signal
+
 import ferrorpc
 
 assert ferrorpc.__all__
+
+# A shell starts what runs in its background with these ignored, which processes hand on to those they start.
+for number in (signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)

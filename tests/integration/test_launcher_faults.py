@@ -4,12 +4,15 @@ Bounds on time are the promises of the library: a death is known to the others w
 process within 4.5 s.
 """
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -17,7 +20,7 @@ import pytest
 from tests.integration.launching import coordinator_of, environment, read_numbers, run, start, write_script
 
 PRELUDE = """
-import ctypes, json, os, signal, sys, time
+import ctypes, json, os, signal, socket, sys, time
 import numpy as np
 import ferrorpc
 
@@ -272,8 +275,27 @@ def test_a_replacement_joins_the_survivors_that_reform(tmp_path):
     assert list(notes(tmp_path, "total", range(3), timeout=0).values()) == [[3.0, 2]] * 3
 
 
+@contextlib.contextmanager
+def meeting(count):
+    """The port where so many callers are held until the last has come."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(30)
+
+        def receive():
+            callers = [server.accept()[0] for _ in range(count)]
+            for caller in callers:
+                caller.close()
+
+        thread = threading.Thread(target=receive)
+        thread.start()
+        yield server.getsockname()[1]
+        thread.join()
+
+
 def test_an_elastic_world_goes_on_with_its_survivors_and_ends_well(tmp_path):
     body = """
+    with socket.create_connection(("127.0.0.1", int(os.environ["MEETING"]))) as meeting:
+        meeting.recv(1)  # so that all join well within the second after which two would begin without the third
     group = ferrorpc.init_process_group()
     group.barrier()
     if group.rank == 1:
@@ -286,7 +308,8 @@ def test_an_elastic_world_goes_on_with_its_survivors_and_ends_well(tmp_path):
     print("members", group.size, "sum", group.all_reduce(1.0))
     group.close()
     """
-    result = run("-n", "3", "--world-size", "2:3", script_of(tmp_path, body), str(tmp_path))
+    with meeting(3) as port:
+        result = run("-n", "3", "--world-size", "2:3", script_of(tmp_path, body), str(tmp_path), MEETING=str(port))
     assert result.returncode == 0, result.stderr
     assert [line.partition(": ")[2] for line in result.stdout.splitlines()] == ["members 2 sum 2.0"] * 2
     assert "ended with SIGKILL; the others finished without it" in result.stderr
