@@ -3,7 +3,7 @@
     python -m benchmarks.predictions [--ranks 4] [--fitted-at 2] [--sizes 16KiB 1MiB 8MiB] [--seconds 0.3] [--json]
 
 A cost table is fitted as `ferrorpc bench --fit` does it, from all_gather and reduce_scatter: no all_reduce is in it. Then the
-simulator predicts with the row of the same number of ranks, and with that of another. The ratio is predicted / measured.
+simulator predicts with the row of the same number of ranks, and with that of another alone. The ratio is predicted / measured.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 
 from ferrorpc.cli.bench.fit import Case, measure, table_of
 from ferrorpc.cli.table import table
@@ -31,13 +32,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.3)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    costs = table_of(sorted({options.ranks, options.fitted_at}), options.seconds).lanes[LANE]
+    fitted = table_of(sorted({options.ranks, options.fitted_at}), options.seconds)
+    costs = fitted.lanes[LANE]
+    alone = {ranks: replace(fitted, lanes={LANE: {ranks: row}}).costs(LANE, options.ranks) for ranks, row in costs.items()}
     cases = [Case("all_reduce", name, size_bytes(size)) for name in ALGORITHMS for size in options.sizes]
     rows = []
     for case, measured in zip(cases, measure(options.ranks, cases, options.seconds), strict=True):
         call = example(case.operation, case.nbytes, options.ranks)
         same, other = (
-            predict(case.entry, call, options.ranks, costs[fitted]).seconds for fitted in (options.ranks, options.fitted_at)
+            predict(case.entry, call, options.ranks, alone[ranks]).seconds for ranks in (options.ranks, options.fitted_at)
         )
         rows.append((case.algorithm, case.nbytes, measured, same, other))
     if options.json:

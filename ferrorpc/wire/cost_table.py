@@ -4,7 +4,9 @@
      "lanes": {"grpc": [{"ranks": 4, "alpha_seconds": 9e-5, "message_seconds": 2e-5,
                          "beta_seconds_per_byte": 6.5e-10, "gamma_seconds_per_byte": 1.5e-10}]}}
 
-A lane has a row for every number of ranks that was measured; for other numbers the row of the nearest one (by ratio) holds.
+A lane has a row for every number of ranks that was measured; for other numbers the row of the nearest one (by ratio) holds. A
+table that was measured on one host may say how many "processors" its ranks shared. Then more ranks than were measured are
+taken to share them too, and everything takes as much longer as each has less of them.
 The coordinator publishes one table for each generation, so that all ranks choose by the same figures.
 """
 
@@ -41,6 +43,10 @@ class Costs:
     beta_seconds_per_byte: float
     gamma_seconds_per_byte: float
 
+    def times(self, factor: float) -> Costs:
+        """All of them multiplied."""
+        return Costs(*(getattr(self, name) * factor for name in _FIGURES)) if factor != 1 else self
+
     def __str__(self) -> str:
         return (
             f"{self.alpha_seconds * 1e6:.3g} us a round, {self.message_seconds * 1e6:.3g} us a message, "
@@ -55,15 +61,22 @@ class CostTable:
     Attributes:
         name: whose figures these are, in words.
         lanes: lane -> number of ranks -> costs; each lane has one row or more.
+        processors: what all ranks shared when they were measured; None where each had its own.
     """
 
     name: str
     lanes: Mapping[str, Mapping[int, Costs]]
+    processors: int | None = None
 
     def costs(self, lane: str, ranks: int) -> Costs:
-        """The costs of a lane in a group of so many ranks: measured there, or at the nearest number of ranks."""
+        """The costs of a lane in a group of so many ranks: measured there, or derived from the nearest number of ranks."""
         rows = self.lanes[lane]
-        return rows[min(rows, key=lambda measured: (abs(math.log(measured / max(ranks, 1))), measured))]
+        nearest = min(rows, key=lambda measured: (abs(math.log(measured / max(ranks, 1))), measured))
+        return rows[nearest].times(self._crowding(ranks) / self._crowding(nearest))
+
+    def _crowding(self, ranks: int) -> float:
+        """Ranks a processor, where there are more of them."""
+        return 1.0 if self.processors is None else max(1.0, ranks / self.processors)
 
     def text(self) -> str:
         """The table as `parse` reads it."""
@@ -71,7 +84,8 @@ class CostTable:
             lane: [{"ranks": ranks, **asdict(costs)} for ranks, costs in sorted(rows.items())]
             for lane, rows in self.lanes.items()
         }
-        return json.dumps({"name": self.name, "lanes": lanes}, indent=1) + "\n"
+        shared = {} if self.processors is None else {"processors": self.processors}
+        return json.dumps({"name": self.name, **shared, "lanes": lanes}, indent=1) + "\n"
 
 
 def parse(text: str) -> CostTable:
@@ -86,12 +100,16 @@ def parse(text: str) -> CostTable:
         data = json.loads(text)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
-    _expect(isinstance(data, dict) and set(data) == {"name", "lanes"}, "expected an object with name and lanes")
+    known = isinstance(data, dict) and {"name", "lanes"} <= set(data) <= {"name", "lanes", "processors"}
+    _expect(known, "expected an object with name and lanes, and perhaps processors")
     _expect(isinstance(data["name"], str), "name is no text")
+    processors = data.get("processors")
+    sound = processors is None or (type(processors) is int and 1 <= processors <= RANKS_MAX)
+    _expect(sound, f"processors is {processors!r}, not a number of processors")
     lanes = data["lanes"]
     known = isinstance(lanes, dict) and set(lanes) == set(LANES)
     _expect(known, f"lanes must be an object with exactly: {', '.join(LANES)}")
-    return CostTable(data["name"], {lane: _rows(lane, rows) for lane, rows in lanes.items()})
+    return CostTable(data["name"], {lane: _rows(lane, rows) for lane, rows in lanes.items()}, processors)
 
 
 def _rows(lane: str, rows: Any) -> dict[int, Costs]:

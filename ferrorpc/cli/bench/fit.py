@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -127,4 +128,5 @@ def table_of(ranks: Sequence[int], seconds: float = SECONDS) -> CostTable:
     """Measures at each number of ranks."""
     cases = [Case(operation, algorithm, size_bytes(size)) for operation, algorithm in MOVES for size in SIZES]
     rows = {each: fit(each, cases, measure(each, cases, seconds)) for each in ranks}
-    return CostTable("fitted on one host, " + ", ".join(map(str, ranks)) + " ranks", {LANE: rows})
+    name = "fitted on one host, " + ", ".join(map(str, ranks)) + " ranks"
+    return CostTable(name, {LANE: rows}, len(os.sched_getaffinity(0)))

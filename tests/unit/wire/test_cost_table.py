@@ -32,6 +32,14 @@ def test_the_nearest_number_of_ranks_by_ratio_holds():
     assert chosen == {1: 2, 2: 2, 5: 2, 6: 16, 16: 16, 1000: 16}
 
 
+def test_more_ranks_on_the_processors_that_were_shared_take_as_much_longer():
+    table = parse(text({**ROW, "ranks": 4}, processors=2))
+    assert parse(table.text()) == table
+    chosen = {ranks: table.costs("grpc", ranks).alpha_seconds for ranks in (1, 2, 4, 8)}
+    assert chosen == pytest.approx({1: 5e-5, 2: 5e-5, 4: 1e-4, 8: 2e-4})
+    assert table.costs("grpc", 8) == Costs(2e-4, 0.0, 2e-9, 4e-10)
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -39,6 +47,8 @@ def test_the_nearest_number_of_ranks_by_ratio_holds():
         ("[]", "name and lanes"),
         (text(ROW, extra=1), "name and lanes"),
         (text(ROW, name=1), "name is no text"),
+        (text(ROW, processors=0), "processors is 0"),
+        (text(ROW, processors=True), "processors is True"),
         (json.dumps({"name": "x", "lanes": {"carrier pigeon": [ROW]}}), "exactly: grpc"),
         (text(), "one row or more"),
         (text({**ROW, "ranks": 0}), "not a number of ranks"),
