@@ -81,6 +81,7 @@ class MessageBackend(Backend):
         self._arena: Arena | None = None
         if board is not None and self.size > 1 and set(self.world_ranks) <= set(board.memory.ranks):
             self._arena = Arena(board, transport, group_id, self.world_ranks, self._describe)
+            transport.mailbox.look_elsewhere(group_id, self._arena.entered)
         self._sends = SendNumbers()
         self._barriers = itertools.count(1)
         self._lock = threading.Lock()

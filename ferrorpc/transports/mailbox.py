@@ -39,6 +39,18 @@ class Standing(NamedTuple):
     last_signature: str
 
 
+class Entered(NamedTuple):
+    """What this rank knows of an operation that sends no messages.
+
+    Attributes:
+        signature: of the call that has this place here; None where that is not known, or there was none.
+    """
+
+    signature: str | None
+    last_number: int
+    last_signature: str
+
+
 def _nobody() -> None:
     """The wake of a box that no driver has taken yet."""
 
@@ -96,6 +108,7 @@ class Mailbox:
         self._boxes: dict[Key, Box] = {}
         self._history: OrderedDict[Key, str] = OrderedDict()
         self._last: dict[tuple[int, int], tuple[int, str]] = {}
+        self._elsewhere: dict[int, Callable[[Key], Entered]] = {}
         self._sending: dict[tuple[Key, int, int], Box] = {}
         self._inbound: dict[tuple[int, int, int], Inbound] = {}
 
@@ -112,6 +125,10 @@ class Mailbox:
         if early:
             self._mismatch(key, signature, early[0].source, early[0].header.signature)
         return box
+
+    def look_elsewhere(self, group: int, entered: Callable[[Key], Entered]) -> None:
+        """A group has operations that send no messages: this tells what its ranks' peers may ask of them."""
+        self._elsewhere[group] = entered
 
     def leave(self, key: Key) -> None:
         """The operation is over on this rank; its signature stays in the history."""
@@ -168,6 +185,11 @@ class Mailbox:
             finished = self._history.get(key)
             last_number, last_signature = self._last.get((key.group, key.stream), (0, ""))
         mine = entered if entered is not None else finished
+        elsewhere = self._elsewhere.get(key.group)
+        if mine is None and elsewhere is not None:
+            there = elsewhere(key)
+            mine = there.signature
+            last_number, last_signature = max((last_number, last_signature), (there.last_number, there.last_signature))
         if mine is None:
             passed = key.stream == 0 and last_number >= key.number
             return Standing(FINISHED if passed else ABSENT, "", last_number, last_signature)

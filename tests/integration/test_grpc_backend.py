@@ -164,6 +164,28 @@ def test_ranks_that_call_different_shapes_all_learn_both_signatures() -> None:
         assert len(outcome.signatures) == 2
 
 
+def test_a_call_by_messages_learns_that_a_peer_had_another_in_shared_memory_and_left_it() -> None:
+    """In a reduce to rank 1, rank 0 is done once its array lies where rank 1 finds it."""
+
+    def run(backend: Backend, call: Call) -> list[np.ndarray]:
+        guard = Guard(backend.clock, backend.latch, 10.0)
+        return backend.run(backend.prepare(call).start(Key(0, 0, 2), [values_of(backend.rank, 8)], None, guard))
+
+    def body(backend: Backend) -> list[np.ndarray]:
+        all_reduce(backend, 8)
+        if backend.rank == 0:
+            return run(backend, Call(Operation.REDUCE, spec, ReduceOp.SUM, root=1))
+        return run(backend, Call(Operation.ALL_REDUCE, spec, ReduceOp.SUM, algorithm="ring"))
+
+    spec = (TensorSpec(DType.FLOAT32, (8,)),)
+
+    with GrpcWorld(2, transport="shared_memory") as world:
+        finished, error = on_every_rank(world.backends, body)
+    assert not isinstance(finished, FerroError)
+    assert isinstance(error, CollectiveMismatchError)
+    assert error.signatures == {0: "reduce(op=sum, float32[8], root=1)", 1: "all_reduce(op=sum, float32[8], algorithm=ring)"}
+
+
 def test_a_rank_that_has_left_is_the_peers_loss_only_where_it_is_needed() -> None:
     with GrpcWorld(3) as world:
         on_every_rank(world.backends, lambda backend: backend.barrier())

@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from ferrorpc.collectives.arena.board import CHUNK_BITS, SIGNATURE, TEXT, Array, Bank, Board, Channel
+from ferrorpc.collectives.arena.board import CHUNK_BITS, SIGNATURE, STAGED, TEXT, Array, Bank, Board, Channel
 from ferrorpc.collectives.arena.execution import ArenaExecution
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
@@ -16,6 +16,7 @@ from ferrorpc.errors import CodecError, CollectiveMismatchError, UsageError
 from ferrorpc.guard import Guard
 from ferrorpc.kernels.reduction import kernel
 from ferrorpc.transports.base import Transport
+from ferrorpc.transports.mailbox import Entered
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
 
@@ -67,6 +68,20 @@ class Arena:
             channels = self._channels.get(stream, PROGRAM_CHANNELS)
             found = self._banks[stream] = self.board.bank(self._group, stream, self.ranks, channels)
         return found
+
+    def entered(self, key: Key) -> Entered:
+        """Which call of this rank has that place, and which was its last; a peer asks that is in another one.
+
+        An operation is known until the next one on its channel, which does not begin before every rank has left it.
+        """
+        bank = self._banks.get(key.stream)
+        if bank is None:
+            return Entered(None, 0, "")
+        ticket, signature = bank.latest(self.board.rank)
+        line = bank.channels[key.number % len(bank.channels)].line
+        known = line[STAGED] >> CHUNK_BITS == key.number + 1
+        text = self.board.read_text(self.board.rank, line[TEXT]) if known else None
+        return Entered(text, max(ticket - 1, 0), signature)
 
 
 class ArenaPrepared(Prepared):
