@@ -10,6 +10,7 @@ is dropped.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -108,7 +109,7 @@ class Mailbox:
         self._boxes: dict[Key, Box] = {}
         self._history: OrderedDict[Key, str] = OrderedDict()
         self._last: dict[tuple[int, int], tuple[int, str]] = {}
-        self._elsewhere: dict[int, Callable[[Key], Entered]] = {}
+        self._elsewhere: dict[int, weakref.WeakMethod[Callable[[Key], Entered]]] = {}
         self._sending: dict[tuple[Key, int, int], Box] = {}
         self._inbound: dict[tuple[int, int, int], Inbound] = {}
 
@@ -127,8 +128,11 @@ class Mailbox:
         return box
 
     def look_elsewhere(self, group: int, entered: Callable[[Key], Entered]) -> None:
-        """A group has operations that send no messages: this tells what its ranks' peers may ask of them."""
-        self._elsewhere[group] = entered
+        """A group has operations that send no messages: this bound method tells what peers may ask of them.
+
+        It is not kept alive: what it belongs to refers to this mailbox, and its memory has to be free when a group is closed.
+        """
+        self._elsewhere[group] = weakref.WeakMethod(entered)
 
     def leave(self, key: Key) -> None:
         """The operation is over on this rank; its signature stays in the history."""
@@ -185,7 +189,8 @@ class Mailbox:
             finished = self._history.get(key)
             last_number, last_signature = self._last.get((key.group, key.stream), (0, ""))
         mine = entered if entered is not None else finished
-        elsewhere = self._elsewhere.get(key.group)
+        found = self._elsewhere.get(key.group)
+        elsewhere = None if found is None else found()
         if mine is None and elsewhere is not None:
             there = elsewhere(key)
             mine = there.signature
