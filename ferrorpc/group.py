@@ -34,6 +34,7 @@ from ferrorpc.operations.arguments import (
     tag_of,
 )
 from ferrorpc.operations.dispatch import Dispatch
+from ferrorpc.operations.expected import Expected
 from ferrorpc.operations.results import NOTHING, Into, Result
 from ferrorpc.operations.shortcut import Shortcut
 from ferrorpc.operations.stream import Stream
@@ -283,12 +284,10 @@ class ProcessGroup:
         Raises:
             SelfSendError: `dst` is this rank.
         """
-        peer, tag = peer_of(dst, self._rank, self._size, "dst"), tag_of(tag)
-        source = view(x)
+        peer, tag, source = peer_of(dst, self._rank, self._size, "dst"), tag_of(tag), view(x)
         guard = self._dispatch.guard(seconds_of(timeout, self.timeout))
         self._dispatch.check_open()
-        execution = self._backend.start_send(source.data, source.spec, peer, tag, guard)
-        return self._dispatch.finish(execution, NOTHING, async_op)
+        return self._dispatch.send(self._backend.start_send(source.data, source.spec, peer, tag, guard), async_op)
 
     def recv(self, src: int, tag: int = 0, out: Any = None, timeout: float | None = None, *, async_op: bool = False) -> Any:
         """The next array that rank `src` sent with this tag, first in, first out; a NumPy array unless `out` is given.
@@ -305,6 +304,10 @@ class ProcessGroup:
         target, spec = (result.out.data, result.out.spec) if isinstance(result, Into) else (None, None)
         execution = self._backend.start_recv(peer, tag, target, spec, guard)
         return self._dispatch.finish(execution, result, async_op)
+
+    def expect(self, src: int, tag: int = 0) -> Expected:
+        """A recv whose place in the queue is taken now; its caller waits with `take`, when it needs the array."""
+        return Expected(self._dispatch, peer_of(src, self._rank, self._size, "src"), tag_of(tag))
 
     # Memory, subgroups, streams.
 

@@ -14,11 +14,12 @@ from typing import Any, Final, TypeAlias
 
 from ferrorpc.arrays.base import View
 from ferrorpc.backends.base import Backend
+from ferrorpc.collectives.advancing import Advancing
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.errors import FerroError, GroupClosedError
 from ferrorpc.guard import Guard
-from ferrorpc.operations.results import Result
+from ferrorpc.operations.results import NOTHING, Result
 from ferrorpc.wire.frames import Key
 from ferrorpc.work import Work
 
@@ -141,6 +142,28 @@ class Dispatch:
         work.on_done(lambda: self._landed(work))
         return work
 
+    def begin(self, execution: Execution) -> bool:
+        """Does on this thread what can be done at once, where others take it further later. Whether that was all of it.
+
+        Whoever drives it next meets what it failed with.
+        """
+        if not isinstance(execution, Advancing):
+            return False
+        execution.wake = _nobody
+        try:
+            return execution.advance()
+        except FerroError:
+            return False
+
+    def send(self, execution: Execution, async_op: bool) -> Any:
+        """As `finish`. What the lane has room for leaves on the caller's thread: to wake another one costs more."""
+        if not async_op or not self.begin(execution):
+            return self.finish(execution, NOTHING, async_op)
+        execution.finish()
+        work: Work[Any] = Work(self.backend.clock, execution.label)
+        work.complete(None)
+        return work
+
     def alone(self, sources: Sequence[View], result: Result) -> Any:
         """The result in a group of one: every operation gives back what it was given."""
         self._note("a group of one")
@@ -173,3 +196,7 @@ class Dispatch:
         if self._is_part and isinstance(error, FerroError) and error.fields.get("rank") in self.backend.world_ranks:
             error.fields["group_rank"] = self.backend.world_ranks.index(error.fields["rank"])
         return error
+
+
+def _nobody() -> None:
+    """The wake of an execution that nobody drives yet."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ferrorpc.arrays.base import Kind as ArrayKind
 from ferrorpc.errors import CollectiveMismatchError, CollectiveTimeoutError
+from ferrorpc.operations.expected import Expected
 from ferrorpc.pipeline.messages import Letter, pack, unpack
 from ferrorpc.pipeline.wire import Wire
 from ferrorpc.work import Work
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
 
 AHEAD: Final = 2
-"""Receives that are posted before their turn: long messages then travel while the rank computes."""
+"""Messages that are expected before their turn: long ones then travel while the rank computes."""
 PATIENCE_SECONDS: Final = 30 * 24 * 3600.0
-"""Deadline of the transfers themselves. A rank that waits does so with its own, shorter one."""
+"""Deadline of the sends themselves. A rank that waits does so with its own, shorter one."""
 
 
 class Exchange:
@@ -52,16 +53,17 @@ class Exchange:
         self._step = step
         self._seconds = seconds
         self._waiting = deque(arrivals)
-        self._posted: dict[Wire, Work[Any]] = {}
+        self._expected: dict[Wire, Expected] = {}
         self._sends: list[tuple[Wire, Work[Any]]] = []
-        self._post()
+        self._expect()
 
     def send(self, wire: Wire, value: Any) -> None:
         """Sends a value on its way; it is copied, so it may change at once."""
         message = pack(self._letter(wire), value)
         target, tag = self._placement[wire.target], wire.tag(len(self._placement))
         work = self._group.send(message, target, tag, async_op=True, timeout=PATIENCE_SECONDS)
-        self._sends.append((wire, _seen(work)))
+        if not work.done():
+            self._sends.append((wire, _seen(work)))
 
     def receive(self, wire: Wire, kind: ArrayKind) -> Any:
         """The value of a wire, with arrays of this kind. Wires are received in the order that was announced.
@@ -71,8 +73,14 @@ class Exchange:
             CollectiveMismatchError: what came belongs to another step or pipeline.
         """
         source = self._placement[wire.source]
-        message = self._wait(self._posted.pop(wire), f"{wire} of rank {self._group.world_ranks[source]}", source)
-        self._post()
+        expected = self._expected.pop(wire)
+        try:
+            message = expected.take(self._seconds)
+        except CollectiveTimeoutError as error:
+            if not expected.may_come:
+                raise
+            raise self._late(f"{wire} of rank {self._group.world_ranks[source]}", source) from error
+        self._expect()
         letter, value = unpack(message, kind)
         wanted = self._letter(wire)
         if letter != wanted:
@@ -84,26 +92,29 @@ class Exchange:
         """Returns when everything that was sent has left. Raises CollectiveTimeoutError."""
         for wire, work in self._sends:
             target = self._placement[wire.target]
-            self._wait(work, f"rank {self._group.world_ranks[target]} to take {wire}", target)
+            try:
+                work.wait(self._seconds)
+            except CollectiveTimeoutError as error:
+                if work.done():
+                    raise
+                raise self._late(f"rank {self._group.world_ranks[target]} to take {wire}", target) from error
 
-    def _post(self) -> None:
-        while self._waiting and len(self._posted) < AHEAD:
+    def abandon(self) -> None:
+        """The step failed: nobody takes what is still expected."""
+        for expected in self._expected.values():
+            expected.forget()
+
+    def _expect(self) -> None:
+        while self._waiting and len(self._expected) < AHEAD:
             wire = self._waiting.popleft()
-            source, tag = self._placement[wire.source], wire.tag(len(self._placement))
-            work = self._group.recv(source, tag, async_op=True, timeout=PATIENCE_SECONDS)
-            self._posted[wire] = _seen(work)
+            self._expected[wire] = self._group.expect(self._placement[wire.source], wire.tag(len(self._placement)))
 
     def _letter(self, wire: Wire) -> Letter:
         return Letter(self._pipeline, self._step, str(wire))
 
-    def _wait(self, work: Work[Any], what: str, peer: int) -> Any:
-        try:
-            return work.wait(self._seconds)
-        except CollectiveTimeoutError as error:
-            if work.done():
-                raise
-            rank, message = self._group.world_ranks[peer], f"this rank of the pipeline waited {self._seconds:g} s for {what}"
-            raise CollectiveTimeoutError([rank], message) from error
+    def _late(self, what: str, peer: int) -> CollectiveTimeoutError:
+        message = f"this rank of the pipeline waited {self._seconds:g} s for {what}"
+        return CollectiveTimeoutError([self._group.world_ranks[peer]], message)
 
 
 def _seen(work: Work[Any]) -> Work[Any]:

@@ -1,27 +1,32 @@
 """Messages between stages: one array of bytes that says what it is and holds one array, several, or none.
 
-    length of header | header: which step and wire, dtype and shape of each array | array | array ...
+    array | array ... | dtype and shape of each array | which step and wire | length of what follows the arrays
 
 Shapes may therefore differ from microbatch to microbatch, and a message of another step is found out at once. The bytes are a
-copy: the stage may use its arrays again as soon as the message is made.
+copy: the stage may use its arrays again as soon as the message is made. What describes arrays is spelled out, and read, once
+for each form that messages have.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from ferrorpc.arrays.base import Kind
-from ferrorpc.arrays.kinds import NUMPY, view
+from ferrorpc.arrays.kinds import view
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, TensorSpec
 
 ALIGNMENT: Final = 64
 """Arrays begin at multiples of so many bytes, as vector instructions like it."""
-_LENGTH: Final = np.dtype("<u4")
+_LENGTH_BYTES: Final = 4
+_FORMS: Final = 256
+_FORM_BYTES_MAX: Final = 4096
+"""Forms that are remembered, and how long their texts may be."""
 
 Array = np.ndarray[Any, Any]
 
@@ -34,6 +39,41 @@ class Letter(NamedTuple):
     wire: str
 
 
+class _Form:
+    """What a value consists of, and where in the message its arrays lie.
+
+    Args:
+        several: whether it is a tuple.
+        specs: of its arrays; None for None.
+    """
+
+    __slots__ = ("end", "places", "several", "specs", "text")
+
+    def __init__(self, several: bool, specs: tuple[TensorSpec | None, ...]) -> None:
+        self.several = several
+        self.specs = specs
+        parts = [None if spec is None else [int(spec.dtype), list(spec.shape)] for spec in specs]
+        self.text = json.dumps([several, parts], separators=(",", ":")).encode()
+        self.places: list[slice] = []
+        self.end = 0
+        for spec in specs:
+            start = self.end + -self.end % ALIGNMENT
+            self.end = start + (0 if spec is None else math.prod(spec.shape) * spec.dtype.itemsize)
+            self.places.append(slice(start, self.end))
+
+
+_form = lru_cache(_FORMS)(_Form)
+
+
+def _read(text: bytes) -> _Form:
+    """The form of this text. Raises ValueError or TypeError where it is none."""
+    several, parts = json.loads(text)
+    return _Form(several, tuple([None if part is None else TensorSpec(DType(part[0]), tuple(part[1])) for part in parts]))
+
+
+_read_before = lru_cache(_FORMS)(_read)
+
+
 def pack(letter: Letter, value: Any) -> Array:
     """The message's bytes.
 
@@ -43,54 +83,42 @@ def pack(letter: Letter, value: Any) -> Array:
     Raises:
         TensorMismatchError: an array's dtype cannot be sent.
     """
-    items = value if isinstance(value, tuple) else (value,)
-    views = [None if item is None else view(item) for item in items]
-    parts = [None if each is None else [int(each.spec.dtype), list(each.spec.shape)] for each in views]
-    header = json.dumps([*letter, isinstance(value, tuple), parts], separators=(",", ":")).encode()
-    starts, total = _places(_LENGTH.itemsize + len(header), [0 if each is None else each.data.nbytes for each in views])
-    message = np.zeros(total, np.uint8) if total < ALIGNMENT * 4 else np.empty(total, np.uint8)
-    message[: _LENGTH.itemsize] = np.frombuffer(np.array(len(header), _LENGTH).tobytes(), np.uint8)
-    message[_LENGTH.itemsize : _LENGTH.itemsize + len(header)] = np.frombuffer(header, np.uint8)
-    for start, each in zip(starts, views, strict=True):
+    several = isinstance(value, tuple)
+    views = [None if item is None else view(item) for item in (value if several else (value,))]
+    form = _form(several, tuple([None if each is None else each.spec for each in views]))
+    about = b"\0".join((form.text, letter.wire.encode(), b"%d" % letter.step, letter.pipeline.encode()))
+    message = np.empty(form.end + len(about) + _LENGTH_BYTES, np.uint8)
+    for place, each in zip(form.places, views, strict=True):
         if each is not None:
-            message[start : start + each.data.nbytes] = each.data.reshape(-1).view(np.uint8)
+            message[place] = each.data.reshape(-1).view(np.uint8)
+    message[form.end :] = np.frombuffer(about + len(about).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
     return message
 
 
 def unpack(message: Array, kind: Kind) -> tuple[Letter, Any]:
-    """What a message is about, and its value with arrays of this kind. NumPy arrays share the message's memory.
+    """What a message is about, and its value with arrays of this kind, which share its memory where they are on the host.
 
     Raises:
         CodecError: it is no such message.
     """
     try:
-        length = int(message[: _LENGTH.itemsize].view(_LENGTH)[0])
-        header = bytes(message[_LENGTH.itemsize : _LENGTH.itemsize + length])
-        pipeline, step, wire, several, parts = json.loads(header)
-        specs = [None if part is None else TensorSpec(DType(part[0]), tuple(part[1])) for part in parts]
-        sizes = [0 if spec is None else math.prod(spec.shape) * spec.dtype.itemsize for spec in specs]
-        starts, total = _places(_LENGTH.itemsize + length, sizes)
-        if total != message.size:
-            raise ValueError(f"{message.size} bytes where {total} are announced")
+        last = message.size - _LENGTH_BYTES
+        length = int.from_bytes(message[max(last, 0) :].tobytes(), "little")
+        text, wire, step, pipeline = message[max(last - length, 0) : last].tobytes().split(b"\0", 3)
+        form = (_read_before if len(text) <= _FORM_BYTES_MAX else _read)(text)
+        if form.end + length != last:
+            raise ValueError(f"{message.size} bytes where {form.end + length + _LENGTH_BYTES} are announced")
+        letter = Letter(pipeline.decode(), int(step), wire.decode())
     except (ValueError, TypeError, IndexError) as problem:
         raise CodecError(f"a message between stages of {message.size} bytes is none: {problem}") from None
     values = [
-        None if spec is None else _array(message[start : start + size], spec, kind)
-        for spec, start, size in zip(specs, starts, sizes, strict=True)
+        None if spec is None else _array(message[place], spec, kind)
+        for spec, place in zip(form.specs, form.places, strict=True)
     ]
-    return Letter(pipeline, step, wire), tuple(values) if several else values[0]
+    return letter, tuple(values) if form.several else values[0]
 
 
 def _array(raw: Array, spec: TensorSpec, kind: Kind) -> Any:
     data = raw.view(spec.dtype.storage).reshape(spec.shape)
-    return data if kind is NUMPY and spec.dtype is not DType.BFLOAT16 else kind.wrap(data, spec)
-
-
-def _places(position: int, sizes: list[int]) -> tuple[list[int], int]:
-    """Where each array begins after `position`, and where the last one ends."""
-    starts = []
-    for size in sizes:
-        position += -position % ALIGNMENT
-        starts.append(position)
-        position += size
-    return starts, position
+    shared = kind.alias(data, spec)
+    return kind.wrap(data, spec) if shared is None else shared

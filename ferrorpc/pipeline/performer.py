@@ -51,6 +51,7 @@ class Performer:
         self.peak = 0
         self._rank = rank
         self._pieces = pieces
+        self._kinds = {number: piece.kind for number, piece in pieces.items()}
         self._edges = schedule.edges
         self._placement = schedule.placement
         self._microbatches = schedule.microbatches
@@ -107,7 +108,7 @@ class Performer:
     def _arrived(self, wire: Wire) -> Any:
         if self._placement[wire.source] == self._rank:
             return self._handed.pop(wire)
-        return self._exchange.receive(wire, self._pieces[wire.target].kind)
+        return self._exchange.receive(wire, self._kinds[wire.target])
 
     def _give(self, each: Action, result: Any) -> None:
         """Lays out a result for the pieces that are wired to it: those on other ranks get theirs when the send is due."""

@@ -264,6 +264,7 @@ class Pipeline:
                     on_gradients(piece)
             exchange.finish()
         except Exception as error:
+            exchange.abandon()
             self._group.abort(error)
             raise
         finally:

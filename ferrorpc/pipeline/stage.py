@@ -20,7 +20,8 @@ class Stage(Protocol):
 
     lets schedules like ZB1P and ZBV fill their waits with the latter; it needs no `backward` then. One that also has
     `parameters()` or `named_parameters()`, as modules have them, says with which kind of arrays it computes, and can have
-    weights tied to another stage's.
+    weights tied to another stage's. One that has an attribute `needs_grad_x` is told in it whether anybody wants the gradient
+    of x: nobody does where x comes from outside.
     """
 
     def forward(self, x: Any) -> tuple[Any, Any]:
@@ -50,6 +51,8 @@ class Piece:
                 f"stage {number} is a {type(stage).__name__} without forward() or backward()",
                 hint="a stage has forward(x) -> (y, context) and backward(context, grad_y) -> grad_x",
             )
+        if hasattr(stage, "needs_grad_x"):
+            stage.needs_grad_x = number > 0
         self._stage = stage
         self._contexts: dict[int, Any] = {}
         self._weights_due: dict[int, tuple[Any, Any]] = {}

@@ -31,7 +31,7 @@ class SplitBackward:
         self._arrived: dict[Any, tuple[torch.Tensor | None, ...]] = {}
         self._given: list[torch.Tensor | None] = []
         ends = {get_gradient_edge(each).node for each in self._inputs}
-        self._way = _reaching([get_gradient_edge(each).node for each in self._outputs], ends)
+        self._way = _reaching([get_gradient_edge(each).node for each in self._outputs], ends) if ends else set()
         turns = {node: leaves for node in self._way if node not in ends and (leaves := self._leaves_beside(node))}
         count = Counter(leaf for leaves in turns.values() for leaf in leaves)
         self._shared = [leaf.variable for leaf, times in count.items() if times > 1]

@@ -40,10 +40,14 @@ class Stage:
         module: any torch module. What it keeps itself (running statistics) is updated by every microbatch.
         split: whether schedules may do its backward in two. Say no for modules whose graph is one node that does everything,
             as compiled ones: it would do everything twice.
+
+    Attributes:
+        needs_grad_x: whether gradients of inputs are computed. A pipeline says no where the stage is the model's first.
     """
 
     def __init__(self, module: torch.nn.Module, split: bool = True) -> None:
         self.module = module
+        self.needs_grad_x = True
         if split:
             self.backward_input = self._backward_input
             self.backward_weight = self._backward_weight
@@ -59,7 +63,7 @@ class Stage:
     def forward(self, x: Any) -> tuple[Any, Context]:
         """(y, context): y without its graph, which is in the context."""
         several = isinstance(x, tuple)
-        inputs = tuple(_leaf(each) for each in (x if several else (x,)))
+        inputs = tuple(_leaf(each, self.needs_grad_x) for each in (x if several else (x,)))
         with torch.enable_grad():
             y = self.module(*inputs)
         outputs = y if isinstance(y, tuple) else (y,)
@@ -107,9 +111,9 @@ def with_gradient(criterion: Callable[[Any, Any], torch.Tensor]) -> Callable[[An
     return loss_fn
 
 
-def _leaf(x: Any) -> Any:
-    """A leaf with the values of x, which requires a gradient if it can have one."""
-    return x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
+def _leaf(x: Any, needs_grad: bool = True) -> Any:
+    """A leaf with the values of x, which requires a gradient if one is needed and it can have one."""
+    return x.detach().requires_grad_(needs_grad and (x.is_floating_point() or x.is_complex()))
 
 
 def _differentiable(outputs: tuple[Any, ...], grad_y: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -1,0 +1,46 @@
+"""A recv in two: its place in the queue is taken now, and its caller's own thread waits when it needs the array.
+
+In between, whichever thread brings chunks lays them out, so a message is mostly here when it is wanted, and no thread is woken
+for it but the one that waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ferrorpc.arrays.kinds import NUMPY
+from ferrorpc.operations.arguments import seconds_of
+from ferrorpc.operations.dispatch import Dispatch
+from ferrorpc.operations.results import New
+
+
+class Expected:
+    """The next message from a rank with a tag, in the order in which they were expected; made by `ProcessGroup.expect`."""
+
+    def __init__(self, dispatch: Dispatch, peer: int, tag: int) -> None:
+        dispatch.check_open()
+        self._dispatch = dispatch
+        self._execution = dispatch.backend.start_recv(peer, tag, None, None, dispatch.guard(dispatch.timeout))
+        dispatch.begin(self._execution)
+
+    def take(self, timeout: float | None = None) -> Any:
+        """The array, in NumPy. To be called once.
+
+        Args:
+            timeout: seconds from now; None for the group's.
+
+        Raises:
+            CollectiveTimeoutError: it did not come in time. It is kept for the next recv.
+            FerroError: what ended the generation.
+        """
+        self._execution.guard = self._dispatch.guard(seconds_of(timeout, self._dispatch.timeout))
+        return self._dispatch.finish(self._execution, New(NUMPY), False)
+
+    @property
+    def may_come(self) -> bool:
+        """Whether the generation goes on, so that a timeout was the caller's own."""
+        return self._execution.guard.latch.cause is None
+
+    def forget(self) -> None:
+        """Nobody will take it: the message is for the next recv."""
+        self._execution.finish()
