@@ -51,11 +51,11 @@ def batch(rows: int, seed: int):
 loss_of = nn.functional.mse_loss
 
 
-def one_process(schedule, rows: int, microbatches: int) -> nn.Sequential:
+def one_process(schedule, rows: int, microbatches: int, steps: int = STEPS) -> nn.Sequential:
     """Microbatches one after the other, the loss of each by its share of the batch."""
     alone = nn.Sequential(*(Block(number) for number in range(schedule.virtual_stages)))
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.02)
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         x, target = (each.tensor_split(microbatches) for each in batch(rows, step))
         for part, wanted in zip(x, target, strict=True):
@@ -88,6 +88,20 @@ def test_twenty_steps_are_those_of_one_process(name: str, stages: int):
             for found, wanted in zip(pipelined[number].parameters(), block.parameters(), strict=True):
                 assert (found - wanted).norm() <= tolerance * wanted.norm()
                 assert (found.grad - wanted.grad).norm() <= tolerance * wanted.grad.norm()
+
+
+def test_nobody_computes_the_gradient_of_what_comes_from_outside():
+    """The first stage's input: neither in a whole backward, nor in the first half of one."""
+    for name in ("gpipe", "zb1p"):
+
+        def body(group, name=name):
+            stage = Stage(Block(group.rank))
+            inputs = []
+            stage.module.norm.register_forward_hook(lambda _, given, __: inputs.append(given[0].requires_grad))
+            Pipeline(stage, group, name, 2).step(*batch(4, 0), with_gradient(loss_of))
+            return inputs
+
+        assert run_world(2, body) == [[False, False], [True, True]]
 
 
 class Custom(torch.autograd.Function):
