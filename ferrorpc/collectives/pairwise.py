@@ -45,11 +45,11 @@ class SendExecution(Advancing):
         self._tag = tag
         self._box: Box | None = None
         self._outgoing = Outgoing(peer, Header(tag, "send", spec.dtype, spec.shape, data.nbytes), data.reshape(-1))
-        self._label = f"send({spec} to rank {peer}, tag={tag})"
+        self._spec = spec
 
     @property
     def label(self) -> str:
-        return self._label
+        return f"send({self._spec} to rank {self._peer}, tag={self._tag})"
 
     def step(self) -> bool:
         box, outgoing = self._box, self._outgoing
@@ -69,7 +69,7 @@ class SendExecution(Advancing):
         """Nothing to ask: a receiver that has not called recv yet is not in an operation."""
 
     def explain(self) -> str:
-        return f"{self._label} waits for rank {self._peer} to call recv(src={self._transport.rank}, tag={self._tag})"
+        return f"{self.label} waits for rank {self._peer} to call recv(src={self._transport.rank}, tag={self._tag})"
 
     def timeout_error(self) -> FerroError:
         return CollectiveTimeoutError([self._peer], f"after {self.guard.seconds:g} s, {self.explain()}")
@@ -97,7 +97,6 @@ class RecvExecution(Advancing):
         self._taken = np.empty(0, np.uint8)
         """The bytes of `out`, of which the first `_received` are here."""
         self._received = -1
-        self._label = f"recv(from rank {peer}, tag={tag})"
         self._post: Post | None = Post(self._woken)
         transport.mailbox.post(group, peer, tag, self._post)
 
@@ -108,7 +107,7 @@ class RecvExecution(Advancing):
 
     @property
     def label(self) -> str:
-        return self._label
+        return f"recv(from rank {self._peer}, tag={self._tag})"
 
     def step(self) -> bool:
         post = self._post
@@ -142,7 +141,7 @@ class RecvExecution(Advancing):
 
     def _take(self, frame: Frame) -> None:
         if frame.offset != self._received:
-            raise CodecError(f"{self._label}: chunk at byte {frame.offset} came where byte {self._received} was due")
+            raise CodecError(f"{self.label}: chunk at byte {frame.offset} came where byte {self._received} was due")
         last = frame.offset + len(frame.payload)
         self._taken[frame.offset : last] = frame.payload
         self._received = last
@@ -152,10 +151,10 @@ class RecvExecution(Advancing):
 
     def probe(self) -> None:
         """Asks for an operation that cannot exist: a peer that is gone shows on its lane."""
-        self._transport.probe(self._peer, Key(self._group, POINT_TO_POINT, 0), self._label)
+        self._transport.probe(self._peer, Key(self._group, POINT_TO_POINT, 0), self.label)
 
     def explain(self) -> str:
-        return f"{self._label} waits for rank {self._peer} to call send(dst={self._transport.rank}, tag={self._tag})"
+        return f"{self.label} waits for rank {self._peer} to call send(dst={self._transport.rank}, tag={self._tag})"
 
     def timeout_error(self) -> FerroError:
         return CollectiveTimeoutError(

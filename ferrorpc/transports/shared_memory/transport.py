@@ -1,7 +1,7 @@
 """The transport between ranks of one host: frames through shared memory, announced over Unix sockets.
 
 A small frame is itself a message on the socket. A larger one is put into a slot of the sender's segment, and a parcel, which
-says where, goes over the socket; the neighbour's reader thread takes a copy, sends a receipt, and reads the copy, so that
+says where, goes over the socket; the neighbour's reader thread takes a copy, reads it, and sends a receipt, so that
 nothing that the sender does afterwards can change what was checked. Sockets keep the order, wake the reader and end with their
 process; what was said before a goodbye lies in the mailbox when the goodbye is read.
 
@@ -175,9 +175,9 @@ class SharedMemoryTransport(Transport):
             raise CodecError(f"rank {source} says that a frame of {parcel.size_bytes} bytes lies at {parcel.offset}")
         copy = np.empty(parcel.size_bytes, np.uint8)
         copy[:] = memory[parcel.offset : end]
+        self.mailbox.deliver(scan(copy.data, source))
         receipt = shared_memory_pb2.SharedMemoryReceipt(offset=parcel.offset)
         self._tell(source, shared_memory_pb2.SharedMemoryMessage(receipt=receipt))
-        self.mailbox.deliver(scan(copy.data, source))
 
     def _over(self, peer: int) -> None:
         """Nothing more can be sent to this peer."""
