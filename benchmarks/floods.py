@@ -3,7 +3,7 @@
     python -m benchmarks.floods [--ranks 64] [--connections 2000] [--seconds 6]
 
 Every flood is bounded in time and count. While it lasts, all ranks meet at a named barrier over and over. Shown: barriers a
-second, ranks that were lost, and how much the coordinator has grown.
+second, ranks that were lost, and how much the coordinator has grown since before the first flood.
 """
 
 from __future__ import annotations
@@ -140,7 +140,17 @@ FLOODS: Final[dict[str, Flood]] = {
 
 def resident_bytes(process: int) -> int:
     """Memory that a process has in use."""
-    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * 4096
+    return _memory_bytes(process, "VmRSS:")
+
+
+def peak_bytes(process: int) -> int:
+    """The most memory that a process has had in use so far."""
+    return _memory_bytes(process, "VmHWM:")
+
+
+def _memory_bytes(process: int, row: str) -> int:
+    words = Path(f"/proc/{process}/status").read_text().split()
+    return int(words[words.index(row) + 1]) << 10
 
 
 class Job:
@@ -201,8 +211,9 @@ def main() -> None:
         began_bytes = resident_bytes(coordinator.process.pid)
         for name, flood in FLOODS.items():
             sent, rate = under(job, flood, (host, int(port)), arguments.seconds, arguments.connections)
-            grown = (resident_bytes(coordinator.process.pid) - began_bytes) / MEBIBYTE
-            print(f"{name:12} {sent:8} sent  {rate:6.1f} barriers/s  {job.evicted} lost  {grown:+.0f} MiB so far", flush=True)
+            now, peak = ((of(coordinator.process.pid) - began_bytes) / MEBIBYTE for of in (resident_bytes, peak_bytes))
+            grown = f"{now:+.0f} MiB, {peak:+.0f} at its peak so far"
+            print(f"{name:12} {sent:8} sent  {rate:6.1f} barriers/s  {job.evicted} lost  {grown}", flush=True)
     finally:
         job.crowd.close()
         coordinator.kill()

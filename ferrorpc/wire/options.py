@@ -48,9 +48,10 @@ _SERVER: Final = (
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     # A connection that never finishes its handshake is dropped.
     ("grpc.server_handshake_timeout_ms", 5000),
-    # A thousand members call at once when a round opens; by default some of their calls are cancelled.
-    ("grpc.server.max_pending_requests", 20_000),
-    ("grpc.server.max_pending_requests_hard_limit", 40_000),
+    # Calls that nobody has taken up yet keep what came with them, those of connections that ended too: under a flood they are
+    # most of the memory. Two thousand may wait (by default some of so many are cancelled); members that are cut off dial again.
+    ("grpc.server.max_pending_requests", 2200),
+    ("grpc.server.max_pending_requests_hard_limit", 3000),
 )
 
 
@@ -65,6 +66,9 @@ def control_server() -> Options:
         *_SERVER,
         ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES_MAX),
         ("grpc.max_concurrent_streams", 64),
+        # Of a message that is not read yet so much is taken in, and not more on faster connections: what waits stays small.
+        ("grpc.http2.lookahead_bytes", 8 << 10),
+        ("grpc.http2.bdp_probe", 0),
         # Nobody of ours compresses: what is packed is no message, and is not unpacked to find that out.
         ("grpc.enable_per_message_decompression", 0),
     ]
