@@ -14,18 +14,16 @@ from typing import Any, Final, Self
 import numpy as np
 
 from ferrorpc.arrays.base import View
-from ferrorpc.arrays.kinds import NUMPY, view
+from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.backends.base import Backend
 from ferrorpc.collectives.call import Call, Operation, example
 from ferrorpc.coordination.base import Session, Store
 from ferrorpc.coordination.farewell import reason_of
 from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, UsageError
 from ferrorpc.operations.arguments import (
+    Arguments,
     kind_like,
-    list_result,
     no_result,
-    one_result,
-    parts_of,
     peer_of,
     rank_of,
     ranks_of,
@@ -74,6 +72,7 @@ class ProcessGroup:
         self._dispatch = Dispatch(backend, seconds_of(timeout, 60.0))
         self._rank = backend.rank
         self._size = backend.size
+        self._given = Arguments(backend.capabilities.device_arrays)
         self._is_world = backend.group_id == 0
         self._subgroups = 0
         session = backend.session
@@ -153,8 +152,8 @@ class ProcessGroup:
             found = self._shortcut.all_reduce(x, op, out)
             if found is not None:
                 return found
-        source = view(x)
-        result = one_result(out, source.kind, source.spec, [source])
+        source = self._given.view(x)
+        result = self._given.one_result(out, source.kind, source.spec, [source])
         return self._reduction(Operation.ALL_REDUCE, [source], op, None, wire, algorithm, result, async_op, timeout)
 
     def reduce(
@@ -171,8 +170,8 @@ class ProcessGroup:
     ) -> Any:
         """As `all_reduce`, on rank `root` only; the others get None."""
         root = rank_of(root, self._size, "root")
-        source = view(x)
-        result = one_result(out, source.kind, source.spec, [source]) if root == self._rank else no_result(out)
+        source = self._given.view(x)
+        result = self._given.one_result(out, source.kind, source.spec, [source]) if root == self._rank else no_result(out)
         return self._reduction(Operation.REDUCE, [source], op, root, wire, algorithm, result, async_op, timeout)
 
     def reduce_scatter(
@@ -192,8 +191,8 @@ class ProcessGroup:
             parts: a list of arrays in rank order (they may differ in shape, but not from rank to rank), or one array that is
                 split along axis 0 as by np.array_split.
         """
-        sources = parts_of(parts, self._size)
-        result = one_result(out, sources[0].kind, sources[self._rank].spec, sources)
+        sources = self._given.parts(parts, self._size)
+        result = self._given.one_result(out, sources[0].kind, sources[self._rank].spec, sources)
         return self._reduction(Operation.REDUCE_SCATTER, sources, op, None, wire, algorithm, result, async_op, timeout)
 
     # Moves. Messages describe themselves, so nobody needs to know in advance what arrives.
@@ -211,19 +210,19 @@ class ProcessGroup:
         """The root's x, on every rank. Others may pass None, or an array: the result is then of its kind."""
         root = rank_of(root, self._size, "root")
         if root != self._rank:
-            result = one_result(out, kind_like(x, out), None, [])
+            result = self._given.one_result(out, kind_like(x, out), None, [])
             return self._move(Operation.BROADCAST, [], root, result, async_op, timeout, algorithm)
         if x is None:
             raise UsageError(f"rank {root} is the root of this broadcast, so x must be an array")
-        source = view(x)
-        result = one_result(out, source.kind, source.spec, [source])
+        source = self._given.view(x)
+        result = self._given.one_result(out, source.kind, source.spec, [source])
         return self._move(Operation.BROADCAST, [source], root, result, async_op, timeout, algorithm)
 
     def gather(self, x: Any, root: int = 0, *, out: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """Every rank's x as a list in rank order, on rank `root`; the others get None. Shapes may differ, dtypes not."""
         root = rank_of(root, self._size, "root")
-        sources = [view(x)]
-        result = list_result(out, sources[0].kind, self._size, sources) if root == self._rank else no_result(out)
+        sources = [self._given.view(x)]
+        result = self._given.list_result(out, sources[0].kind, self._size, sources) if root == self._rank else no_result(out)
         return self._move(Operation.GATHER, sources, root, result, async_op, timeout)
 
     def scatter(
@@ -236,20 +235,20 @@ class ProcessGroup:
         """
         root = rank_of(root, self._size, "root")
         if root != self._rank:
-            result = one_result(out, kind_like(parts, out), None, [])
+            result = self._given.one_result(out, kind_like(parts, out), None, [])
             return self._move(Operation.SCATTER, [], root, result, async_op, timeout)
         if parts is None:
             raise UsageError(f"rank {root} is the root of this scatter, so parts must be {self._size} arrays")
-        sources = parts_of(parts, self._size)
-        result = one_result(out, sources[0].kind, sources[root].spec, sources)
+        sources = self._given.parts(parts, self._size)
+        result = self._given.one_result(out, sources[0].kind, sources[root].spec, sources)
         return self._move(Operation.SCATTER, sources, root, result, async_op, timeout)
 
     def all_gather(
         self, x: Any, *, out: Any = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None
     ) -> Any:
         """Every rank's x as a list in rank order, on every rank. Shapes may differ, dtypes not."""
-        sources = [view(x)]
-        result = list_result(out, sources[0].kind, self._size, sources)
+        sources = [self._given.view(x)]
+        result = self._given.list_result(out, sources[0].kind, self._size, sources)
         return self._move(Operation.ALL_GATHER, sources, None, result, async_op, timeout, algorithm)
 
     def all_to_all(
@@ -261,8 +260,8 @@ class ProcessGroup:
             parts: what this rank has for each: a list of arrays in rank order, whose shapes may differ, or one array that is
                 split along axis 0.
         """
-        sources = parts_of(parts, self._size)
-        result = list_result(out, sources[0].kind, self._size, sources)
+        sources = self._given.parts(parts, self._size)
+        result = self._given.list_result(out, sources[0].kind, self._size, sources)
         return self._move(Operation.ALL_TO_ALL, sources, None, result, async_op, timeout, algorithm)
 
     def barrier(self, timeout: float | None = None, *, async_op: bool = False, algorithm: str | None = None) -> Any:
@@ -284,7 +283,7 @@ class ProcessGroup:
         Raises:
             SelfSendError: `dst` is this rank.
         """
-        peer, tag, source = peer_of(dst, self._rank, self._size, "dst"), tag_of(tag), view(x)
+        peer, tag, source = peer_of(dst, self._rank, self._size, "dst"), tag_of(tag), self._given.view(x)
         guard = self._dispatch.guard(seconds_of(timeout, self.timeout))
         self._dispatch.check_open()
         return self._dispatch.send(self._backend.start_send(source.data, source.spec, peer, tag, guard), async_op)
@@ -298,7 +297,7 @@ class ProcessGroup:
             SelfSendError: `src` is this rank.
         """
         peer, tag = peer_of(src, self._rank, self._size, "src"), tag_of(tag)
-        result = one_result(out, NUMPY, None, [])
+        result = self._given.one_result(out, NUMPY, None, [])
         guard = self._dispatch.guard(seconds_of(timeout, self.timeout))
         self._dispatch.check_open()
         target, spec = (result.out.data, result.out.spec) if isinstance(result, Into) else (None, None)
@@ -338,9 +337,10 @@ class ProcessGroup:
         identity = f"{self._backend.group_id:x}/{self._subgroups}:{chosen}"
         note = f"subgroup of ranks {chosen}"
         self._run((Operation.BARRIER, note), lambda: Call(Operation.BARRIER, note=note), [], NOTHING, False, timeout)
-        if self._rank not in chosen:
-            return None
         group_id = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little") or 1
+        if self._rank not in chosen:
+            self._backend.stay_out(chosen, group_id)
+            return None
         return ProcessGroup(self._backend.split(chosen, group_id), self.timeout)
 
     def stream(self, channels: int | None = None) -> Stream:
@@ -363,6 +363,7 @@ class ProcessGroup:
     def synchronize(self) -> None:
         """Blocks the host until nothing that this rank has started is in flight. Errors stay with their Works."""
         self._dispatch.drain(float("inf"))
+        self._backend.synchronize(float("inf"))
 
     def abort(self, cause: str | BaseException) -> None:
         """Ends the generation on every rank: operations in flight and later ones raise GroupAbortedError(rank, cause)."""

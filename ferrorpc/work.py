@@ -26,6 +26,7 @@ class Work(Generic[Result]):
         self.label = label
         self._clock = clock
         self._lock = threading.Lock()
+        self._bringing = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self._done = False
         self._observed = False
@@ -35,6 +36,9 @@ class Work(Generic[Result]):
         """What an error goes through before the caller sees it; set before the handle is handed out."""
         self.waited: Callable[[float], None] | None = None
         """Told how many seconds a caller had to wait; set before the handle is handed out."""
+        self.bring: Callable[[Any], Result] | None = None
+        """Makes the result of what the operation left, on the thread that waits first: arrays on a GPU belong to a stream, and
+        every thread has its own. Set before the handle is handed out."""
 
     def done(self) -> bool:
         """Whether the operation has ended, well or badly."""
@@ -45,11 +49,13 @@ class Work(Generic[Result]):
         self._observed = self._observed or self._done
         return self._located(self._error)
 
-    def wait(self, timeout: float | None = None) -> Result:
+    def wait(self, timeout: float | None = None, host: bool = False) -> Result:
         """The result, as soon as there is one.
 
         Args:
             timeout: seconds; None waits as long as the operation's own deadline allows.
+            host: also for a result that a GPU makes return only when it is there. Otherwise such a result comes as soon as it
+                is certain what it will be, and the current stream goes on after it.
 
         Raises:
             CollectiveTimeoutError: it still runs after `timeout`; it goes on, and wait may be called again.
@@ -66,7 +72,15 @@ class Work(Generic[Result]):
         error = self._located(self._error)
         if error is not None:
             raise error
+        if self.bring is not None:
+            self._bring_once()
         return self._result  # type: ignore[return-value]
+
+    def _bring_once(self) -> None:
+        with self._bringing:
+            if self.bring is not None:
+                self._result = self.bring(self._result)
+                self.bring = None
 
     def _park(self, until: float, timeout: float | None) -> None:
         parker = self._clock.parker()

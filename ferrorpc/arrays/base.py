@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ class View(NamedTuple):
         data: its elements, C-contiguous, in the storage dtype (bfloat16 as uint16). Not to be written.
         borrowed: `data` is the caller's own memory, not a copy.
         origin: the caller's memory as it lies, possibly strided; None where the host cannot see it.
+        device_origin: the caller's array as it lies, where `data` is on its device too (`Kind.view_near`); else None.
     """
 
     kind: Kind
@@ -31,6 +32,7 @@ class View(NamedTuple):
     data: np.ndarray[Any, Any]
     borrowed: bool
     origin: np.ndarray[Any, Any] | None
+    device_origin: Any | None = None
 
 
 class Out:
@@ -68,6 +70,10 @@ class Out:
             np.copyto(self._origin, self.data)
         return self.given
 
+    def touches(self, view: View) -> bool:
+        """Whether it has, or may have, memory in common with `view`."""
+        return view.device_origin is None and bool(np.may_share_memory(self.data, view.data))
+
     def shares(self, view: View) -> bool:
         """Whether this is exactly the memory of `view`, so that the operation is in place.
 
@@ -88,6 +94,8 @@ class Kind(ABC):
     """One library's arrays."""
 
     name: str
+    on_device: ClassVar[bool] = False
+    """Whether they are in a GPU's memory, so that whoever makes or writes one does it in a stream."""
 
     @abstractmethod
     def view(self, x: Any) -> View:
@@ -109,6 +117,18 @@ class Kind(ABC):
         Raises:
             TensorMismatchError: dtype or shape differ, or it cannot be written.
         """
+
+    def view_near(self, x: Any) -> View:
+        """As `view`, but arrays of a GPU stay there: `data` is one of their library's, and nothing waits for it."""
+        return self.view(x)
+
+    def out_near(self, x: Any, spec: TensorSpec) -> Out:
+        """As `out`, but results for a GPU's array are written there: `data` is one of its library's."""
+        return self.out(x, spec)
+
+    def home(self, data: Any, spec: TensorSpec) -> np.ndarray[Any, Any]:
+        """A copy on the host of a device array of this kind, in storage dtype."""
+        raise AssertionError(f"{self.name} arrays are on the host already, {spec} too")
 
     @abstractmethod
     def wrap(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> Any:

@@ -1,6 +1,8 @@
-"""CuPy arrays, copied through the host. CuPy is never imported here: who passes such an array has done so.
+"""CuPy arrays. CuPy is never imported here: who passes such an array has done so.
 
-Both copies are ordered on the caller's current stream and complete before they return.
+For lanes that read host memory they are copied through the host, through pinned slots (staging.py); those copies are ordered
+after the caller's current stream and complete before they return. A backend that takes arrays where they are (NCCL) gets them
+by `view_near` and `out_near`: nothing is copied, and nothing waits.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.arrays.base import Kind, Out, View, fit
+from ferrorpc.arrays.cupy_device import CupyDevice, device_of
+from ferrorpc.arrays.device import DeviceArray
 from ferrorpc.arrays.numpy_kind import NUMPY
+from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import DType, TensorSpec, dtype_of
 
 
@@ -27,16 +32,27 @@ class CupyKind(Kind):
     """Arrays on one device."""
 
     name = "cupy"
+    on_device = True
 
     def __init__(self, device: int) -> None:
-        self._device = device
+        self._index = device
+
+    @property
+    def device(self) -> CupyDevice:
+        """Where they are."""
+        return device_of(sys.modules["cupy"], self._index)
 
     def view(self, x: Any) -> View:
-        spec = self.spec(x)  # refused before anything is copied
-        cupy = sys.modules["cupy"]
-        with cupy.cuda.Device(self._device):
-            host = NUMPY.view(cupy.asnumpy(x, order="C"))
-        return View(self, spec, host.data, False, None)
+        near = self.view_near(x)  # refused before anything is copied
+        return View(self, near.spec, self.device.staging.down(near.data), False, None)
+
+    def view_near(self, x: Any) -> View:
+        spec = self.spec(x)
+        origin = _stored(x, spec.dtype)
+        if origin.flags.c_contiguous:
+            return View(self, spec, origin, True, None, x)
+        with self.device.here():
+            return View(self, spec, _stored(x.copy(), spec.dtype), False, None, x)
 
     def spec(self, x: Any) -> TensorSpec:
         return TensorSpec(dtype_of(np.dtype(x.dtype)), tuple(x.shape))
@@ -45,21 +61,84 @@ class CupyKind(Kind):
         fit(self.spec(x), spec)
 
         def store(data: np.ndarray[Any, Any]) -> None:
-            cupy = sys.modules["cupy"]
-            with cupy.cuda.Device(self._device):
-                x[...] = cupy.asarray(data.view(x.dtype))
+            self._assign(x, self.device.staging.up(data), spec)
 
         return Out(x, spec, None, store)
 
-    def wrap(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
-        cupy = sys.modules["cupy"]
-        with cupy.cuda.Device(self._device):
-            return cupy.asarray(NUMPY.wrap(data, spec))
+    def out_near(self, x: Any, spec: TensorSpec) -> Out:
+        fit(self.spec(x), spec)
+        if x.size and any(stride == 0 and count > 1 for stride, count in zip(x.strides, x.shape, strict=True)):
+            raise TensorMismatchError("out has elements that share memory (it was broadcast)", hint="pass a copy of it")
+        return NearOut(self, x, spec)
+
+    def wrap(self, data: Any, spec: TensorSpec) -> Any:
+        near = self.device.staging.up(data) if isinstance(data, np.ndarray) else data
+        return _typed(near.reshape(spec.shape), spec)
 
     def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> None:
         return None
 
     def empty(self, shape: Sequence[int], dtype: DType) -> Any:
-        cupy = sys.modules["cupy"]
-        with cupy.cuda.Device(self._device):
-            return cupy.empty(tuple(shape), NUMPY.empty((), dtype).dtype)
+        return self.device.empty(shape, NUMPY.empty((), dtype).dtype)
+
+    def home(self, data: DeviceArray, spec: TensorSpec) -> np.ndarray[Any, Any]:
+        """A copy on the host of an array of this device, in storage dtype."""
+        return self.device.staging.down(data).reshape(spec.shape)
+
+    def _assign(self, x: Any, data: DeviceArray, spec: TensorSpec) -> None:
+        with self.device.here():
+            _stored(x, spec.dtype)[...] = data.reshape(spec.shape)
+
+
+class NearOut(Out):
+    """A CuPy array that results are written to where it is."""
+
+    __slots__ = ("_is_scratch", "_kind")
+
+    def __init__(self, kind: CupyKind, given: Any, spec: TensorSpec) -> None:
+        self.given = given
+        self.spec = spec
+        self._kind = kind
+        stored = _stored(given, spec.dtype)
+        self._is_scratch = not stored.flags.c_contiguous
+        self.data = kind.device.empty(spec.shape, spec.dtype.storage) if self._is_scratch else stored
+
+    def commit(self) -> Any:
+        """Brings what was written to `data` into the caller's array, in the current stream."""
+        if self._is_scratch:
+            self._kind._assign(self.given, self.data, self.spec)
+        return self.given
+
+    def touches(self, view: View) -> bool:
+        """As `Out.touches`."""
+        theirs, mine = view.device_origin, self.given
+        if theirs is None or not mine.size or not theirs.size:
+            return False
+        (low, high), (first, last) = _extent(mine), _extent(theirs)
+        return bool(low < last and first < high)
+
+    def shares(self, view: View) -> bool:
+        """Whether this is exactly the memory of `view`. Raises UsageError when it overlaps that in part."""
+        theirs, mine = view.device_origin, self.given
+        if theirs is None:
+            return False
+        if (mine.data.ptr, mine.strides, mine.shape) == (theirs.data.ptr, theirs.strides, theirs.shape):
+            return True
+        if self.touches(view):
+            raise UsageError("out overlaps the input in part", hint="pass the input itself as out=, or an array of its own")
+        return False
+
+
+def _extent(x: Any) -> tuple[int, int]:
+    """First and one past the last address that an array with elements touches."""
+    steps = [(count - 1) * stride for count, stride in zip(x.shape, x.strides, strict=True)]
+    below, above = sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
+    return x.data.ptr + below, x.data.ptr + above + x.dtype.itemsize
+
+
+def _stored(x: Any, dtype: DType) -> Any:
+    return x.view(np.uint16) if dtype is DType.BFLOAT16 else x
+
+
+def _typed(data: Any, spec: TensorSpec) -> Any:
+    return data.view(NUMPY.empty((), spec.dtype).dtype) if spec.dtype is DType.BFLOAT16 else data

@@ -8,6 +8,7 @@ that the caller has done so.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,9 @@ from ferrorpc.arrays.cupy_kind import CupyKind, is_cupy_array
 from ferrorpc.arrays.numpy_kind import NUMPY
 from ferrorpc.arrays.torch_kind import TorchKind, is_tensor
 from ferrorpc.errors import UsageError
-from ferrorpc.types import TensorSpec
+from ferrorpc.types import TensorSpec, dtype_of
 
-__all__ = ["NUMPY", "Kind", "Out", "View", "kind_of", "spec_of", "view", "view_out"]
+__all__ = ["NUMPY", "Kind", "Out", "View", "copy_into", "given_back", "kind_of", "spec_of", "split", "view", "view_out"]
 
 
 def kind_of(x: Any) -> Kind:
@@ -33,18 +34,21 @@ def kind_of(x: Any) -> Kind:
     return NUMPY
 
 
-def view(x: Any) -> View:
+def view(x: Any, near: bool = False) -> View:
     """Reads an array or a number; never writes to it. Read-only, strided and empty arrays are fine.
+
+    Args:
+        near: leave the elements where they are; without it those of a GPU are copied to the host.
 
     Raises:
         TensorMismatchError: its dtype or byte order cannot be sent; the message lists what can.
         UsageError: it is no plain array.
     """
-    return kind_of(x).view(x)
+    return kind_of(x).view_near(x) if near else kind_of(x).view(x)
 
 
-def view_out(out: Any, spec: TensorSpec) -> Out:
-    """Accepts `out` for a result of `spec`. It may be strided, and on a device.
+def view_out(out: Any, spec: TensorSpec, near: bool = False) -> Out:
+    """Accepts `out` for a result of `spec`. It may be strided, and on a device; `near` as for `view`.
 
     Raises:
         TensorMismatchError: its dtype or shape differ, or it cannot be written.
@@ -53,7 +57,30 @@ def view_out(out: Any, spec: TensorSpec) -> Out:
     kind = kind_of(out)
     if kind is NUMPY and not isinstance(out, np.ndarray):
         raise UsageError(f"out is a {type(out).__name__}", hint="pass a NumPy, CuPy or torch array")
-    return kind.out(out, spec)
+    return kind.out_near(out, spec) if near else kind.out(out, spec)
+
+
+def split(data: Any, size: int) -> list[Any]:
+    """An array of any library cut along axis 0, as views of it, as np.array_split cuts."""
+    least, more = divmod(data.shape[0], size)
+    return [data[start:stop] for start, stop in pairwise(place * least + min(place, more) for place in range(size + 1))]
+
+
+def given_back(kind: Kind, data: Any, spec: TensorSpec) -> Any:
+    """A result as an array of `kind`, whether `data` (storage dtype, its own from then on) is on the host or on a device."""
+    if isinstance(data, np.ndarray):
+        return kind.wrap(data, spec)
+    where = kind_of(data)
+    return kind.wrap(data if where is kind else where.home(data, spec), spec)
+
+
+def copy_into(target: Any, source: Any) -> None:
+    """target[:] = source, for arrays of one shape and storage dtype on the host or on devices."""
+    if isinstance(target, np.ndarray):
+        spec = TensorSpec(dtype_of(target.dtype), target.shape)
+        np.copyto(target, source if isinstance(source, np.ndarray) else kind_of(source).home(source, spec))
+    else:
+        target[...] = given_back(kind_of(target), source, TensorSpec(dtype_of(np.dtype(target.dtype)), target.shape))
 
 
 def spec_of(x: Any) -> TensorSpec:

@@ -176,6 +176,22 @@ class Backend(ABC):
         """The backend of a subgroup (group ranks of this one, this rank included). Local: no message flows."""
         raise BackendUnavailableError(f"backend {self.name!r} has no subgroups")
 
+    def stay_out(self, ranks: Sequence[int], group_id: int) -> None:
+        """`split` happens among these ranks, and this rank is not one of them. For backends in which all must take part."""
+        return
+
+    def open_stream(self, stream: int) -> None:
+        """A stream of operations that ranks start in different orders is opened, on every rank at the same point."""
+        return
+
+    def synchronize(self, until: float) -> None:
+        """Blocks the host until what this group gave a device is done, or clock time `until`.
+
+        Raises:
+            CollectiveTimeoutError: it was not.
+        """
+        return
+
     def abort(self, cause: FerroError) -> None:
         """Ends the generation, on every rank, with this cause; without a session on this rank only."""
         if self.session is not None:

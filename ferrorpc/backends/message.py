@@ -80,7 +80,7 @@ class MessageBackend(Backend):
         self.basis = basis
         self._arena: Arena | None = None
         if board is not None and self.size > 1 and set(self.world_ranks) <= set(board.memory.ranks):
-            self._arena = Arena(board, transport, group_id, self.world_ranks, self._describe)
+            self._arena = Arena(board, transport, group_id, self.world_ranks, self.describe)
             transport.mailbox.look_elsewhere(group_id, self._arena.entered)
         self._sends = SendNumbers()
         self._barriers = itertools.count(1)
@@ -114,9 +114,9 @@ class MessageBackend(Backend):
         return as_messages if shared is None else f"{shared}\nas messages it would be:\n{as_messages}"
 
     def _run_plan(self, call: Call, plan: Plan) -> Prepared:
-        return PlanPrepared(self.transport, self.world_ranks, self.rank, call, plan, self._describe)
+        return PlanPrepared(self.transport, self.world_ranks, self.rank, call, plan, self.describe)
 
-    def _describe(self, ranks: list[int]) -> str:
+    def describe(self, ranks: list[int]) -> str:
         """What the coordinator knows of these world ranks."""
         reports = [] if self.session is None else self.session.describe(ranks, DESCRIBE_SECONDS)
         return "; ".join(str(report) for report in reports)

@@ -211,10 +211,19 @@ class Progress:
         self._started = False
 
     def submit(
-        self, execution: Execution, abort: Callable[[FerroError], None], convert: Callable[[Execution], Any]
+        self,
+        execution: Execution,
+        abort: Callable[[FerroError], None],
+        convert: Callable[[Execution], Any],
+        work: Work[Any] | None = None,
     ) -> Work[Any]:
-        """Takes an execution over. The result of the Work is `convert(execution)`, called on the progress thread."""
-        work: Work[Any] = Work(self._clock, execution.label)
+        """Takes an execution over. The result of the Work is `convert(execution)`, called on the progress thread.
+
+        Args:
+            work: the Work; a new one where none is given.
+        """
+        if work is None:
+            work = Work(self._clock, execution.label)
         entry = _Entry(execution, abort, convert, work)
         execution.wake = lambda: self._wake(entry)
         with self._lock:

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from operator import index
 from typing import Any, Final, TypeAlias
 
-import numpy as np
-
 from ferrorpc.arrays.base import Kind, View
-from ferrorpc.arrays.kinds import NUMPY, kind_of, view
+from ferrorpc.arrays.kinds import NUMPY, kind_of, split, view
 from ferrorpc.errors import InvalidRankError, SelfSendError, TensorMismatchError, UsageError
 from ferrorpc.operations.results import NOTHING, Into, IntoList, IntoWhole, New, NewList, Result
 from ferrorpc.types import TensorSpec
@@ -82,32 +80,6 @@ def shape_of(shape: Any) -> tuple[int, ...]:
     return sizes
 
 
-def parts_of(parts: Any, size: int) -> list[View]:
-    """One array for each rank: a list as it is, an array split along axis 0 as by np.array_split.
-
-    Raises:
-        TensorMismatchError: another number of parts, or parts of different dtypes.
-    """
-    views = [view(part) for part in parts] if isinstance(parts, list | tuple) else _split(view(parts), size)
-    if len(views) != size:
-        raise TensorMismatchError(f"{len(views)} parts were given for {size} ranks", hint="pass one part for each rank")
-    dtypes = sorted({part.spec.dtype.label for part in views})
-    if len(dtypes) > 1:
-        raise TensorMismatchError(f"the parts have different dtypes: {', '.join(dtypes)}", hint="convert them to one")
-    return views
-
-
-def _split(whole: View, size: int) -> list[View]:
-    if not whole.spec.shape:
-        raise TensorMismatchError("a single number cannot be split among ranks", hint="pass a list of arrays")
-    datas = np.array_split(whole.data, size)
-    origins = [None] * size if whole.origin is None else np.array_split(whole.origin, size)
-    return [
-        View(whole.kind, TensorSpec(whole.spec.dtype, data.shape), data, whole.borrowed, origin)
-        for data, origin in zip(datas, origins, strict=True)
-    ]
-
-
 def kind_like(like: Any, out: Any = None) -> Kind:
     """The kind of a result that only arrives here: that of what was passed in its place, if anything was."""
     if isinstance(like, list | tuple):
@@ -117,27 +89,69 @@ def kind_like(like: Any, out: Any = None) -> Kind:
     return NUMPY if out is None else kind_of(out)
 
 
-def one_result(out: Any, kind: Kind, spec: TensorSpec | None, sources: list[View]) -> Result:
-    """Where a single result goes; `spec` is None where only the arriving message tells what it is.
+class Arguments:
+    """What callers pass to the operations of one group.
 
-    Raises:
-        TensorMismatchError: `out` has another dtype or shape, or is read-only.
-        UsageError: `out` overlaps a source in part.
+    Args:
+        near: the backend takes arrays of GPUs where they are; without it they are read on the host.
     """
-    if out is None:
-        return New(kind)
-    into = Into(out, spec)
-    set_apart(sources, into, in_place=len(sources) == 1)
-    return into
+
+    __slots__ = ("_near",)
+
+    def __init__(self, near: bool) -> None:
+        self._near = near
+
+    def view(self, x: Any) -> View:
+        """Reads an array or a number. Raises as `arrays.kinds.view`."""
+        return view(x, self._near)
+
+    def parts(self, parts: Any, size: int) -> list[View]:
+        """One array for each rank: a list as it is, an array split along axis 0 as by np.array_split.
+
+        Raises:
+            TensorMismatchError: another number of parts, or parts of different dtypes.
+        """
+        is_list = isinstance(parts, list | tuple)
+        views = [view(part, self._near) for part in parts] if is_list else _split(view(parts, self._near), size)
+        if len(views) != size:
+            raise TensorMismatchError(f"{len(views)} parts were given for {size} ranks", hint="pass one part for each rank")
+        dtypes = sorted({part.spec.dtype.label for part in views})
+        if len(dtypes) > 1:
+            raise TensorMismatchError(f"the parts have different dtypes: {', '.join(dtypes)}", hint="convert them to one")
+        return views
+
+    def one_result(self, out: Any, kind: Kind, spec: TensorSpec | None, sources: list[View]) -> Result:
+        """Where a single result goes; `spec` is None where only the arriving message tells what it is.
+
+        Raises:
+            TensorMismatchError: `out` has another dtype or shape, or is read-only.
+            UsageError: `out` overlaps a source in part.
+        """
+        if out is None:
+            return New(kind)
+        into = Into(out, spec, self._near)
+        set_apart(sources, into, in_place=len(sources) == 1)
+        return into
+
+    def list_result(self, out: Any, kind: Kind, size: int, sources: list[View]) -> Result:
+        """Where a list of results goes: a list of arrays, or one that is split along axis 0. Raises as `one_result`."""
+        if out is None:
+            return NewList(kind)
+        into = (IntoList if isinstance(out, list | tuple) else IntoWhole)(out, size, self._near)
+        set_apart(sources, into, in_place=False)
+        return into
 
 
-def list_result(out: Any, kind: Kind, size: int, sources: list[View]) -> Result:
-    """Where a list of results goes: a list of arrays, or one that is split along axis 0. Raises as `one_result`."""
-    if out is None:
-        return NewList(kind)
-    into = IntoList(out, size) if isinstance(out, list | tuple) else IntoWhole(out, size)
-    set_apart(sources, into, in_place=False)
-    return into
+def _split(whole: View, size: int) -> list[View]:
+    if not whole.spec.shape:
+        raise TensorMismatchError("a single number cannot be split among ranks", hint="pass a list of arrays")
+    datas = split(whole.data, size)
+    origins = [None] * size if whole.origin is None else split(whole.origin, size)
+    devices = [None] * size if whole.device_origin is None else split(whole.device_origin, size)
+    return [
+        View(whole.kind, TensorSpec(whole.spec.dtype, data.shape), data, whole.borrowed, origin, device)
+        for data, origin, device in zip(datas, origins, devices, strict=True)
+    ]
 
 
 def no_result(out: Any) -> Result:

@@ -62,6 +62,7 @@ class Dispatch:
         with self._lock:
             self._streams += 1
             stream = self._streams
+        self.backend.open_stream(stream)
         if channels is not None and self.backend.arena is not None:
             self.backend.arena.open_stream(stream, channels)
         return stream
@@ -132,7 +133,11 @@ class Dispatch:
     def submit(self, execution: Execution, result: Result) -> Work[Any]:
         """A Work for the result; it is in flight until it is done."""
         self._note(execution.label)
-        work = self.backend.submit(execution, result.of)
+        if result.on_device:
+            work = self.backend.submit(execution, _as_it_is)
+            work.bring = result.of
+        else:
+            work = self.backend.submit(execution, result.of)
         if self._is_part:
             work.locate = self.located
         if self.backend.session is not None:
@@ -200,3 +205,8 @@ class Dispatch:
 
 def _nobody() -> None:
     """The wake of an execution that nobody drives yet."""
+
+
+def _as_it_is(execution: Execution) -> Execution:
+    """For results that are made where they are waited for."""
+    return execution

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.arrays.base import Kind, Out, View
-from ferrorpc.arrays.kinds import spec_of, view_out
+from ferrorpc.arrays.kinds import copy_into, given_back, kind_of, spec_of, split, view_out
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.errors import TensorMismatchError
 from ferrorpc.types import TensorSpec
@@ -22,11 +22,13 @@ class Result(ABC):
 
     Attributes:
         targets: C-contiguous storage arrays that the operation writes to; None to let it allocate.
+        on_device: what the caller gets is on a GPU, so `give` belongs on the caller's thread, whose stream it is for.
     """
 
-    __slots__ = ("targets",)
+    __slots__ = ("on_device", "targets")
 
     targets: list[Array] | None
+    on_device: bool
 
     @abstractmethod
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> Any:
@@ -47,7 +49,7 @@ class Nothing(Result):
     __slots__ = ()
 
     def __init__(self) -> None:
-        self.targets = None
+        self.targets, self.on_device = None, False
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> None:
         """None, whatever there was."""
@@ -62,12 +64,12 @@ class New(Result):
     __slots__ = ("_kind",)
 
     def __init__(self, kind: Kind) -> None:
-        self.targets = None
+        self.targets, self.on_device = None, kind.on_device
         self._kind = kind
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> Any:
         """The array."""
-        return self._kind.wrap(arrays[0], specs[0])
+        return given_back(self._kind, arrays[0], specs[0])
 
 
 class NewList(Result):
@@ -76,12 +78,12 @@ class NewList(Result):
     __slots__ = ("_kind",)
 
     def __init__(self, kind: Kind) -> None:
-        self.targets = None
+        self.targets, self.on_device = None, kind.on_device
         self._kind = kind
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> list[Any]:
         """The arrays."""
-        return [self._kind.wrap(array, spec) for array, spec in zip(arrays, specs, strict=True)]
+        return [given_back(self._kind, array, spec) for array, spec in zip(arrays, specs, strict=True)]
 
 
 class Into(Result):
@@ -90,13 +92,14 @@ class Into(Result):
     Args:
         out: the array.
         spec: of the result; None where only the arriving message tells.
+        near: write to a GPU's array where it is.
     """
 
     __slots__ = ("out",)
 
-    def __init__(self, out: Any, spec: TensorSpec | None) -> None:
-        self.out = view_out(out, spec_of(out) if spec is None else spec)
-        self.targets = [self.out.data]
+    def __init__(self, out: Any, spec: TensorSpec | None, near: bool = False) -> None:
+        self.out = view_out(out, spec_of(out) if spec is None else spec, near)
+        self.targets, self.on_device = [self.out.data], kind_of(out).on_device
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> Any:
         """The caller's array."""
@@ -113,12 +116,13 @@ class IntoList(Result):
 
     __slots__ = ("_given", "_outs")
 
-    def __init__(self, out: Sequence[Any], size: int) -> None:
+    def __init__(self, out: Sequence[Any], size: int, near: bool = False) -> None:
         if len(out) != size:
             raise TensorMismatchError(f"out has {len(out)} arrays for {size} ranks", hint="pass one array for each rank")
         self._given = out
-        self._outs: list[Out] = [view_out(part, spec_of(part)) for part in out]
+        self._outs: list[Out] = [view_out(part, spec_of(part), near) for part in out]
         self.targets = [part.data for part in self._outs]
+        self.on_device = any(kind_of(part).on_device for part in out)
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> Any:
         """The caller's list."""
@@ -140,12 +144,12 @@ class IntoWhole(Result):
 
     __slots__ = ("_out", "_specs")
 
-    def __init__(self, out: Any, size: int) -> None:
+    def __init__(self, out: Any, size: int, near: bool = False) -> None:
         spec = spec_of(out)
         if not spec.shape:
             raise TensorMismatchError("out is a single number, which cannot be split among ranks", hint="pass a list of arrays")
-        self._out = view_out(out, spec)
-        self.targets = np.array_split(self._out.data, size)
+        self._out = view_out(out, spec, near)
+        self.targets, self.on_device = split(self._out.data, size), kind_of(out).on_device
         self._specs = [TensorSpec(spec.dtype, part.shape) for part in self.targets]
 
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> Any:
@@ -158,7 +162,7 @@ class IntoWhole(Result):
 
     def shares(self, source: View) -> bool:
         """Whether it is, or holds, memory of `source`."""
-        return bool(np.may_share_memory(self._out.data, source.data))
+        return self._out.touches(source)
 
 
 def _check(found: TensorSpec, wanted: TensorSpec, label: str) -> None:
@@ -169,4 +173,4 @@ def _check(found: TensorSpec, wanted: TensorSpec, label: str) -> None:
 def _land(array: Array, spec: TensorSpec, target: Array, wanted: TensorSpec, label: str) -> None:
     _check(spec, wanted, label)
     if array is not target:
-        np.copyto(target, array)
+        copy_into(target, array)

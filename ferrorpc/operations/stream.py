@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ferrorpc.arrays.base import View
-from ferrorpc.arrays.kinds import kind_of, view
+from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.guard import Clock
-from ferrorpc.operations.arguments import list_result, one_result, seconds_of
+from ferrorpc.operations.arguments import Arguments, seconds_of
 from ferrorpc.operations.dispatch import Dispatch, Signature
 from ferrorpc.operations.results import Result
 from ferrorpc.types import ReduceOp
@@ -27,6 +27,7 @@ class Stream:
 
     def __init__(self, dispatch: Dispatch, channels: int | None) -> None:
         self._dispatch = dispatch
+        self._given = Arguments(dispatch.backend.capabilities.device_arrays)
         self._number = dispatch.open_stream(channels)
         self._unordered = channels is None and dispatch.backend.arena is not None
 
@@ -52,13 +53,13 @@ class Stream:
         algorithm: str | None = None,
     ) -> Work[Any]:
         """As `ProcessGroup.all_reduce(async_op=True)`."""
-        source, chosen = view(x), ReduceOp.named(op)
+        source, chosen = self._given.view(x), ReduceOp.named(op)
         specs = (source.spec,)
         return self._start(
             (Operation.ALL_REDUCE, specs, chosen, None, wire, algorithm),
             lambda: Call(Operation.ALL_REDUCE, specs, chosen, None, wire, algorithm),
             [source],
-            one_result(out, source.kind, source.spec, [source]),
+            self._given.one_result(out, source.kind, source.spec, [source]),
             number,
             timeout,
         )
@@ -66,23 +67,23 @@ class Stream:
     def broadcast(self, x: Any, number: int, *, root: int, timeout: float | None = None) -> Work[Any]:
         """As `ProcessGroup.broadcast(x, out=x, async_op=True)`: x is read on rank `root` and written on the others."""
         rank = self._dispatch.backend.rank
-        source = view(x)
+        source = self._given.view(x)
         sources = [source] if rank == root else []
         specs = tuple([each.spec for each in sources])
         return self._start(
             (Operation.BROADCAST, specs, root),
             lambda: Call(Operation.BROADCAST, specs, root=root),
             sources,
-            one_result(x, kind_of(x), source.spec, sources),
+            self._given.one_result(x, kind_of(x), source.spec, sources),
             number,
             timeout,
         )
 
     def all_gather(self, x: Any, number: int, *, timeout: float | None = None) -> Work[Any]:
         """As `ProcessGroup.all_gather(async_op=True)`."""
-        source = view(x)
+        source = self._given.view(x)
         specs = (source.spec,)
-        result = list_result(None, source.kind, self._dispatch.backend.size, [source])
+        result = self._given.list_result(None, source.kind, self._dispatch.backend.size, [source])
         return self._start(
             (Operation.ALL_GATHER, specs), lambda: Call(Operation.ALL_GATHER, specs), [source], result, number, timeout
         )

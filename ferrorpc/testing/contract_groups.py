@@ -104,7 +104,7 @@ class FlightContract(Contract):
             random.Random(group.rank).shuffle(order)
             for item in order:
                 everyones = [values(FLOAT, 50 + item, rank, salt=item) for rank in range(size)]
-                check_same(works[item].wait(), reduced(everyones, ReduceOp.SUM, FLOAT), f"operation {item}")
+                self.check_sum(works[item].wait(), reduced(everyones, ReduceOp.SUM, FLOAT), f"operation {item}")
                 if not works[item].done() or works[item].exception() is not None:
                     raise AssertionError(f"{works[item]!r} was waited for")
 

@@ -82,6 +82,17 @@ def check_same(found: Any, expected: Array, what: str = "") -> None:
         raise AssertionError(f"{what}: {differ.size} of {found.size} elements differ, {places}:\n{found!r}\n{expected!r}")
 
 
+def check_near(found: Any, expected: Array, what: str = "") -> None:
+    """Raises AssertionError unless `found` is a NumPy array of the same dtype and shape with these values, but for rounding."""
+    if not isinstance(found, np.ndarray) or (found.dtype, found.shape) != (expected.dtype, expected.shape):
+        raise AssertionError(f"{what}: {found!r} is no {expected.dtype}{expected.shape}")
+    wide = np.complex128 if expected.dtype.kind == "c" else np.float64
+    bits = {"float16": 10, "bfloat16": 7, "float64": 52, "complex128": 52}.get(expected.dtype.name, 23)
+    one, other = found.astype(wide), expected.astype(wide)
+    if not np.allclose(one, other, rtol=2.0 ** (4 - bits), atol=2.0 ** (4 - bits), equal_nan=True):
+        raise AssertionError(f"{what}: off by more than rounding:\n{found!r}\n{expected!r}")
+
+
 def check_list(found: Any, expected: Sequence[Array], what: str = "") -> None:
     """As `check_same`, for a list of arrays."""
     if not isinstance(found, list) or len(found) != len(expected):

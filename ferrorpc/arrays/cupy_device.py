@@ -1,0 +1,180 @@
+"""A GPU through CuPy. CuPy is imported only when somebody asks for a device.
+
+Written against CuPy 14 (`cupy.cuda.runtime.memcpyAsync`, `Stream`, `Event`, `alloc_pinned_memory`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+
+from ferrorpc.arrays.device import DeviceArray, Event, Stream
+from ferrorpc.arrays.staging import Staging
+from ferrorpc.errors import BackendUnavailableError
+
+INSTALL: Final = "pip install 'ferrorpc[gpu]' (CUDA 12) or 'ferrorpc[gpu-cuda13]' (CUDA 13)"
+_HIGHEST_PRIORITY: Final = -5
+"""The highest of today's GPUs; CUDA takes what is out of range for the nearest it has."""
+
+
+class CupyEvent:
+    """A mark without a time."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    @property
+    def done(self) -> bool:
+        """As `Event.done`."""
+        return bool(self._event.done)
+
+
+class CupyStream:
+    """One of CuPy's streams."""
+
+    __slots__ = ("_cupy", "own", "pointer")
+
+    def __init__(self, cupy: Any, stream: Any) -> None:
+        self._cupy = cupy
+        self.own = stream
+        self.pointer = int(stream.ptr)
+
+    def record(self) -> Event:
+        """As `Stream.record`."""
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(self.own)
+        return CupyEvent(event)
+
+    def wait(self, event: Event) -> None:
+        """As `Stream.wait`."""
+        if not isinstance(event, CupyEvent):
+            raise AssertionError(f"{event!r} is no event of CuPy's")
+        self.own.wait_event(event._event)
+
+
+class CupyDevice:
+    """One GPU. Threads may share it: every call that depends on the current device sets it for itself."""
+
+    def __init__(self, cupy: Any, index: int) -> None:
+        self._cupy = cupy
+        self._copy = cupy.cuda.runtime.memcpyAsync
+        self.index = index
+        self.uuid = _text(cupy.cuda.runtime.getDeviceProperties(index)["uuid"])
+
+    def here(self) -> Any:
+        """A context in which it is the current device."""
+        return self._cupy.cuda.Device(self.index)
+
+    @cached_property
+    def staging(self) -> Staging:
+        """Its way to host memory and back: one in a process, so that pinned memory is bounded."""
+        return Staging(self)
+
+    def current(self) -> Stream:
+        """As `Device.current`."""
+        with self.here():
+            return CupyStream(self._cupy, self._cupy.cuda.get_current_stream())
+
+    def new_stream(self) -> Stream:
+        """As `Device.new_stream`."""
+        with self.here():
+            return CupyStream(self._cupy, self._cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY))
+
+    def adopt(self, stream: Any) -> Stream:
+        """As `Device.adopt`."""
+        if isinstance(stream, int):
+            return CupyStream(self._cupy, self._cupy.cuda.ExternalStream(stream, self.index))
+        return CupyStream(self._cupy, stream)
+
+    def empty(self, shape: Sequence[int], storage: np.dtype[Any], stream: Stream | None = None) -> DeviceArray:
+        """As `Device.empty`."""
+        with self.here(), nullcontext() if stream is None else _as_current(stream):
+            return self._cupy.empty(tuple(shape), storage)
+
+    def pointer(self, array: DeviceArray) -> int:
+        """As `Device.pointer`."""
+        return int(array.data.ptr)
+
+    def copy(self, target: DeviceArray, source: DeviceArray, stream: Stream) -> None:
+        """As `Device.copy`."""
+        kind = self._cupy.cuda.runtime.memcpyDeviceToDevice
+        self._transfer(target.data.ptr, source.data.ptr, source.nbytes, kind, stream)
+
+    def upload(self, target: DeviceArray, source: np.ndarray[Any, Any], stream: Stream) -> None:
+        """As `Device.upload`."""
+        kind = self._cupy.cuda.runtime.memcpyHostToDevice
+        self._transfer(target.data.ptr, source.ctypes.data, source.nbytes, kind, stream)
+
+    def download(self, target: np.ndarray[Any, Any], source: DeviceArray, stream: Stream) -> None:
+        """As `Device.download`."""
+        kind = self._cupy.cuda.runtime.memcpyDeviceToHost
+        self._transfer(target.ctypes.data, source.data.ptr, source.nbytes, kind, stream)
+
+    def _transfer(self, target: int, source: int, size_bytes: int, kind: int, stream: Stream) -> None:
+        if size_bytes:
+            with self.here():
+                self._copy(target, source, size_bytes, kind, stream.pointer)
+
+    def pinned(self, size_bytes: int) -> np.ndarray[Any, Any]:
+        """As `Device.pinned`."""
+        with self.here():
+            memory = self._cupy.cuda.alloc_pinned_memory(size_bytes)
+        room: Any = (ctypes.c_uint8 * size_bytes).from_address(memory.ptr)
+        room.owner = memory  # lives as long as any view of it
+        return np.ctypeslib.as_array(room)
+
+
+_devices: dict[tuple[Any, int], CupyDevice] = {}
+_lock = threading.Lock()
+
+
+def device_of(cupy: Any, index: int) -> CupyDevice:
+    """The device with this number; the same object each time."""
+    found = _devices.get((cupy, index))
+    if found is None:
+        with _lock:
+            found = _devices.setdefault((cupy, index), CupyDevice(cupy, index))
+    return found
+
+
+def open_device(index: int | None = None) -> CupyDevice:
+    """The GPU with this number, or CuPy's current one.
+
+    Raises:
+        BackendUnavailableError: there is no CuPy, or no GPU that it can use; the hint is the command that installs it.
+    """
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError as missing:
+        raise BackendUnavailableError(f"GPU arrays need CuPy, which cannot be imported: {missing}", INSTALL) from None
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as problem:  # noqa: BLE001  CuPy's own error class is not known before it is imported
+        raise BackendUnavailableError(
+            f"CuPy finds no GPU: {problem}", "start the process where a GPU and its driver are visible, or use backend='grpc'"
+        ) from None
+    chosen = int(cupy.cuda.Device().id) if index is None else index
+    if not 0 <= chosen < count:
+        raise BackendUnavailableError(f"there is no GPU {chosen}; CuPy sees {count}", "look at CUDA_VISIBLE_DEVICES")
+    return device_of(cupy, chosen)
+
+
+def _as_current(stream: Stream) -> Any:
+    """A context in which it is the calling thread's current stream."""
+    if not isinstance(stream, CupyStream):
+        raise AssertionError(f"{stream!r} is no stream of CuPy's")
+    return stream.own
+
+
+def _text(uuid: Any) -> str:
+    """A GPU's UUID as text: CUDA gives 16 bytes, of any value."""
+    return uuid.decode() if isinstance(uuid, bytes) and uuid.startswith(b"GPU-") else f"GPU-{bytes(uuid).hex()}"

@@ -1,0 +1,86 @@
+"""What ranks tell each other before an operation that NCCL cannot begin without: sizes, and whose turn it is.
+
+NCCL's arrays have no description, so moves, whose shapes only their owners know, begin with everybody saying what it brings;
+and operations of streams begin with the first rank's number. Both are small messages on the group's host lanes, under a key
+beside the operation's own, and carry its signature: ranks that disagree find out here. Reductions in program order need none.
+
+A message: number (8 bytes, -1 from ranks that give none), whether the arrays are on the host (1 byte), how many there are
+(7 bytes), then for each dtype (1), dimensions (7) and each dimension (8); little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.errors import CodecError
+from ferrorpc.types import DType, TensorSpec
+from ferrorpc.wire.frames import DIMENSION_MAX, NDIM_MAX, Key
+
+BESIDE: Final = 0x4000_0000
+"""Added to the stream of an operation's key."""
+DESCRIBED: Final = (Operation.BROADCAST, Operation.SCATTER, Operation.GATHER, Operation.ALL_GATHER, Operation.ALL_TO_ALL)
+"""Operations whose shapes only their owners know."""
+
+_HEAD: Final = struct.Struct("<qQ")
+_HOST: Final = 1 << 56
+
+Array = np.ndarray[Any, Any]
+
+
+class Announced(NamedTuple):
+    """What one rank said."""
+
+    number: int
+    on_host: bool
+    specs: tuple[TensorSpec, ...]
+
+
+def key_beside(key: Key) -> Key:
+    """Where an operation's announcement travels."""
+    return Key(key.group, key.stream | BESIDE, key.number)
+
+
+def pack(number: int, on_host: bool, specs: Sequence[TensorSpec]) -> Array:
+    """A message, as uint8."""
+    parts = [_HEAD.pack(number, len(specs) | on_host * _HOST)]
+    parts += [struct.pack(f"<Q{len(s.shape)}Q", int(s.dtype) | len(s.shape) << 8, *s.shape) for s in specs]
+    return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def unpack(message: Array) -> Announced:
+    """What a message says.
+
+    Raises:
+        CodecError: it is none.
+    """
+    words = np.frombuffer(message.tobytes(), "<u8").tolist() if message.size % 8 == 0 else []
+    if len(words) < 2:
+        raise CodecError(f"{message.size} bytes announce nothing")
+    number = struct.unpack("<q", struct.pack("<Q", words[0]))[0]
+    specs, place = [], 2
+    for _ in range(words[1] % _HOST):
+        code, ndim = (words[place] & 0xFF, words[place] >> 8) if place < len(words) else (0, 0)
+        shape = tuple(words[place + 1 : place + 1 + ndim])
+        known = code in DType._value2member_map_ and ndim <= NDIM_MAX
+        if not known or len(shape) < ndim or max(shape, default=0) >= DIMENSION_MAX:
+            raise CodecError(f"an announcement of {message.size} bytes describes {ndim} dimensions of dtype {code}")
+        specs.append(TensorSpec(DType(code), shape))
+        place += 1 + ndim
+    return Announced(number, bool(words[1] & _HOST), tuple(specs))
+
+
+def announcing_call(call: Call, message: Array | None, note: str) -> Call:
+    """The operation of the host lanes that carries the announcement of `call`: everybody's, or only the first rank's number.
+
+    Args:
+        message: what this rank says; None on a rank that only listens.
+    """
+    said = () if message is None else (TensorSpec(DType.UINT8, message.shape),)
+    if call.operation in DESCRIBED:
+        return Call(Operation.ALL_GATHER, said, note=note, unordered=True)
+    return Call(Operation.BROADCAST, said, root=0, note=note, unordered=True)

@@ -1,0 +1,317 @@
+"""The backend for arrays on GPUs: collectives by NCCL, whose beginning and end are bounded and explained.
+
+NCCL moves elements, and nothing else: it does not know shapes, tags or who has died, and it waits for ever. So every NCCL group
+stands on host lanes (a group over gRPC or shared memory of the same ranks), which bring small things: announcements, barriers,
+probes, and send and recv, whose messages have tags and describe themselves.
+
+Sums are added in NCCL's own order: equal on all ranks, but not the left fold of the other backends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ferrorpc.arrays.device import Device, is_host
+from ferrorpc.arrays.kinds import kind_of
+from ferrorpc.backends.base import Backend, Capabilities
+from ferrorpc.backends.message import MessageBackend
+from ferrorpc.backends.nccl.api import NcclApi, required
+from ferrorpc.backends.nccl.barrier import SettledBarrier
+from ferrorpc.backends.nccl.connect import Connector
+from ferrorpc.backends.nccl.ending import CLOSE_SECONDS, Ending
+from ferrorpc.backends.nccl.execution import Flight, NcclExecution, NcclPrepared
+from ferrorpc.backends.nccl.identity import exchange, own_identity
+from ferrorpc.backends.nccl.lineup import Lineup, NumberedLineup
+from ferrorpc.backends.nccl.raw import RawOperations
+from ferrorpc.backends.nccl.work import DeviceWork
+from ferrorpc.collectives import select
+from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.collectives.polling import Polling
+from ferrorpc.collectives.progress import drive, progress_of
+from ferrorpc.coordination.base import Session
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, UsageError
+from ferrorpc.guard import Guard
+from ferrorpc.types import TensorSpec
+from ferrorpc.work import Work
+
+LOOK_SECONDS: Final = 200e-6
+WORLD: Final = "world"
+
+
+class NcclBackend(RawOperations, Backend):
+    """One rank's backend. Made by every rank at the same time.
+
+    Args:
+        lanes: the same ranks' backend for host memory; closed with this one.
+        device: this rank's GPU.
+        api: the binding of NCCL.
+        connector: makes communicators; None makes one of the binding, with its deadlines.
+        stream: where everything is launched, CuPy's or a CUDA stream as a number; None for one of the backend's own, of the
+            highest priority, that waits for nothing it does not have to.
+        ending: how communicators end; None for the default, whose last resort is to end the process.
+
+    Raises:
+        BackendUnavailableError: two ranks have one GPU, or their versions of NCCL differ; all of them are named.
+        NcclError: the communicator did not come about; the message says who did not come or what each rank met.
+    """
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        lanes: MessageBackend,
+        device: Device,
+        api: NcclApi,
+        *,
+        connector: Connector | None = None,
+        stream: Any = None,
+        ending: Ending | None = None,
+    ) -> None:
+        line = _session_of(lanes)
+        connector = Connector(api, line, device.here) if connector is None else connector
+        exchange(line, own_identity(device.uuid, api.version, api.name), lanes.timeout)
+        communicator = connector.connect(WORLD, lanes.world_ranks)
+        own = device.new_stream() if stream is None else device.adopt(stream)
+        self._set_up(lanes, device, api, connector, Lineup(communicator, own), stream)
+        self._ending = Ending(lanes.clock, lanes.latch, device.here) if ending is None else ending
+        self._ending.add(communicator)
+
+    def _set_up(
+        self, lanes: MessageBackend, device: Device, api: NcclApi, connector: Connector, program: Lineup, stream: Any
+    ) -> None:
+        self.lanes = lanes
+        self.device = device
+        self.api = api
+        self.session = lanes.session
+        self.latch = lanes.latch
+        self.clock = lanes.clock
+        self.rank, self.size = lanes.rank, lanes.size
+        self.world_ranks = lanes.world_ranks
+        self.group_id = lanes.group_id
+        self.timeout = lanes.timeout
+        self.polling = Polling(1)
+        self._connector = connector
+        self._stream = stream
+        self._program = program
+        self._numbered: NumberedLineup | None = None
+        self._lock = threading.Lock()
+        self._flying: set[Any] = set()
+        self._closed = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(device_arrays=True)
+
+    # What operations ask.
+
+    def lineup(self, stream: int) -> Lineup:
+        """Where operations of a stream are launched; 0 is program order."""
+        if stream == 0:
+            return self._program
+        if self._numbered is None:
+            raise AssertionError(f"stream {stream} was not opened")
+        return self._numbered
+
+    def took_off(self, execution: Any) -> None:
+        """An operation was started."""
+        with self._lock:
+            self._flying.add(execution)
+
+    def landed(self, execution: Any) -> None:
+        """It holds nothing any more."""
+        with self._lock:
+            self._flying.discard(execution)
+
+    def in_flight(self) -> list[Any]:
+        """What this rank has started that has not landed."""
+        with self._lock:
+            return list(self._flying)
+
+    def describe(self, ranks: list[int]) -> str:
+        """What the coordinator knows of these world ranks."""
+        return self.lanes.describe(ranks)
+
+    # The backend.
+
+    def prepare(self, call: Call) -> Prepared:
+        if call.operation is Operation.BARRIER:
+            return SettledBarrier(self, self.lanes.prepare(call))
+        if call.wire is not None or call.algorithm is not None:
+            raise UsageError(
+                f"NCCL chooses its own algorithm and compresses nothing, so {call.signature} is not for it",
+                hint="leave wire= and algorithm= away, or use backend='hybrid', which takes such calls through the host",
+            )
+        select.check(call)
+        reduction = None if call.op is None else required(call.op, call.inputs[0].dtype, self.api.features)
+        return NcclPrepared(self, call, reduction, self.instead(call))
+
+    def instead(self, call: Call) -> Prepared | None:
+        """What runs the call where the root announces that its arrays are on the host; None: they go to the GPU and back."""
+        return None
+
+    def explain(self, call: Call) -> str:
+        if call.operation is Operation.BARRIER:
+            return self.lanes.explain(call)
+        self.prepare(call)
+        version = self.api.version
+        return f"{call.signature} on {self.size} ranks: by NCCL {version} through {self.api.name}, which chooses how"
+
+    def empty(self, spec: TensorSpec) -> np.ndarray[Any, Any]:
+        return self.lanes.empty(spec)
+
+    def run(self, execution: Execution) -> list[Any]:
+        if not isinstance(execution, NcclExecution):
+            return self.lanes.run(execution)
+        execution.until_done = not execution.gives_device_arrays
+        try:
+            results = drive(execution, self.abort)
+        except BaseException:
+            execution.release()
+            raise
+        if not execution.until_done and execution.mark is not None:
+            execution.join()
+            progress_of(self.clock).submit(Flight(execution), self.abort, _nothing)
+        return results
+
+    def submit(self, execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
+        if not isinstance(execution, NcclExecution):
+            return self.lanes.submit(execution, convert)
+        return progress_of(self.clock).submit(execution, self.abort, convert, DeviceWork(self.clock, execution))
+
+    def start_send(self, data: Any, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
+        """By the host lanes, whose messages have tags and wait for nobody; a GPU's array goes through pinned memory."""
+        host = data if is_host(data) else kind_of(data).home(data, spec)
+        return self.lanes.start_send(host, spec, dst, tag, guard)
+
+    def start_recv(self, src: int, tag: int, out: Any, spec: TensorSpec | None, guard: Guard) -> Execution:
+        return self.lanes.start_recv(src, tag, out if out is None or is_host(out) else None, spec, guard)
+
+    def send(self, data: np.ndarray[Any, Any], dst: int, tag: int = 0) -> None:
+        self.lanes.send(data, dst, tag)
+
+    def recv(
+        self, src: int, tag: int = 0, out: np.ndarray[Any, Any] | None = None, timeout: float | None = None
+    ) -> np.ndarray[Any, Any]:
+        return self.lanes.recv(src, tag, out, timeout)
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Blocks the host until this rank's GPU has done what this group gave it, and every rank has come here."""
+        guard = Guard(self.clock, self.latch, self.timeout if timeout is None else timeout)
+        self.synchronize(guard.deadline)
+        self.lanes.barrier(guard.deadline - self.clock.now())
+
+    def synchronize(self, until: float) -> None:
+        """Blocks the host until the GPU has done what this group gave it.
+
+        Raises:
+            CollectiveTimeoutError: not by clock time `until`.
+            FerroError: the generation's first cause.
+        """
+        parker = self.clock.parker()
+        for look in range(1 << 62):
+            self.latch.check()
+            flying = self.in_flight()
+            if not flying:
+                return
+            for execution in flying:
+                execution.land()
+            now = self.clock.now()
+            if now >= until:
+                labels = ", ".join(execution.label for execution in flying[:3])
+                raise CollectiveTimeoutError([], f"the GPU had not done {labels} in time")
+            if look:
+                parker.park(min(until, now + LOOK_SECONDS))
+
+    def open_stream(self, stream: int) -> None:
+        """A communicator for operations of streams, the first time; every rank comes here at the same point of its program."""
+        if self._numbered is None:
+            own = self.device.new_stream() if self._stream is None else self.device.adopt(self._stream)
+            communicator = self._part(f"streams of group {self.group_id:x}", list(range(self.size)), self.rank)
+            self._numbered = NumberedLineup(communicator, own)
+
+    def split(self, ranks: Sequence[int], group_id: int) -> Backend:
+        """The subgroup of these group ranks. The ranks outside call `stay_out` at the same time."""
+        label = f"subgroup {group_id:x}"
+        communicator = self._part(label, list(ranks), list(ranks).index(self.rank))
+        return _Subgroup(self, self.lanes.split(ranks, group_id), communicator)
+
+    def stay_out(self, ranks: Sequence[int], group_id: int) -> None:
+        if self.api.features.split:
+            self._connector.split(self._settled(), f"subgroup {group_id:x}", self._world(ranks), None)
+
+    def _part(self, label: str, ranks: list[int], own: int) -> Any:
+        """A communicator of some of this group's ranks."""
+        world = self._world(ranks)
+        if self.api.features.split:
+            found = self._connector.split(self._settled(), label, world, own)
+        else:
+            found = self._connector.connect(label.replace(" ", "/"), world)
+        if found is None:
+            raise AssertionError(f"{label} came about without this rank")
+        self._ending.add(found)
+        return found
+
+    def _settled(self) -> Any:
+        """The communicator of program order, in which nothing is outstanding: splitting wants that."""
+        self.synchronize(self.clock.now() + self.timeout)
+        return self._program.communicator
+
+    def _world(self, ranks: Sequence[int]) -> list[int]:
+        return [self.world_ranks[rank] for rank in ranks]
+
+    def abort(self, cause: FerroError) -> None:
+        self.lanes.abort(cause)
+
+    def renew(self, timeout: float) -> NcclBackend:
+        """The next generation's: new lanes, a new id, a new communicator."""
+        self._shut(self.clock.now())
+        lanes = self.lanes.renew(timeout)
+        if not isinstance(lanes, MessageBackend):
+            raise AssertionError(f"{lanes!r} is no message backend")
+        return type(self)(lanes, self.device, self.api, stream=self._stream)
+
+    def close(self) -> None:
+        self._shut(self.clock.now() + CLOSE_SECONDS)
+        self.lanes.close()
+
+    def _shut(self, until: float) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        mine = [lineup.communicator for lineup in (self._program, self._numbered) if lineup is not None]
+        if self.latch.cause is None:
+            with contextlib.suppress(FerroError):  # what is still in flight is aborted with its communicator
+                self.synchronize(until)
+            if self.latch.cause is None:
+                self._ending.close(mine, until)
+
+
+class _Subgroup(NcclBackend):
+    """Part of a world, on a communicator of its own."""
+
+    def __init__(self, parent: NcclBackend, lanes: MessageBackend, communicator: Any) -> None:
+        own = parent.device.new_stream() if parent._stream is None else parent.device.adopt(parent._stream)
+        self._set_up(lanes, parent.device, parent.api, parent._connector, Lineup(communicator, own), parent._stream)
+        self._ending = parent._ending
+        self._parent = parent
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """As its parent's."""
+        return self._parent.name
+
+
+def _session_of(lanes: MessageBackend) -> Session:
+    if lanes.session is None:
+        raise AssertionError("a message backend always has a session")
+    return lanes.session
+
+
+def _nothing(execution: Execution) -> None:
+    """A flight's result: its caller had it long ago."""

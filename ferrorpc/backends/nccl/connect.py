@@ -1,0 +1,221 @@
+"""How a communicator comes about in bounded time, or why it does not.
+
+NCCL waits for ever for a rank that does not come, and one rank that fails leaves the others waiting. So here every attempt has
+a deadline and an end that all ranks learn of: a leader mints an id, the coordinator relays it under the generation, every
+rank begins without blocking and looks until the communicator is complete, then all meet in a named barrier and say how it went.
+Unless it went well everywhere, everyone aborts, and the next attempt has a new id. Which attempt is on stands in the job's
+store, so that a rank that comes late does not wait with an id that the others have given up.
+
+Cost: one exchange of an id and one barrier an attempt; while it lasts, a look at the store each CHECK_SECONDS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ferrorpc.backends.nccl.api import Communicator, NcclApi, State, failed
+from ferrorpc.coordination.base import Session
+from ferrorpc.coordination.bootstrap import agree_on_ids
+from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroError, NcclError, StoreTimeoutError
+
+INIT_SECONDS: Final = 30.0
+"""How long an attempt may take."""
+ATTEMPTS: Final = 2
+LOOK_SECONDS: Final = 2e-3
+CHECK_SECONDS: Final = 0.5
+VERDICT_SECONDS: Final = 5.0
+ABORT_SECONDS: Final = 10.0
+DESCRIBE_SECONDS: Final = 0.5
+_GOOD: Final = b"complete"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt went, as far as this rank knows."""
+
+    communicator: Communicator | None
+    problem: str = ""
+
+
+class _Overtaken(Exception):
+    """The others are at a later attempt."""
+
+
+class Connector:
+    """Makes communicators for one rank.
+
+    Args:
+        api: the binding.
+        session: the line to the coordinator.
+        on_device: makes the rank's GPU the current one, as a context.
+        init_seconds: how long an attempt may take.
+        verdict_seconds: how long the ranks that are through with an attempt wait for those that are not.
+    """
+
+    def __init__(
+        self,
+        api: NcclApi,
+        session: Session,
+        on_device: Callable[[], contextlib.AbstractContextManager[object]],
+        init_seconds: float = INIT_SECONDS,
+        verdict_seconds: float = VERDICT_SECONDS,
+    ) -> None:
+        self._api = api
+        self._session = session
+        self._on_device = on_device
+        self._seconds = init_seconds
+        self._verdict_seconds = verdict_seconds
+        self._clock = session.clock
+
+    def connect(self, name: str, ranks: Sequence[int]) -> Communicator:
+        """A new communicator of these world ranks, in their order.
+
+        Raises:
+            NcclError: it did not come about within the attempts; the message says who did not come, or what each rank met.
+            FerroError: the cause that ended the generation.
+        """
+        problem, attempt = "", 0
+        for _ in range(ATTEMPTS):
+            attempt = max(attempt + 1, self._attempt_in_force(name))
+            self._announce(name, attempt)
+            outcome = self._try(name, ranks, attempt)
+            if outcome.communicator is not None:
+                return outcome.communicator
+            problem = outcome.problem
+        message = f"NCCL's communicator {name!r} of {len(ranks)} ranks did not come about in {ATTEMPTS} attempts: {problem}"
+        raise NcclError(message, hint="look at the ranks named above; NCCL_DEBUG=INFO says what NCCL itself was at")
+
+    def split(self, parent: Communicator, label: str, ranks: Sequence[int], group_rank: int | None) -> Communicator | None:
+        """A communicator of part of another's ranks, without an id; every rank of the parent takes part.
+
+        Args:
+            ranks: world ranks of the new one, for messages.
+            group_rank: own rank in it; None on ranks that take part only because all must.
+
+        Raises:
+            NcclError: it did not come about in time, or NCCL refused.
+        """
+        with self._on_device():
+            child = parent.split(None if group_rank is None else 0, group_rank or 0)
+        self._await(parent, label, CollectiveTimeoutError)
+        if child is not None:
+            try:
+                self._await(child, f"{label} of ranks {list(ranks)}", CollectiveTimeoutError)
+            except FerroError:
+                self.give_up(child)
+                raise
+        return child
+
+    def _await(self, communicator: Communicator, what: str, late: Callable[[list[int], str], FerroError]) -> None:
+        parker, latch = self._clock.parker(), self._session.membership.latch
+        until = self._clock.now() + self._seconds
+        while (state := communicator.state()) is State.IN_PROGRESS:
+            latch.check()
+            now = self._clock.now()
+            if now >= until:
+                raise late([], f"NCCL's {what} was not complete within {self._seconds:g} s")
+            parker.park(min(until, now + LOOK_SECONDS))
+        if state is not State.SUCCESS:
+            raise failed(what, state, communicator.last_error())
+
+    def _try(self, name: str, ranks: Sequence[int], attempt: int) -> Outcome:
+        """One attempt, whose outcome is the same on every rank."""
+        communicator: Communicator | None = None
+        try:
+            communicator = self._begin(name, ranks, attempt)
+            self._complete(communicator, name, attempt)
+            own = ""
+        except _Overtaken:
+            self.give_up(communicator)
+            return Outcome(None, "the others had given up before this rank came")
+        except (NcclError, CollectiveTimeoutError) as error:
+            self.give_up(communicator)
+            communicator, own = None, error.message
+        except BaseException:
+            self.give_up(communicator)
+            raise
+        problem = self._verdict(name, ranks, attempt, own)
+        if not problem:
+            return Outcome(communicator)
+        self.give_up(communicator)
+        return Outcome(None, problem)
+
+    def _begin(self, name: str, ranks: Sequence[int], attempt: int) -> Communicator:
+        session, world = self._session, self._session.membership.assignment
+        with self._on_device():
+            ids = agree_on_ids(session, name, ranks, self._api.unique_id, attempt=attempt, timeout=self._seconds)
+            ids = ids if self._api.features.scalable else ids[:1]
+            return self._api.init(len(ranks), list(ranks).index(world.rank), ids)
+
+    def _complete(self, communicator: Communicator, name: str, attempt: int) -> None:
+        """Returns when it is complete. Raises NcclError, CollectiveTimeoutError, _Overtaken, or the first cause."""
+        clock, latch = self._clock, self._session.membership.latch
+        parker, until = clock.parker(), clock.now() + self._seconds
+        check_at = clock.now() + CHECK_SECONDS
+        while (state := communicator.state()) is State.IN_PROGRESS:
+            latch.check()
+            now = clock.now()
+            if now >= until:
+                raise CollectiveTimeoutError([], f"not every rank had come after {self._seconds:g} s")
+            if now >= check_at:
+                check_at = now + CHECK_SECONDS
+                if self._attempt_in_force(name) > attempt:
+                    raise _Overtaken
+            parker.park(min(until, now + LOOK_SECONDS))
+        if state is not State.SUCCESS:
+            raise failed("its initialisation", state, communicator.last_error())
+
+    def _verdict(self, name: str, ranks: Sequence[int], attempt: int, own: str) -> str:
+        """What all ranks make of the attempt: nothing where it went well on all, else who did not come, or who met what."""
+        said = own.encode()[:1024] or _GOOD
+        patience = self._verdict_seconds + (0 if own else self._seconds)
+        try:
+            texts = self._session.barrier(f"ferrorpc/nccl/{name}/{attempt}", said, ranks=ranks, timeout=patience)
+        except BarrierTimeoutError as late:
+            known = "; ".join(str(report) for report in self._session.describe(late.missing, DESCRIBE_SECONDS))
+            who = ", ".join(f"rank {rank}" for rank in late.missing)
+            return f"{who} did not arrive" + (f" ({known})" if known else "") + (f"; here: {own}" if own else "")
+        bad = [
+            f"rank {rank}: {text.decode(errors='replace')}"
+            for rank, text in zip(sorted(ranks), texts, strict=True)
+            if text != _GOOD
+        ]
+        return "; ".join(bad)
+
+    def _attempt_in_force(self, name: str) -> int:
+        try:
+            return int(self._session.store.get(self._key(name), timeout=0))
+        except (StoreTimeoutError, ValueError):
+            return 1
+
+    def _announce(self, name: str, attempt: int) -> None:
+        if attempt > 1:
+            self._session.store.set(self._key(name), str(attempt).encode(), bind="generation")
+
+    def _key(self, name: str) -> str:
+        return f"ferrorpc/nccl/{self._session.membership.assignment.generation}/{name}"
+
+    def give_up(self, communicator: Communicator | None) -> bool:
+        """Aborts a communicator on a thread of its own, because that may block; whether it was done within ABORT_SECONDS."""
+        if communicator is None:
+            return True
+        over: list[bool] = []
+        parker = self._clock.parker()
+
+        def abort() -> None:
+            try:
+                with self._on_device():
+                    communicator.abort()
+            except FerroError:
+                pass  # it was gone already
+            over.append(True)
+            parker.unpark()
+
+        self._clock.start(abort, "ferrorpc-nccl-abort")
+        until = self._clock.now() + ABORT_SECONDS
+        while not over and parker.park(until):
+            pass
+        return bool(over)

@@ -1,0 +1,374 @@
+"""One operation by NCCL, from the caller's arrays to the mark in the stream after which the result is there.
+
+Phases. It announces, where something has to be announced. When its turn has come it is launched in the communicator's stream,
+which first waits for what the caller's stream held when the operation was started. Once NCCL has launched everything, the
+copies that follow are queued, and a mark. From then on the result is certain: what is on the GPU may be used by whatever comes
+after the mark. When the GPU has come past the mark, results for the host are brought there, and what the operation held is let
+go: until then every buffer is kept, whatever the caller does with it.
+
+Nothing here blocks: whoever drives it looks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ferrorpc.arrays.device import DeviceArray, Event, is_host
+from ferrorpc.arrays.kinds import copy_into, kind_of
+from ferrorpc.backends.nccl.announcement import DESCRIBED, Announced, announcing_call, key_beside, pack, unpack
+from ferrorpc.backends.nccl.api import DataType, Op, State, failed
+from ferrorpc.backends.nccl.launch import Launch, results_of
+from ferrorpc.backends.nccl.lineup import NumberedLineup
+from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.errors import CollectiveTimeoutError, FerroError
+from ferrorpc.guard import Guard
+from ferrorpc.types import TensorSpec
+from ferrorpc.wire.frames import Key
+
+if TYPE_CHECKING:
+    from ferrorpc.backends.nccl.backend import NcclBackend
+
+Array = np.ndarray[Any, Any]
+
+BY_NCCL = " by NCCL"
+"""Part of the signature, so that a rank whose array is on the host is found to call something else."""
+
+
+class NcclPrepared(Prepared):
+    """A call, for one group.
+
+    Args:
+        reduction: as in `Launch`.
+        on_host: what runs the call instead where the root announces that its arrays are on the host; None: NCCL does all.
+    """
+
+    def __init__(
+        self,
+        backend: NcclBackend,
+        call: Call,
+        reduction: tuple[Op, DataType, int] | None,
+        on_host: Prepared | None = None,
+    ) -> None:
+        self.backend = backend
+        self.call = call
+        self.reduction = reduction
+        self.on_host = on_host
+        self.signature = call.signature + BY_NCCL
+        self._announcing: dict[int, Prepared] = {}
+
+    def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
+        return NcclExecution(self, key, inputs, outputs, guard)
+
+    def announce(self, key: Key, number: int, on_host: bool, guard: Guard) -> Execution | None:
+        """The exchange that has to come first, where one has to."""
+        backend, call = self.backend, self.call
+        if call.operation not in DESCRIBED and key.stream == 0:
+            return None
+        speaks = call.operation in DESCRIBED or backend.rank == 0
+        message = pack(number, on_host, call.inputs if call.operation in DESCRIBED else ()) if speaks else None
+        size = -1 if message is None else message.size
+        prepared = self._announcing.get(size)
+        if prepared is None:
+            announcing = announcing_call(call, message, f"announcing {self.signature}")
+            prepared = self._announcing[size] = backend.lanes.prepare(announcing)
+        return prepared.start(key_beside(key), [] if message is None else [message], None, guard)
+
+
+class NcclExecution(Execution):
+    """One run of a call."""
+
+    def __init__(
+        self, prepared: NcclPrepared, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard
+    ) -> None:
+        backend = prepared.backend
+        self.guard = guard
+        self.polling = backend.polling
+        self.results: list[Any] = []
+        self.specs: list[TensorSpec] = []
+        self.until_done = True
+        """Whether it is complete only when the GPU has come past the mark, or already with the mark."""
+        self.mark: Event | None = None
+        self.queued: Callable[[], None] | None = None
+        """Told once the mark is there."""
+        self._prepared = prepared
+        self._backend = backend
+        self._key = key
+        self._outputs = outputs
+        self._on_host = all(is_host(array) for array in (*inputs, *(outputs or ())))
+        self._caller = backend.device.current()
+        self._inputs = inputs
+        stays = self._on_host and prepared.on_host is not None
+        self._sources: list[DeviceArray] = [] if stays else [self._uploaded(array) for array in inputs]
+        self._begins = self._caller.record()
+        self._targets: list[DeviceArray] = []
+        self._scratch: list[DeviceArray] = []
+        self._everyones: list[Announced] = []
+        self._launch: Launch | None = None
+        self._over = False
+        self._entered = False
+        self._diverted: Execution | None = None
+        """The call by the host lanes, where it turned out to be one for them."""
+        self._lineup = backend.lineup(key.stream)
+        self._number = self._lineup.join(self)
+        self._announcement = prepared.announce(key, self._number, self._on_host, guard)
+        backend.took_off(self)
+
+    def _uploaded(self, array: Any) -> DeviceArray:
+        return self._backend.device.staging.up(array) if is_host(array) else array
+
+    @property
+    def label(self) -> str:
+        return f"{self._prepared.signature} #{self._key.number}"
+
+    @property
+    def gives_device_arrays(self) -> bool:
+        """Whether its results stay on the GPU."""
+        return not self._on_host
+
+    def advance(self) -> bool:
+        if self._announcement is not None and not self._announced(self._announcement):
+            return False
+        if self._diverted is not None:
+            return self._advance_on_host(self._diverted)
+        if self.mark is None and not (self._launched() and self._settled()):
+            return False
+        return not self.until_done or self.land()
+
+    def _announced(self, announcement: Execution) -> bool:
+        announcement.wake = self.wake
+        if not announcement.advance():
+            return False
+        heard = [unpack(message) for message in announcement.results]
+        if self._prepared.call.operation in DESCRIBED:
+            self._everyones = heard
+        if isinstance(self._lineup, NumberedLineup):
+            self._number = heard[0].number
+        self._announcement = None
+        announcement.finish()
+        on_host, root = self._prepared.on_host, self._prepared.call.root
+        if on_host is not None and root is not None and heard[root].on_host:
+            with self._lineup.lock:
+                self._lineup.passed(self, self._number)
+            self._diverted = start_on_host(on_host, self._key, self._inputs, self._outputs, self.guard)
+        return True
+
+    def _advance_on_host(self, execution: Execution) -> bool:
+        execution.wake = self.wake
+        if not execution.advance():
+            return False
+        self.results, self.specs = execution.results, execution.specs
+        self.release()
+        return True
+
+    @property
+    def _other(self) -> Execution | None:
+        """What runs on the host lanes for it now."""
+        return self._announcement or self._diverted
+
+    def _launched(self) -> bool:
+        """Launches it when it is its turn."""
+        if self._launch is not None:
+            return True
+        lineup = self._lineup
+        with lineup.lock:
+            if not lineup.is_next(self, self._number):
+                return False
+            call, backend = self._prepared.call, self._backend
+            self._enter()
+            self._place()
+            with backend.device.here():
+                lineup.stream.wait(self._begins)
+                lineup.stream.wait(self._caller.record())  # memory that was allocated in its order since
+                self._launch = Launch(
+                    backend.api,
+                    lineup.communicator,
+                    backend.device,
+                    lineup.stream,
+                    backend.rank,
+                    backend.size,
+                    call,
+                    self._sources,
+                    self._targets,
+                    self._prepared.reduction,
+                    self._everyones,
+                    self._room,
+                )
+                self._launch.run()
+        return True
+
+    def _enter(self) -> None:
+        """In the mailbox of the host lanes it stands for those who ask where this rank is, and who call something else."""
+        self._entered = True
+        self._backend.lanes.transport.mailbox.enter(self._key, self._prepared.signature, lambda: None)
+
+    def _place(self) -> None:
+        """Where results go: where the caller wants them, as far as that is on the GPU and fits."""
+        call, backend = self._prepared.call, self._backend
+        self.specs = results_of(call, backend.rank, backend.size, self._everyones)
+        if self._everyones and call.root is not None and not self._sources:
+            self._on_host = self._on_host and self._everyones[call.root].on_host
+        wanted = list(self._outputs or ())
+        fit = [item < len(wanted) and _fits(wanted[item], spec) for item, spec in enumerate(self.specs)]
+        if len(self.specs) > 1 and not any(fit) and len(set(self.specs)) == 1:
+            spec = self.specs[0]
+            whole = backend.device.empty((len(self.specs), *spec.shape), spec.dtype.storage, self._caller)
+            self._targets = [whole[item] for item in range(len(self.specs))]
+            return
+        self._targets = [
+            wanted[item] if fit[item] else backend.device.empty(spec.shape, spec.dtype.storage, self._caller)
+            for item, spec in enumerate(self.specs)
+        ]
+
+    def _room(self, size_bytes: int) -> DeviceArray:
+        self._scratch.append(self._backend.device.empty((size_bytes,), np.dtype(np.uint8), self._caller))
+        self._lineup.stream.wait(self._caller.record())
+        return self._scratch[-1]
+
+    def _settled(self) -> bool:
+        """Queues what follows, and the mark, once NCCL has launched everything."""
+        lineup, launch = self._lineup, self._launch
+        state = lineup.communicator.state()
+        if state is State.IN_PROGRESS or launch is None:
+            return False
+        if state is not State.SUCCESS:
+            raise failed(self.label, state, lineup.communicator.last_error())
+        with lineup.lock:
+            if self.mark is None:
+                for target, source in launch.after:
+                    self._backend.device.copy(target, source, lineup.stream)
+                mark = lineup.stream.record()
+                self.results = self._targets
+                self.mark = mark
+                lineup.passed(self, self._number)
+        if self.queued is not None:
+            self.queued()
+        return True
+
+    def land(self) -> bool:
+        """Whether the GPU has come past the mark; then results for the host are there. Raises what NCCL has met meanwhile."""
+        if self._over:
+            return True
+        if self._other is not None:
+            return False
+        if self.mark is None or not self.mark.done:
+            state = self._lineup.communicator.state()
+            if state not in (State.SUCCESS, State.IN_PROGRESS):
+                raise failed(self.label, state, self._lineup.communicator.last_error())
+            return False
+        if self._on_host:
+            self._bring_home()
+        self.release()
+        return True
+
+    def _bring_home(self) -> None:
+        down = self._backend.device.staging.down
+        wanted = list(self._outputs or ())
+        self.results = []
+        for item, (target, spec) in enumerate(zip(self._targets, self.specs, strict=True)):
+            found = down(target).reshape(spec.shape)
+            if item < len(wanted) and wanted[item].shape == spec.shape and wanted[item].dtype == spec.dtype.storage:
+                copy_into(wanted[item], found)
+                found = wanted[item]
+            self.results.append(found)
+
+    def join(self) -> None:
+        """The calling thread's stream goes on after the mark."""
+        if self.mark is None:
+            raise AssertionError(f"{self.label} was not launched")
+        self._backend.device.current().wait(self.mark)
+
+    def waiting_on(self) -> list[int]:
+        if self._other is not None:
+            return self._other.waiting_on()
+        own = self._backend.world_ranks[self._backend.rank]
+        return [rank for rank in self._backend.world_ranks if rank != own]
+
+    def probe(self) -> None:
+        """A rank that calls something else at this place says so, and the generation ends with both signatures."""
+        if self._other is not None:
+            self._other.probe()
+        elif self._entered:
+            for rank in self.waiting_on():
+                self._backend.lanes.transport.probe(rank, self._key, self._prepared.signature)
+
+    def explain(self) -> str:
+        if self._other is not None:
+            return self._other.explain()
+        return f"{self.label} waits for ranks {self.waiting_on()}, or for what their GPUs and this one were given before it"
+
+    def timeout_error(self) -> FerroError:
+        ranks = self.waiting_on()
+        known = self._backend.describe(ranks)
+        text = f"{self.label} was not complete after {self.guard.seconds:g} s: {self.explain()}"
+        return CollectiveTimeoutError(ranks, text + (f"; {known}" if known else ""))
+
+    def finish(self) -> None:
+        """Its driver is through with it. What the GPU still needs stays until it has landed, or the communicator is gone."""
+        if self.mark is None:
+            self.release()
+
+    def release(self) -> None:
+        """Lets go of all buffers but the results. Idempotent."""
+        if self._over:
+            return
+        self._over = True
+        if self._other is not None:
+            self._other.finish()
+        if self._entered:
+            self._backend.lanes.transport.mailbox.leave(self._key)
+        self._sources, self._scratch, self._launch = [], [], None
+        self._backend.landed(self)
+
+
+class Flight(Execution):
+    """What is left of an operation when its caller has gone on: waiting until its buffers are not needed any more."""
+
+    def __init__(self, execution: NcclExecution) -> None:
+        self.guard = execution.guard
+        self.polling = execution.polling
+        self.results, self.specs = [], []
+        self._execution = execution
+
+    @property
+    def label(self) -> str:
+        return self._execution.label
+
+    def advance(self) -> bool:
+        return self._execution.land()
+
+    def waiting_on(self) -> list[int]:
+        return self._execution.waiting_on()
+
+    def probe(self) -> None:
+        self._execution.probe()
+
+    def explain(self) -> str:
+        return self._execution.explain()
+
+    def timeout_error(self) -> FerroError:
+        return self._execution.timeout_error()
+
+    def finish(self) -> None:
+        self._execution.release()
+
+
+def start_on_host(
+    prepared: Prepared, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard
+) -> Execution:
+    """Starts a call of the host lanes with arrays wherever they are; results for a GPU go there once they are here."""
+    here = [array if is_host(array) else _home(array) for array in inputs]
+    targets = outputs if outputs is not None and all(is_host(array) for array in outputs) else None
+    return prepared.start(key, here, targets, guard)
+
+
+def _home(array: DeviceArray) -> Array:
+    found = kind_of(array)
+    return found.home(array, found.spec(array))
+
+
+def _fits(wanted: Any, spec: TensorSpec) -> bool:
+    return bool(not is_host(wanted) and wanted.shape == spec.shape and wanted.dtype == spec.dtype.storage)

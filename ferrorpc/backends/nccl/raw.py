@@ -1,0 +1,220 @@
+"""Collectives on raw device pointers: for code that has memory of its own, and wants nothing between it and NCCL.
+
+No array is looked at, no shape announced, no buffer kept alive: pointers are addresses on this rank's GPU, counts are elements,
+and memory must stay as it is until the stream has come past the operation. Deadlines, probes and the watch over the
+communicator are those of every other operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ferrorpc.arrays.device import Event, Stream
+from ferrorpc.backends.nccl.api import Communicator, State, failed, required
+from ferrorpc.backends.nccl.launch import BYTES
+from ferrorpc.backends.nccl.lineup import Lineup
+from ferrorpc.collectives.execution import Execution
+from ferrorpc.collectives.progress import drive, progress_of
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, InvalidRankError
+from ferrorpc.guard import Guard
+from ferrorpc.types import DType, ReduceOp, dtype_named
+
+if TYPE_CHECKING:
+    from ferrorpc.backends.nccl.backend import NcclBackend
+
+
+class RawOperations:
+    """The raw forms of a backend's collectives.
+
+    Every rank calls them in the same order among all its operations. Each returns once the operation is in the stream; with
+    `stream` (CuPy's, or a CUDA stream as a number) in that one, else in the backend's own, between what the current stream
+    holds now and what it holds next. `dtype` is a name such as "float32" or a DType.
+
+    Raises:
+        TensorMismatchError: NCCL lacks the operator for this dtype.
+        FerroError: the generation's first cause; CollectiveTimeoutError where an earlier operation blocks the way.
+    """
+
+    def all_reduce_raw(
+        self, source: int, target: int, count: int, dtype: str | DType, op: str | ReduceOp = "sum", *, stream: Any = None
+    ) -> None:
+        """target[:count] = the reduction of every rank's source[:count]. They may be one."""
+        chosen, datatype, factor = self._reduction(op, dtype)
+        self._raw(
+            f"all_reduce_raw(op={chosen.name.lower()}, {_name(dtype)}[{count}])",
+            lambda nccl, queue: nccl.all_reduce(source, target, factor * count, datatype, chosen, queue),
+            stream,
+        )
+
+    def broadcast_raw(
+        self, source: int, target: int, count: int, dtype: str | DType, root: int = 0, *, stream: Any = None
+    ) -> None:
+        """target[:count] = source[:count] of rank `root`. Elsewhere `source` is not read."""
+        backend = self._self()
+        if not 0 <= root < backend.size:
+            raise InvalidRankError(f"root is {root!r}, but this group has ranks 0 to {backend.size - 1}")
+        size_bytes = count * _dtype(dtype).itemsize
+        self._raw(
+            f"broadcast_raw({_name(dtype)}[{count}], root={root})",
+            lambda nccl, queue: nccl.broadcast(source, target, size_bytes, BYTES, root, queue),
+            stream,
+        )
+
+    def all_gather_raw(self, source: int, target: int, count: int, dtype: str | DType, *, stream: Any = None) -> None:
+        """target[:size * count] = every rank's source[:count], in rank order."""
+        size_bytes = count * _dtype(dtype).itemsize
+        self._raw(
+            f"all_gather_raw({_name(dtype)}[{count}])",
+            lambda nccl, queue: nccl.all_gather(source, target, size_bytes, BYTES, queue),
+            stream,
+        )
+
+    def reduce_scatter_raw(
+        self, source: int, target: int, count: int, dtype: str | DType, op: str | ReduceOp = "sum", *, stream: Any = None
+    ) -> None:
+        """target[:count] = this rank's part of the reduction of every rank's source[:size * count]."""
+        chosen, datatype, factor = self._reduction(op, dtype)
+        self._raw(
+            f"reduce_scatter_raw(op={chosen.name.lower()}, {_name(dtype)}[{count}])",
+            lambda nccl, queue: nccl.reduce_scatter(source, target, factor * count, datatype, chosen, queue),
+            stream,
+        )
+
+    def _reduction(self, op: str | ReduceOp, dtype: str | DType) -> Any:
+        return required(ReduceOp.named(op), _dtype(dtype), self._self().api.features)
+
+    def _self(self) -> NcclBackend:
+        return self  # type: ignore[return-value]
+
+    def _raw(self, label: str, launch: Callable[[Communicator, int], None], stream: Any) -> None:
+        backend = self._self()
+        backend.latch.check()
+        given = None if stream is None else backend.device.adopt(stream)
+        guard = Guard(backend.clock, backend.latch, backend.timeout)
+        execution = RawExecution(backend, label, launch, given, guard)
+        drive(execution, backend.abort)
+        progress_of(backend.clock).submit(execution.landing, backend.abort, lambda _: None)
+
+
+class RawExecution(Execution):
+    """One call, until it is in the stream."""
+
+    def __init__(
+        self,
+        backend: NcclBackend,
+        label: str,
+        launch: Callable[[Communicator, int], None],
+        given: Stream | None,
+        guard: Guard,
+    ) -> None:
+        self.guard = guard
+        self.polling = backend.polling
+        self.results, self.specs = [], []
+        self.backend = backend
+        self._label = label
+        self._run = launch
+        self._given = given
+        self._caller = backend.device.current()
+        self._lineup: Lineup = backend.lineup(0)
+        self._lineup.join(self)
+        self._stream = self._lineup.stream if given is None else given
+        self._launched = False
+        self.mark: Event | None = None
+        self.landing = _Landing(self)
+        backend.took_off(self.landing)
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+    def advance(self) -> bool:
+        lineup, backend = self._lineup, self.backend
+        with lineup.lock, backend.device.here():
+            if not self._launched:
+                if not lineup.is_next(self, 0):
+                    return False
+                if self._given is None:
+                    self._stream.wait(self._caller.record())
+                self._run(lineup.communicator, self._stream.pointer)
+                self._launched = True
+            state = lineup.communicator.state()
+            if state is State.IN_PROGRESS:
+                return False
+            if state is not State.SUCCESS:
+                raise failed(self._label, state, lineup.communicator.last_error())
+            self.mark = self._stream.record()
+            lineup.passed(self, 0)
+            if self._given is None:
+                self._caller.wait(self.mark)
+        return True
+
+    def land(self) -> bool:
+        """Whether the GPU has come past it."""
+        if self.mark is not None and self.mark.done:
+            self.backend.landed(self.landing)
+            return True
+        communicator = self._lineup.communicator
+        state = communicator.state()
+        if state not in (State.SUCCESS, State.IN_PROGRESS):
+            raise failed(self._label, state, communicator.last_error())
+        return False
+
+    def waiting_on(self) -> list[int]:
+        return [rank for place, rank in enumerate(self.backend.world_ranks) if place != self.backend.rank]
+
+    def probe(self) -> None:
+        """Raw calls have no key that others could be asked about."""
+
+    def explain(self) -> str:
+        return f"{self._label} waits for ranks {self.waiting_on()}, or for what their GPUs and this one were given before it"
+
+    def timeout_error(self) -> FerroError:
+        known = self.backend.describe(self.waiting_on())
+        text = f"after {self.guard.seconds:g} s, {self.explain()}" + (f"; {known}" if known else "")
+        return CollectiveTimeoutError(self.waiting_on(), text)
+
+    def finish(self) -> None:
+        """Nothing is held."""
+
+
+class _Landing(Execution):
+    """A raw call until the GPU has come past it."""
+
+    def __init__(self, execution: RawExecution) -> None:
+        self.guard = execution.guard
+        self.polling = execution.polling
+        self.results, self.specs = [], []
+        self._execution = execution
+
+    @property
+    def label(self) -> str:
+        return self._execution.label
+
+    def advance(self) -> bool:
+        return self._execution.land()
+
+    land = advance
+
+    def waiting_on(self) -> list[int]:
+        return self._execution.waiting_on()
+
+    def probe(self) -> None:
+        self._execution.probe()
+
+    def explain(self) -> str:
+        return self._execution.explain()
+
+    def timeout_error(self) -> FerroError:
+        return self._execution.timeout_error()
+
+    def finish(self) -> None:
+        self._execution.backend.landed(self)
+
+
+def _dtype(dtype: str | DType) -> DType:
+    return dtype if isinstance(dtype, DType) else dtype_named(dtype)
+
+
+def _name(dtype: str | DType) -> str:
+    return _dtype(dtype).label

@@ -1,0 +1,49 @@
+"""The handle of an asynchronous operation on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ferrorpc.backends.nccl.execution import NcclExecution
+from ferrorpc.guard import Clock
+from ferrorpc.work import Work
+
+
+class DeviceWork(Work[Any]):
+    """Done when the GPU is; but `wait` returns as soon as the operation is in the stream, and the current stream goes on after
+    it. `wait(host=True)` returns when the result is there."""
+
+    def __init__(self, clock: Clock, execution: NcclExecution) -> None:
+        super().__init__(clock, execution.label)
+        self._queued: Work[None] = Work(clock, f"{execution.label}, until it is in its stream")
+        self._execution = execution
+        execution.queued = self._is_queued
+
+    def _is_queued(self) -> None:
+        if not self._queued.done():
+            self._queued.complete(None)
+
+    def wait(self, timeout: float | None = None, host: bool = False) -> Any:
+        execution = self._execution
+        if host or self._done or self.bring is None:
+            return super().wait(timeout)
+        self._queued.wait(timeout)
+        if execution.mark is None:  # it failed
+            return super().wait(timeout)
+        execution.join()
+        with self._bringing:
+            if self.bring is not None:
+                self._result = self.bring(execution)
+                self.bring = None
+        return self._result
+
+    def _end(self) -> None:
+        self._is_queued()
+        super()._end()
+
+    def complete(self, result: Any) -> None:
+        """For the driver: the GPU is done. What `wait` has made already stays."""
+        with self._bringing:
+            if self.bring is not None or self._result is None:
+                self._result = result
+        self._end()

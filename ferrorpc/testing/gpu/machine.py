@@ -1,0 +1,256 @@
+"""Fake GPUs on NumPy: memory, streams and events that behave like CUDA's where it matters to whoever uses them.
+
+Faithful in this: nothing runs when it is queued. Each look at an event takes every stream one task further, so buffers are
+read and written as late as can be. Memory that is freed is overwritten, in the order of the stream it was allocated on, and
+gone: a task that touches it later is a fault, as an illegal address is on a GPU, and is kept in `Machine.faults`. Host memory
+that is not pinned is copied when the copy is queued, as CUDA does. Not modelled: time, and that streams of one GPU compete.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+Task: TypeAlias = Callable[[], bool]
+"""Does its work and returns True, or returns False because it has to wait."""
+
+ALIGNMENT_BYTES: Final = 256
+FREED: Final = 0xCB
+"""What freed memory holds."""
+STUCK_SECONDS: Final = 20.0
+"""How long `FakeStream.synchronize` waits for other ranks before it says that nothing moves."""
+
+
+class GpuFault(RuntimeError):
+    """A fake GPU met what a real one would end the process for."""
+
+
+class Memory:
+    """The memory of one kind: of a GPU, or pinned memory of the host."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, np.ndarray[Any, Any]] = {}
+        self._starts: list[int] = []
+
+    def allocate(self, size_bytes: int) -> int:
+        """The address of a new block."""
+        room = np.full(size_bytes + 2 * ALIGNMENT_BYTES, FREED, np.uint8)
+        skip = -room.ctypes.data % ALIGNMENT_BYTES
+        block = room[skip : skip + max(size_bytes, 1)]
+        self._blocks[block.ctypes.data] = block
+        insort(self._starts, block.ctypes.data)
+        return int(block.ctypes.data)
+
+    def free(self, address: int) -> None:
+        """The block is gone."""
+        self._blocks.pop(address)[:] = FREED
+        self._starts.remove(address)
+
+    def find(self, address: int, size_bytes: int) -> np.ndarray[Any, Any] | None:
+        """So many bytes from there, as uint8; None unless all of them are in one block."""
+        place = bisect_right(self._starts, address) - 1
+        if place < 0:
+            return None
+        start = self._starts[place]
+        block = self._blocks[start]
+        if address + size_bytes > start + block.size:
+            return None
+        return block[address - start : address - start + size_bytes]
+
+    @property
+    def live_blocks(self) -> int:
+        """How many there are."""
+        return len(self._starts)
+
+
+class FakeStream:
+    """A queue of tasks. `pointer` is 0 for a GPU's default stream."""
+
+    def __init__(self, gpu: Gpu, pointer: int, priority: int = 0, non_blocking: bool = False) -> None:
+        self.gpu = gpu
+        self.pointer = pointer
+        self.priority = priority
+        self.non_blocking = non_blocking
+        self.tasks: deque[Task] = deque()
+
+    def enqueue(self, task: Task) -> None:
+        """Queues a task."""
+        with self.gpu.machine.lock:
+            self.tasks.append(task)
+
+    def synchronize(self) -> None:
+        """Blocks until the queue is empty. Raises GpuFault when nothing moves for long."""
+        machine = self.gpu.machine
+        with machine.lock:
+            while self.tasks:
+                if not machine.step() and not machine.moved.wait(STUCK_SECONDS):
+                    raise GpuFault(f"nothing moves on GPU {self.gpu.index}: {len(self.tasks)} tasks wait")
+
+
+class FakeEvent:
+    """A mark in a stream. As in CUDA one that was never recorded counts as passed."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._marks = 0
+        self._passed = 0
+
+    def record(self, stream: FakeStream) -> None:
+        """Marks the end of the queue."""
+        with self._machine.lock:
+            self._marks += 1
+            mark = self._marks
+
+            def passed() -> bool:
+                self._passed = max(self._passed, mark)
+                return True
+
+            stream.enqueue(passed)
+
+    def hold(self, stream: FakeStream) -> None:
+        """What is queued in `stream` from now on waits for the latest mark."""
+        with self._machine.lock:
+            mark = self._marks
+            if mark > self._passed:
+                stream.enqueue(lambda: self._passed >= mark)
+
+    @property
+    def done(self) -> bool:
+        """Whether the latest mark was passed. Looking moves every stream."""
+        with self._machine.lock:
+            if self._passed < self._marks:
+                self._machine.step()
+            return self._passed >= self._marks
+
+
+class Gpu:
+    """One GPU."""
+
+    def __init__(self, machine: Machine, index: int, uuid: str) -> None:
+        self.machine = machine
+        self.index = index
+        self.uuid = uuid
+        self.memory = Memory()
+        self.streams: dict[int, FakeStream] = {}
+        self.default = self.new_stream(pointer=0)
+
+    def new_stream(self, priority: int = 0, non_blocking: bool = False, pointer: int | None = None) -> FakeStream:
+        """A stream with a number that no other of the machine has (but the default ones, which have 0)."""
+        with self.machine.lock:
+            number = self.machine.next_pointer() if pointer is None else pointer
+            stream = self.streams[number] = FakeStream(self, number, priority, non_blocking)
+            return stream
+
+    def stream(self, pointer: int) -> FakeStream:
+        """The stream with this number."""
+        return self.streams[pointer]
+
+    def bytes_at(self, address: int, size_bytes: int) -> np.ndarray[Any, Any]:
+        """Its memory there, as uint8. Raises GpuFault for an illegal address."""
+        found = self.memory.find(address, size_bytes) if size_bytes else np.empty(0, np.uint8)
+        if found is None:
+            raise GpuFault(f"illegal address on GPU {self.index}: {size_bytes} bytes at {address:#x} are not allocated")
+        return found
+
+
+class Machine:
+    """The GPUs of one host, and the host's pinned memory.
+
+    Attributes:
+        gpus: by number.
+        faults: what went wrong in tasks; a test that ends with any has found a bug.
+    """
+
+    def __init__(self, count: int = 1) -> None:
+        self.lock = threading.RLock()
+        self.moved = threading.Condition(self.lock)
+        self.pinned = Memory()
+        self.faults: list[Exception] = []
+        self._pointers = 0x5000
+        self.gpus = [Gpu(self, index, f"GPU-fake-{index:04d}") for index in range(count)]
+
+    def next_pointer(self) -> int:
+        """A number for a stream."""
+        self._pointers += 0x10
+        return self._pointers
+
+    def step(self) -> bool:
+        """Takes every stream one task further; whether anything moved."""
+        with self.lock:
+            moved = False
+            for gpu in self.gpus:
+                for stream in list(gpu.streams.values()):
+                    moved = self._advance(stream) or moved
+            if moved:
+                self.moved.notify_all()
+            return moved
+
+    def _advance(self, stream: FakeStream) -> bool:
+        if not stream.tasks:
+            return False
+        try:
+            if not stream.tasks[0]():
+                return False
+        except Exception as fault:  # noqa: BLE001  the stream goes on, as if the kernel had ended; the test sees the fault
+            self.faults.append(fault)
+        stream.tasks.popleft()
+        return True
+
+    def settle(self) -> None:
+        """Goes on until nothing moves."""
+        while self.step():
+            pass
+
+    def copy_in(self, gpu: Gpu, target: int, source: int, size_bytes: int, stream: FakeStream) -> None:
+        """Host to device."""
+        with self.lock:
+            is_pinned = self.pinned.find(source, size_bytes) is not None
+            early = None if is_pinned else host_bytes(source, size_bytes).copy()
+
+            def run() -> bool:
+                gpu.bytes_at(target, size_bytes)[:] = self._pinned_at(source, size_bytes) if early is None else early
+                return True
+
+            stream.enqueue(run)
+
+    def copy_out(self, gpu: Gpu, target: int, source: int, size_bytes: int, stream: FakeStream) -> None:
+        """Device to host; into memory that is not pinned the caller waits, as with CUDA."""
+        with self.lock:
+            is_pinned = self.pinned.find(target, size_bytes) is not None
+
+            def run() -> bool:
+                there = self._pinned_at(target, size_bytes) if is_pinned else host_bytes(target, size_bytes)
+                there[:] = gpu.bytes_at(source, size_bytes)
+                return True
+
+            stream.enqueue(run)
+        if not is_pinned:
+            stream.synchronize()
+
+    def copy_on(self, gpu: Gpu, target: int, source: int, size_bytes: int, stream: FakeStream) -> None:
+        """Device to device."""
+
+        def run() -> bool:
+            gpu.bytes_at(target, size_bytes)[:] = gpu.bytes_at(source, size_bytes).copy()
+            return True
+
+        stream.enqueue(run)
+
+    def _pinned_at(self, address: int, size_bytes: int) -> np.ndarray[Any, Any]:
+        found = self.pinned.find(address, size_bytes)
+        if found is None:
+            raise GpuFault(f"{size_bytes} bytes at {address:#x} are pinned no longer, and a copy still needed them")
+        return found
+
+
+def host_bytes(address: int, size_bytes: int) -> np.ndarray[Any, Any]:
+    """Memory of this process, as uint8."""
+    if not size_bytes:
+        return np.empty(0, np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))

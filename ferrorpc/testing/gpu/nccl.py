@@ -1,0 +1,460 @@
+"""A fake NCCL on fake GPUs, which behaves like the real one where that decides what its caller must do.
+
+Faithful in this. Communicators are complete only once all ranks have come with the same id, of one version and each on a GPU
+of its own, and IN_PROGRESS until then, for ever if need be. The first operations of a communicator are IN_PROGRESS for some
+looks, while the real one connects. Operations run in streams, in the order of their communicator; those that do not match on
+all ranks never end, until the communicator is aborted, whose operations then end without a result. A communicator that is
+IN_PROGRESS refuses everything else. An aborted one is gone. Sums are folded from a rank on that depends on the element, as a
+ring does: not in rank order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce as fold
+from typing import Any, Final
+
+import numpy as np
+
+from ferrorpc.backends.nccl.api import Communicator, DataType, Features, Op, State, failed
+from ferrorpc.testing.gpu.machine import FakeStream, Gpu, Machine
+
+ID_BYTES: Final = 128
+LOOKS_TO_CONNECT: Final = 2
+"""How often the state is asked for before a communicator's first operation is launched."""
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class Part:
+    """One call of one rank: in a group there may be several."""
+
+    kind: str
+    source: int
+    target: int
+    count: int
+    datatype: DataType
+    op: Op | None = None
+    peer: int = -1
+    """The root, or the other rank of a send or recv; -1 where there is none."""
+
+    @property
+    def agreed(self) -> tuple[object, ...]:
+        """What must be the same on every rank."""
+        return self.kind, self.count, self.datatype, self.op, self.peer
+
+
+@dataclass
+class Meeting:
+    """All ranks of one communicator."""
+
+    size: int
+    ends: dict[int, FakeCommunicator] = field(default_factory=dict)
+    arrived: dict[tuple[int, int], dict[int, Part]] = field(default_factory=dict)
+    """(operation, part) -> what each rank whose stream has come there brings."""
+    mail: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
+    """(from, to) -> (source address, size in bytes) of sends whose recv has not come."""
+    splits: dict[int, dict[int, tuple[int | None, int]]] = field(default_factory=dict)
+    children: dict[tuple[int, int], Meeting] = field(default_factory=dict)
+    _was_complete: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks have come while none had gone."""
+        ends = self.ends.values()
+        self._was_complete = self._was_complete or (len(ends) == self.size and not any(end.aborted for end in ends))
+        return self._was_complete
+
+
+class FakeNccl:
+    """What the ranks of all communicators of one machine have in common. `api(rank)` gives each rank its NcclApi.
+
+    Args:
+        machine: whose GPUs the ranks have; GPU `rank` unless `api` is told another.
+        version: of the library, unless `api` is told another.
+    """
+
+    def __init__(self, machine: Machine, version: int = 22809) -> None:
+        self.machine = machine
+        self.version = version
+        self.meetings: dict[bytes, Meeting] = {}
+        self.minted = 0
+        self.absent: set[bytes] = set()
+        """Ids that nobody can complete: whoever comes with one waits."""
+        self._lock = threading.Lock()
+
+    def api(self, rank: int, *, gpu: int | None = None, version: int | None = None) -> FakeApi:
+        """The binding of one rank."""
+        return FakeApi(self, self.machine.gpus[rank if gpu is None else gpu], version or self.version)
+
+    def mint(self) -> bytes:
+        """A new id."""
+        with self._lock:
+            self.minted += 1
+            return self.minted.to_bytes(8, "big") * (ID_BYTES // 8)
+
+
+class FakeApi:
+    """`NcclApi` on one fake GPU."""
+
+    name = "fake"
+
+    def __init__(self, world: FakeNccl, gpu: Gpu, version: int, features: Features | None = None) -> None:
+        self.world = world
+        self.gpu = gpu
+        self.version = version
+        self.features = Features.of(version) if features is None else features
+        self._grouped: list[tuple[FakeCommunicator, Part, int]] | None = None
+        self.broken_mint: Exception | None = None
+        """What `unique_id` raises, to try what others see then."""
+
+    def unique_id(self) -> bytes:
+        """As `NcclApi.unique_id`."""
+        if self.broken_mint is not None:
+            raise self.broken_mint
+        return self.world.mint()
+
+    def init(self, size: int, rank: int, unique_ids: Sequence[bytes]) -> Communicator:
+        """As `NcclApi.init`."""
+        with self.world.machine.lock:
+            meeting = self.world.meetings.setdefault(unique_ids[0], Meeting(size))
+            if rank in meeting.ends or meeting.size != size:
+                raise failed("ncclCommInitRank", State.INVALID_ARGUMENT, f"rank {rank} of {size} was there already")
+            return FakeCommunicator(self, meeting, rank, completes=unique_ids[0] not in self.world.absent)
+
+    def group_start(self) -> None:
+        """As `NcclApi.group_start`."""
+        self._grouped = []
+
+    def group_end(self) -> None:
+        """As `NcclApi.group_end`."""
+        parts, self._grouped = self._grouped or [], None
+        for communicator in dict.fromkeys(entry[0] for entry in parts):
+            mine = [(part, stream) for owner, part, stream in parts if owner is communicator]
+            communicator.launch([part for part, _ in mine], mine[0][1])
+
+    def call(self, communicator: FakeCommunicator, part: Part, stream: int) -> None:
+        """A call, which is launched now or with its group."""
+        if self._grouped is not None:
+            self._grouped.append((communicator, part, stream))
+        else:
+            communicator.launch([part], stream)
+
+
+class FakeCommunicator:
+    """`Communicator` of one rank.
+
+    Attributes:
+        broken: an error that it has met in the background; tests set it to what a network would cause.
+        aborted: whether `abort` was called.
+        stuck: makes `abort` hang until it is set, as bugs of NCCL have done.
+    """
+
+    def __init__(self, api: FakeApi, meeting: Meeting, rank: int, completes: bool = True) -> None:
+        self.api = api
+        self.rank = rank
+        self.meeting = meeting
+        self.broken: State | None = None
+        self.aborted = False
+        self.destroyed = False
+        self.finalized = False
+        self.stuck: threading.Event | None = None
+        self.splits = 0
+        self._completes = completes
+        self._operations = 0
+        self._connecting = 0
+        self._machine = api.world.machine
+        meeting.ends[rank] = self
+
+    @property
+    def size(self) -> int:
+        """Of the communicator."""
+        return self.meeting.size
+
+    def state(self) -> State:
+        """As `Communicator.state`."""
+        with self._machine.lock:
+            if self.aborted or self.destroyed:
+                raise failed("ncclCommGetAsyncError", State.INVALID_ARGUMENT, "the communicator is gone")
+            if self.broken is not None:
+                return self.broken
+            if not self._completes or not self.meeting.complete:
+                return State.IN_PROGRESS
+            if self._connecting:
+                self._connecting -= 1
+                return State.IN_PROGRESS
+            return self._judged()
+
+    def _judged(self) -> State:
+        ends = list(self.meeting.ends.values())
+        if len({end.api.version for end in ends}) > 1 or len({end.api.gpu.uuid for end in ends}) < len(ends):
+            return State.INVALID_USAGE
+        return State.SUCCESS
+
+    def last_error(self) -> str:
+        """As `Communicator.last_error`."""
+        ends = list(self.meeting.ends.values())
+        if len({end.api.version for end in ends}) > 1:
+            return "Mismatched NCCL version detected"
+        return "Duplicate GPU detected" if len({end.api.gpu.uuid for end in ends}) < len(ends) else ""
+
+    def all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
+        """As `Communicator.all_reduce`."""
+        self.api.call(self, Part("all_reduce", source, target, count, datatype, op), stream)
+
+    def reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, root: int, stream: int) -> None:
+        """As `Communicator.reduce`."""
+        self.api.call(self, Part("reduce", source, target, count, datatype, op, root), stream)
+
+    def reduce_scatter(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
+        """As `Communicator.reduce_scatter`."""
+        self.api.call(self, Part("reduce_scatter", source, target, count, datatype, op), stream)
+
+    def broadcast(self, source: int, target: int, count: int, datatype: DataType, root: int, stream: int) -> None:
+        """As `Communicator.broadcast`."""
+        self.api.call(self, Part("broadcast", source, target, count, datatype, None, root), stream)
+
+    def all_gather(self, source: int, target: int, count: int, datatype: DataType, stream: int) -> None:
+        """As `Communicator.all_gather`."""
+        self.api.call(self, Part("all_gather", source, target, count, datatype), stream)
+
+    def send(self, source: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
+        """As `Communicator.send`."""
+        self.api.call(self, Part("send", source, 0, count, datatype, None, peer), stream)
+
+    def recv(self, target: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
+        """As `Communicator.recv`."""
+        self.api.call(self, Part("recv", 0, target, count, datatype, None, peer), stream)
+
+    def split(self, color: int | None, key: int) -> Communicator | None:
+        """As `Communicator.split`."""
+        self._check("ncclCommSplit")
+        with self._machine.lock:
+            number, self.splits = self.splits, self.splits + 1
+            asked = self.meeting.splits.setdefault(number, {})
+            asked[self.rank] = (color, key)
+            if color is None:
+                return None
+            return _Child(self, number, color)
+
+    def abort(self) -> None:
+        """As `Communicator.abort`."""
+        if self.stuck is not None:
+            self.stuck.wait()
+        with self._machine.lock:
+            self.aborted = True
+
+    def finalize(self) -> None:
+        """As `Communicator.finalize`."""
+        self._check("ncclCommFinalize")
+        self.finalized = True
+
+    def destroy(self) -> None:
+        """As `Communicator.destroy`."""
+        if not self.finalized:
+            raise failed("ncclCommDestroy", State.INVALID_USAGE, "finalize was not called")
+        self.destroyed = True
+
+    def _check(self, call: str) -> None:
+        """Refuses calls that the real one refuses, or is undone by."""
+        if self.aborted or self.destroyed or self.finalized:
+            raise failed(call, State.INVALID_ARGUMENT, "the communicator is gone")
+        if not self._completes or not self.meeting.complete or self._connecting:
+            raise failed(call, State.INVALID_USAGE, "the communicator is in progress")
+
+    def launch(self, parts: list[Part], stream: int) -> None:
+        """Queues calls as one."""
+        for part in parts:
+            self._check(f"nccl {part.kind}")
+            itemsize = _storage(part.datatype).itemsize
+            if (part.source or part.target) and part.count * itemsize > 1 << 40:
+                raise failed(part.kind, State.INVALID_ARGUMENT, "count")
+        with self._machine.lock:
+            number, self._operations = self._operations, self._operations + 1
+            if number == 0:
+                self._connecting = LOOKS_TO_CONNECT
+            fake: FakeStream = self.api.gpu.stream(stream)
+            task = _Task(self, number, parts)
+            fake.enqueue(task.run)
+
+
+class _Child(FakeCommunicator):
+    """A communicator that a split makes: it is complete once every rank of its parent has asked."""
+
+    def __init__(self, parent: FakeCommunicator, number: int, color: int) -> None:
+        self._parent = parent
+        self._number = number
+        self._color = color
+        meeting = parent.meeting.children.setdefault((number, color), Meeting(0))
+        super().__init__(parent.api, meeting, parent.rank)
+        self._named = False
+
+    def state(self) -> State:
+        asked = self._parent.meeting.splits[self._number]
+        with self._machine.lock:
+            if len(asked) < self._parent.size:
+                return self.broken or State.IN_PROGRESS
+            if not self._named:
+                self._name(asked)
+        return super().state()
+
+    def _name(self, asked: dict[int, tuple[int | None, int]]) -> None:
+        """Its size and ranks are known now."""
+        ordered = sorted((key, rank) for rank, (color, key) in asked.items() if color == self._color)
+        if self.meeting.size == 0:
+            self.meeting.size = len(ordered)
+            by_old = dict(self.meeting.ends)
+            self.meeting.ends = {}
+            for new, (_, old) in enumerate(ordered):
+                if old in by_old:
+                    by_old[old].rank = new
+                    self.meeting.ends[new] = by_old[old]
+        self._named = True
+
+
+class _Task:
+    """One launch in a stream."""
+
+    def __init__(self, owner: FakeCommunicator, number: int, parts: list[Part]) -> None:
+        self._owner = owner
+        self._number = number
+        self._parts = parts
+        self._sent: list[tuple[tuple[int, int], tuple[int, int]]] = []
+        self._done: set[int] = set()
+        self._here = False
+
+    def run(self) -> bool:
+        """Ends when every part has met its partners, or the communicator is aborted."""
+        owner = self._owner
+        if owner.aborted:
+            self._take_back()
+            return True
+        if not self._here:
+            self._arrive()
+        for place, part in enumerate(self._parts):
+            if place not in self._done and self._meet(place, part):
+                self._done.add(place)
+        return len(self._done) == len(self._parts)
+
+    def _arrive(self) -> None:
+        self._here = True
+        owner = self._owner
+        for place, part in enumerate(self._parts):
+            if part.kind == "send":
+                entry = (part.source, part.count * _storage(part.datatype).itemsize)
+                owner.meeting.mail.setdefault((owner.rank, part.peer), []).append(entry)
+                self._sent.append(((owner.rank, part.peer), entry))
+            elif part.kind != "recv":
+                owner.meeting.arrived.setdefault((self._number, place), {})[owner.rank] = part
+
+    def _take_back(self) -> None:
+        for route, entry in self._sent:
+            if entry in self._owner.meeting.mail.get(route, []):
+                self._owner.meeting.mail[route].remove(entry)
+
+    def _meet(self, place: int, part: Part) -> bool:
+        owner, meeting = self._owner, self._owner.meeting
+        if part.kind == "send":
+            route, entry = next(item for item in self._sent if item[0] == (owner.rank, part.peer))
+            return entry not in meeting.mail[route]
+        if part.kind == "recv":
+            return self._receive(part)
+        brought = meeting.arrived[self._number, place]
+        if len(brought) == owner.size and len({each.agreed for each in brought.values()}) == 1:
+            # The last rank to come does it for all: everybody's memory is still in use until its own stream goes on.
+            _perform(meeting, brought)
+            brought.clear()
+            brought[-1] = part
+        return -1 in brought
+
+    def _receive(self, part: Part) -> bool:
+        owner, meeting = self._owner, self._owner.meeting
+        waiting = meeting.mail.get((part.peer, owner.rank), [])
+        size_bytes = part.count * _storage(part.datatype).itemsize
+        if not waiting or waiting[0][1] != size_bytes:
+            return False
+        source, _ = waiting[0]
+        owner.api.gpu.bytes_at(part.target, size_bytes)[:] = meeting.ends[part.peer].api.gpu.bytes_at(source, size_bytes)
+        waiting.pop(0)
+        return True
+
+
+def _perform(meeting: Meeting, parts: dict[int, Part]) -> None:
+    """A collective, once all ranks are in it."""
+    first = parts[0]
+    size, kind, count = len(parts), first.kind, first.count
+    ends = meeting.ends
+
+    def read(rank: int, elements: int) -> Array:
+        return _elements(ends[rank].api.gpu, parts[rank].source, elements, first.datatype).copy()
+
+    def write(rank: int, values: Array) -> None:
+        _elements(ends[rank].api.gpu, parts[rank].target, values.size, first.datatype)[:] = values
+
+    if kind == "broadcast":
+        values = read(first.peer, count)
+        for rank in range(size):
+            write(rank, values)
+    elif kind == "all_gather":
+        values = np.concatenate([read(rank, count) for rank in range(size)])
+        for rank in range(size):
+            write(rank, values)
+    elif kind == "reduce_scatter":
+        total = _reduced([read(rank, count * size) for rank in range(size)], first)
+        for rank in range(size):
+            write(rank, total[rank * count : (rank + 1) * count])
+    else:
+        total = _reduced([read(rank, count) for rank in range(size)], first)
+        for rank in range(size) if kind == "all_reduce" else (first.peer,):
+            write(rank, total)
+
+
+_FOLDS: Final[dict[Op, Callable[[Array, Array], Array]]] = {
+    Op.SUM: np.add,
+    Op.MEAN: np.add,
+    Op.PRODUCT: np.multiply,
+    Op.MAX: np.maximum,
+    Op.MIN: np.minimum,
+}
+
+
+def _reduced(arrays: list[Array], part: Part) -> Array:
+    """Element i is folded from rank i modulo the ranks on."""
+    if part.op is None:
+        raise AssertionError(f"{part.kind} reduces nothing")
+    wide = [_wide(array, part.datatype) for array in arrays]
+    size = len(wide)
+    total = np.empty_like(wide[0])
+    with np.errstate(all="ignore"):
+        for first in range(min(size, total.size)):
+            turn = itertools.islice(itertools.cycle(wide), first, first + size)
+            total[first::size] = fold(_FOLDS[part.op], [array[first::size] for array in turn])
+        if part.op is Op.MEAN:
+            total = total / total.dtype.type(size)
+        return _narrow(total, part.datatype)
+
+
+def _storage(datatype: DataType) -> np.dtype[Any]:
+    return np.dtype("uint16" if datatype is DataType.BFLOAT16 else datatype.name.lower())
+
+
+def _elements(gpu: Gpu, address: int, count: int, datatype: DataType) -> Array:
+    storage = _storage(datatype)
+    return gpu.bytes_at(address, count * storage.itemsize).view(storage)
+
+
+def _wide(values: Array, datatype: DataType) -> Array:
+    if datatype is DataType.BFLOAT16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32) if datatype is DataType.FLOAT16 else values
+
+
+def _narrow(values: Array, datatype: DataType) -> Array:
+    if datatype is DataType.BFLOAT16:
+        bits = values.astype(np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return values.astype(_storage(datatype))

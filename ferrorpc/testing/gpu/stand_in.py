@@ -1,0 +1,338 @@
+"""A module that stands in for CuPy: its names, over fake GPUs, as far as ferrorpc and its tests use them.
+
+    with stand_in(Machine(2)) as cupy:
+        with cupy.cuda.Device(1):
+            x = cupy.asarray(numpy_array)
+
+While it is installed, `sys.modules["cupy"]` is this module, so the code that serves CuPy arrays runs unchanged. What it does to
+arrays it queues on the current stream; only `asnumpy`, `get` and `synchronize` wait, as CuPy's do.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any, Self
+
+import numpy as np
+
+from ferrorpc.testing.gpu.machine import FakeEvent, FakeStream, Gpu, Machine
+
+HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
+
+
+class _Thread(threading.local):
+    """What CUDA keeps for each thread: the current device, and CuPy: the current stream of each."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.streams: dict[int, FakeStream] = {}
+
+
+class _Block:
+    """Owns device memory, and gives it back in the order of the stream it was allocated on, as CuPy's pool does."""
+
+    def __init__(self, gpu: Gpu, stream: FakeStream, size_bytes: int) -> None:
+        self.gpu = gpu
+        self._stream = stream
+        with gpu.machine.lock:
+            self.ptr = gpu.memory.allocate(size_bytes)
+
+    def __del__(self) -> None:
+        gpu, address = self.gpu, self.ptr
+
+        def free() -> bool:
+            gpu.memory.free(address)
+            return True
+
+        self._stream.enqueue(free)
+
+
+class _Pinned:
+    """Pinned host memory: `cupy.cuda.PinnedMemoryPointer`."""
+
+    def __init__(self, machine: Machine, size_bytes: int) -> None:
+        self._machine = machine
+        self.size = size_bytes
+        with machine.lock:
+            self.ptr = machine.pinned.allocate(size_bytes)
+
+    def __del__(self) -> None:
+        with self._machine.lock:
+            self._machine.pinned.free(self.ptr)
+
+
+class Array:
+    """A `cupy.ndarray`: where it lies, never what is in it."""
+
+    cupy: StandIn
+
+    def __init__(self, block: _Block, address: int, layout: np.ndarray[Any, Any]) -> None:
+        self._block = block
+        self._address = address
+        self._layout = layout
+        """An array of this shape, dtype and strides, whose own memory is never touched."""
+        self.data = SimpleNamespace(ptr=address, device_id=block.gpu.index)
+        self.device = SimpleNamespace(id=block.gpu.index)
+        self.shape, self.dtype, self.strides = layout.shape, layout.dtype, layout.strides
+        self.size, self.nbytes, self.ndim, self.flags = layout.size, layout.nbytes, layout.ndim, layout.flags
+
+    def _derived(self, layout: np.ndarray[Any, Any]) -> Array:
+        return type(self)(self._block, self._address + layout.ctypes.data - self._layout.ctypes.data, layout)
+
+    def view(self, dtype: Any) -> Array:
+        """The same memory in another dtype of as many bytes."""
+        return self._derived(self._layout.view(dtype))
+
+    def reshape(self, *shape: Any) -> Array:
+        """The same memory in another shape. Only of a C-contiguous array."""
+        if not self.flags.c_contiguous:
+            return self.copy().reshape(*shape)
+        return self._derived(self._layout.reshape(*shape))
+
+    def __getitem__(self, place: Any) -> Array:
+        places = place if isinstance(place, tuple) else (place,)
+        return self._derived(self._layout[places if Ellipsis in places else (*places, ...)])
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        target = self[place]
+        operands = [value] if isinstance(value, Array) else []
+        self.cupy.launch(lambda *xs: xs[0] if xs else value, operands, target)
+
+    def copy(self) -> Array:
+        """A C-contiguous copy."""
+        target: Array = self.cupy.empty(self.shape, self.dtype)
+        self.cupy.launch(lambda x: x, [self], target)
+        return target
+
+    def get(self) -> np.ndarray[Any, Any]:
+        """A copy on the host."""
+        return self.cupy.asnumpy(self)
+
+    def __len__(self) -> int:
+        return len(self._layout)
+
+    def seen(self) -> np.ndarray[Any, Any]:
+        """What is in it now, for tasks. Raises GpuFault when its memory is gone."""
+        low, high = np.lib.array_utils.byte_bounds(self._layout) if self.size else (0, 0)
+        first = self._address + low - self._layout.ctypes.data if self.size else 0
+        memory = self._block.gpu.bytes_at(first, high - low)
+        start = self._address - first if self.size else 0
+        return np.ndarray(self.shape, self.dtype, memory, start, self.strides)
+
+
+def _binary(name: str) -> Callable[[Array, Any], Array]:
+    apply = getattr(operator, name)
+
+    def method(self: Array, other: Any) -> Array:
+        operands = [self, other] if isinstance(other, Array) else [self]
+        example = [np.ones(x.shape, x.dtype) for x in operands]
+        shape = apply(*example) if len(example) == 2 else apply(example[0], other)
+        out: Array = self.cupy.empty(shape.shape, shape.dtype)
+        self.cupy.launch(apply if len(operands) == 2 else lambda x: apply(x, other), operands, out)
+        return out
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv"):
+    setattr(Array, f"__{_name}__", _binary(_name))
+
+
+class StandIn(ModuleType):
+    """The module."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__("cupy")
+        self.machine = machine
+        self.thread = _Thread()
+        self.ndarray = type("ndarray", (Array,), {"cupy": self})
+        self.cuda = _cuda(self)
+
+    @property
+    def gpu(self) -> Gpu:
+        """The calling thread's device."""
+        return self.machine.gpus[self.thread.device]
+
+    @property
+    def stream(self) -> FakeStream:
+        """The calling thread's stream."""
+        return self.thread.streams.get(self.thread.device, self.gpu.default)
+
+    def empty(self, shape: Any, dtype: Any = "float64") -> Any:
+        """As `cupy.empty`."""
+        layout = np.empty(shape, dtype)
+        block = _Block(self.gpu, self.stream, layout.nbytes)
+        return self.ndarray(block, block.ptr, layout)
+
+    def asarray(self, x: Any) -> Any:
+        """As `cupy.asarray`."""
+        if isinstance(x, Array):
+            return x
+        source = np.ascontiguousarray(x).reshape(np.shape(x))
+        target = self.empty(source.shape, source.dtype)
+        self.machine.copy_in(self.gpu, target.data.ptr, source.ctypes.data, source.nbytes, self.stream)
+        return target
+
+    def asnumpy(self, x: Any, order: str = "C") -> np.ndarray[Any, Any]:
+        """As `cupy.asnumpy`: waits for the current stream."""
+        found: np.ndarray[Any, Any] = np.empty(x.shape, x.dtype, order)  # type: ignore[call-overload]
+        self.launch(lambda values: found.__setitem__(..., values), [x], None)
+        self.stream.synchronize()
+        return found
+
+    def launch(self, apply: Callable[..., Any], operands: Sequence[Array], target: Array | None) -> None:
+        """Queues target[...] = apply(*operands) on the current stream. As a kernel it keeps nothing alive."""
+        reads, writes = [_place(x) for x in operands], None if target is None else _place(target)
+
+        def run() -> bool:
+            result = apply(*[read() for read in reads])
+            if writes is not None:
+                writes()[...] = result
+            return True
+
+        self.stream.enqueue(run)
+
+
+def _place(x: Array) -> Callable[[], np.ndarray[Any, Any]]:
+    """How a task reads an array later, without a reference to it."""
+    gpu, address, layout = x._block.gpu, x._address, x._layout
+    block = SimpleNamespace(gpu=gpu)
+    return lambda: Array(block, address, layout).seen()  # type: ignore[arg-type]
+
+
+class _Device:
+    """`cupy.cuda.Device`."""
+
+    cupy: StandIn
+
+    def __init__(self, device: int | None = None) -> None:
+        self.id = self.cupy.thread.device if device is None else device
+        self._before: list[int] = []
+
+    def use(self) -> None:
+        self.cupy.thread.device = self.id
+
+    def __enter__(self) -> Self:
+        self._before.append(self.cupy.thread.device)
+        self.use()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.cupy.thread.device = self._before.pop()
+
+
+class _Event:
+    """`cupy.cuda.Event`."""
+
+    cupy: StandIn
+
+    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+        self.fake = FakeEvent(self.cupy.machine)
+
+    def record(self, stream: _Stream | None = None) -> None:
+        self.fake.record(self.cupy.stream if stream is None else stream.fake)
+
+    @property
+    def done(self) -> bool:
+        return self.fake.done
+
+
+class _Stream:
+    """`cupy.cuda.Stream`."""
+
+    cupy: StandIn
+
+    def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: int | None = None) -> None:
+        gpu = self.cupy.gpu
+        self.fake = gpu.default if null else gpu.new_stream(priority or 0, non_blocking)
+        self.ptr = self.fake.pointer
+        self._before: list[FakeStream | None] = []
+
+    def wait_event(self, event: _Event) -> None:
+        event.fake.hold(self.fake)
+
+    def synchronize(self) -> None:
+        self.fake.synchronize()
+
+    def __enter__(self) -> Self:
+        thread = self.cupy.thread
+        self._before.append(thread.streams.get(thread.device))
+        thread.streams[thread.device] = self.fake
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        thread, before = self.cupy.thread, self._before.pop()
+        if before is None:
+            del thread.streams[thread.device]
+        else:
+            thread.streams[thread.device] = before
+
+
+class _ExternalStream(_Stream):
+    """`cupy.cuda.ExternalStream`."""
+
+    def __init__(self, ptr: int, device_id: int = -1) -> None:
+        gpu = self.cupy.gpu if device_id < 0 else self.cupy.machine.gpus[device_id]
+        self.fake = gpu.stream(ptr)
+        self.ptr = ptr
+        self._before = []
+
+
+def _cuda(cupy: StandIn) -> SimpleNamespace:
+    """`cupy.cuda`."""
+    own: dict[str, Any] = {"cupy": cupy}
+    classes = {
+        name: type(name, (base,), own)
+        for name, base in (("Device", _Device), ("Event", _Event), ("Stream", _Stream), ("ExternalStream", _ExternalStream))
+    }
+    return SimpleNamespace(
+        **classes,
+        get_current_stream=lambda: classes["ExternalStream"](cupy.stream.pointer),
+        alloc_pinned_memory=lambda size_bytes: _Pinned(cupy.machine, size_bytes),
+        runtime=_runtime(cupy),
+    )
+
+
+def _runtime(cupy: StandIn) -> SimpleNamespace:
+    """`cupy.cuda.runtime`."""
+    machine = cupy.machine
+
+    def memcpy_async(target: int, source: int, size_bytes: int, kind: int, stream: int) -> None:
+        gpu = cupy.gpu
+        copy = {
+            HOST_TO_DEVICE: machine.copy_in,
+            DEVICE_TO_HOST: machine.copy_out,
+            DEVICE_TO_DEVICE: machine.copy_on,
+        }[kind]
+        copy(gpu, target, source, size_bytes, gpu.stream(stream))
+
+    return SimpleNamespace(
+        memcpyAsync=memcpy_async,
+        memcpyHostToDevice=HOST_TO_DEVICE,
+        memcpyDeviceToHost=DEVICE_TO_HOST,
+        memcpyDeviceToDevice=DEVICE_TO_DEVICE,
+        getDeviceCount=lambda: len(machine.gpus),
+        getDeviceProperties=lambda index: {"name": b"fake", "uuid": machine.gpus[index].uuid.encode()},
+    )
+
+
+@contextmanager
+def stand_in(machine: Machine) -> Iterator[StandIn]:
+    """Installs the stand-in as `cupy` and takes it away again. Raises what went wrong on the machine's GPUs."""
+    before = sys.modules.get("cupy")
+    sys.modules["cupy"] = cupy = StandIn(machine)
+    try:
+        yield cupy
+    finally:
+        if before is None:
+            del sys.modules["cupy"]
+        else:
+            sys.modules["cupy"] = before
+    machine.settle()
+    if machine.faults:
+        raise machine.faults[0]

@@ -1,0 +1,209 @@
+"""What ends a group that runs on NCCL, and how all hear of it; over the fake, whose operations hang as the real ones do."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc.backends.hybrid import HybridBackend
+from ferrorpc.backends.nccl.api import State
+from ferrorpc.backends.nccl.backend import NcclBackend
+from ferrorpc.backends.nccl.ending import EXIT_CODE, Ending
+from ferrorpc.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    FerroError,
+    GroupAbortedError,
+    NcclError,
+    PeerLostError,
+)
+from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import SYSTEM_CLOCK, Latch
+from ferrorpc.testing.gpu.nccl import FakeNccl
+from ferrorpc.testing.gpu.stand_in import StandIn
+from tests.gpu.worlds import nccl_backends, on_every_rank
+
+SECONDS = 10.0
+
+
+class Ranks:
+    """Groups over NCCL, and what was made for them."""
+
+    def __init__(self, cupy: StandIn, size: int, kind: type[NcclBackend] = NcclBackend) -> None:
+        self.cupy = cupy
+        self.nccl = FakeNccl(cupy.machine)
+        self.backends = nccl_backends(cupy, size, self.nccl, kind)
+        self.groups = [ProcessGroup(backend, timeout=SECONDS) for backend in self.backends]
+
+    def run(self, body: Any) -> list[Any]:
+        def on_rank(rank: int) -> Any:
+            with self.cupy.cuda.Device(rank):
+                return body(self.groups[rank])
+
+        return on_every_rank(len(self.groups), on_rank)
+
+    def array(self, count: int = 4) -> Any:
+        return self.cupy.asarray(np.ones(count, np.float32))
+
+    def wait_for_aborts(self) -> None:
+        """All communicators are aborted soon after a generation has ended."""
+        parker, until = SYSTEM_CLOCK.parker(), SYSTEM_CLOCK.now() + SECONDS
+        ends = [end for meeting in self.nccl.meetings.values() for end in meeting.ends.values()]
+        while not all(end.aborted for end in ends):
+            assert SYSTEM_CLOCK.now() < until, "a communicator was not aborted"
+            parker.park(SYSTEM_CLOCK.now() + 0.005)
+
+
+def end_of(group: ProcessGroup, cause: type[FerroError]) -> FerroError:
+    """The group's first cause, as soon as it is there, which every later call raises too."""
+    parker = SYSTEM_CLOCK.parker()
+    group._backend.latch.watch(parker.unpark)
+    while group._backend.latch.cause is None:
+        assert parker.park(SYSTEM_CLOCK.now() + SECONDS), "nothing ended the generation"
+    with pytest.raises(cause) as raised:
+        group.barrier()
+    return raised.value
+
+
+def test_ranks_that_call_different_things_get_both_signatures_instead_of_hanging(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+
+    def body(group: ProcessGroup) -> FerroError:
+        group.all_reduce(ranks.array(3 + group.rank))  # returns at once: the GPU would wait for ever
+        return end_of(group, CollectiveMismatchError)
+
+    for error in ranks.run(body):
+        assert isinstance(error, CollectiveMismatchError)
+        assert error.signatures == {rank: f"all_reduce(op=sum, float32[{3 + rank}]) by NCCL" for rank in range(2)}
+    ranks.wait_for_aborts()
+
+
+def test_an_array_on_a_gpu_here_and_on_a_host_there_is_such_a_difference(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2, HybridBackend)
+
+    def body(group: ProcessGroup) -> Any:
+        if group.rank == 0:
+            group.all_reduce(ranks.array())
+            return end_of(group, CollectiveMismatchError)
+        with pytest.raises(CollectiveMismatchError, match="by NCCL"):
+            group.all_reduce(np.ones(4, np.float32))
+        return None
+
+    assert isinstance(ranks.run(body)[0], CollectiveMismatchError)
+    ranks.wait_for_aborts()
+
+
+def test_an_operation_whose_peer_never_comes_ends_in_its_deadline_and_names_it(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+
+    def body(group: ProcessGroup) -> FerroError:
+        if group.rank == 0:
+            work = group.all_reduce(ranks.array(), async_op=True, timeout=0.4)
+            work.wait()  # the result is certain to come after what the stream holds; the host goes on
+            with pytest.raises(CollectiveTimeoutError) as raised:
+                work.wait(host=True)
+            return raised.value
+        return end_of(group, FerroError)
+
+    mine, theirs = ranks.run(body)
+    assert isinstance(mine, CollectiveTimeoutError)
+    assert mine.waiting_on == [1]
+    assert "all_reduce(op=sum, float32[4]) by NCCL #1 was not complete after 0.4 s" in mine.message
+    assert isinstance(theirs, GroupAbortedError | CollectiveTimeoutError)
+    ranks.wait_for_aborts()
+
+
+def test_an_error_that_nccl_meets_in_the_background_ends_the_group_on_every_rank(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+
+    def body(group: ProcessGroup) -> FerroError:
+        if group.rank == 0:
+            group.all_reduce(ranks.array())
+            (meeting,) = ranks.nccl.meetings.values()
+            meeting.ends[0].broken = State.REMOTE_ERROR
+        return end_of(group, FerroError)
+
+    mine, theirs = ranks.run(body)
+    assert isinstance(mine, NcclError)
+    assert mine.fields["status"] == State.REMOTE_ERROR
+    assert "remote error" in mine.message
+    assert isinstance(theirs, FerroError)
+    ranks.wait_for_aborts()
+
+
+def test_the_death_of_a_member_aborts_what_its_peers_have_in_flight(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 3)
+
+    def body(group: ProcessGroup) -> Any:
+        group.all_reduce(ranks.array())
+        group.barrier()
+        if group.rank == 2:
+            return group.session.leave("ValueError: bad batch")
+        group.all_reduce(ranks.array())
+        return end_of(group, PeerLostError)
+
+    found = ranks.run(body)
+    for error in found[:2]:
+        assert isinstance(error, PeerLostError)
+        assert (error.rank, error.reason) == (2, "ValueError: bad batch")
+    ranks.wait_for_aborts()
+    cupy.machine.settle()
+    assert all(not stream.tasks for gpu in cupy.machine.gpus for stream in gpu.streams.values()), "the GPUs are free"
+
+
+def test_an_abort_that_hangs_ends_the_process_with_the_code_for_a_new_start() -> None:
+    latch, codes, gone = Latch(), [], threading.Event()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        gone.set()
+
+    class Stuck:
+        def abort(self) -> None:
+            gone.wait(SECONDS)
+
+    from contextlib import nullcontext
+
+    ending = Ending(SYSTEM_CLOCK, latch, nullcontext, abort_seconds=0.1, leave=leave)
+    ending.add(Stuck())  # type: ignore[arg-type]
+    latch.trip(PeerLostError(1, "killed by signal 9 (SIGKILL)"))
+    assert gone.wait(SECONDS)
+    assert codes == [EXIT_CODE] == [75]
+
+
+def test_an_abort_in_time_ends_nothing_else(cupy: StandIn) -> None:
+    latch, codes = Latch(), []
+    ending = Ending(SYSTEM_CLOCK, latch, lambda: cupy.cuda.Device(0), abort_seconds=0.05, leave=codes.append)
+    end: Any = FakeNccl(cupy.machine).api(0).init(1, 0, [bytes(128)])
+    ending.add(end)
+    latch.trip(GroupAbortedError(0, "enough"))
+    SYSTEM_CLOCK.parker().park(SYSTEM_CLOCK.now() + 0.2)
+    assert (end.aborted, codes) == (True, [])
+
+
+def test_a_group_that_closes_in_order_finalizes_and_destroys(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+
+    def body(group: ProcessGroup) -> None:
+        group.all_reduce(ranks.array())
+        group.close()
+
+    assert ranks.run(body) == [None, None]
+    (meeting,) = ranks.nccl.meetings.values()
+    assert [(end.destroyed, end.aborted) for end in meeting.ends.values()] == [(True, False)] * 2
+
+
+def test_survivors_form_the_group_again_with_a_new_id(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+
+    def body(group: ProcessGroup) -> Any:
+        group.abort("a try")
+        renewed = group.reform()
+        found = renewed.all_reduce(ranks.array() * (group.rank + 1))
+        return renewed.generation, renewed.backend, cupy.asnumpy(found).tolist()
+
+    assert ranks.run(body) == [(2, "nccl", [3.0] * 4)] * 2
+    assert ranks.nccl.minted == 2

@@ -1,0 +1,190 @@
+"""Streams, events and memory: what waits for what, in which order operations are launched, and how long buffers live."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc.backends.nccl.backend import NcclBackend
+from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.testing import run_groups
+from ferrorpc.testing.gpu.nccl import FakeNccl
+from ferrorpc.testing.gpu.stand_in import StandIn
+from ferrorpc.testing.reference import values
+from ferrorpc.types import DType
+from tests.gpu.worlds import nccl_backends
+
+
+def world(cupy: StandIn, size: int, fn: Any, **options: Any) -> list[Any]:
+    """fn(group) on every rank, each with its GPU current."""
+
+    def body(group: ProcessGroup) -> Any:
+        with cupy.cuda.Device(group.rank):
+            return fn(group)
+
+    return run_groups([ProcessGroup(backend) for backend in nccl_backends(cupy, size, **options)], body)
+
+
+def test_a_blocking_call_does_not_block_the_host_and_the_stream_goes_on_after_it(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        released: list[bool] = []
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.fake.enqueue(lambda: bool(released))  # the caller's stream is busy with something long
+            x = cupy.asarray(np.full(8, group.rank + 1.0, np.float32))
+            total = group.all_reduce(x)
+            after = total * 10
+            del x, total
+            released.append(True)
+            np.testing.assert_array_equal(cupy.asnumpy(after), np.full(8, 30.0, np.float32))
+
+    world(cupy, 2, body)
+
+
+def test_wait_returns_when_the_result_is_certain_and_with_host_when_it_is_there(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        released: list[bool] = []
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.fake.enqueue(lambda: bool(released))
+            work = group.all_reduce(cupy.asarray(np.ones(4, np.float32)), async_op=True)
+            total = work.wait()
+            assert not work.done(), "the GPU has not come to it"
+            released.append(True)
+            assert work.wait(host=True) is total
+            assert work.done()
+            np.testing.assert_array_equal(cupy.asnumpy(total), np.full(4, 2.0))
+
+    world(cupy, 2, body)
+
+
+def test_synchronize_and_barrier_block_the_host_until_the_gpu_is_through(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        backend: Any = group._backend
+        for wait in (group.synchronize, group.barrier, backend.barrier):
+            group.all_reduce(cupy.asarray(np.ones(4, np.float32)))
+            wait()
+            assert not backend.in_flight()
+
+    world(cupy, 2, body)
+
+
+def test_operations_of_streams_may_be_started_in_any_order_on_any_rank(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        streams = [group.stream(), group.stream(channels=2)]
+        calls = [(stream, number) for stream in (0, 1) for number in (0, 3, 4, 9)]
+        random.Random(group.rank).shuffle(calls)
+        works = {
+            (stream, number): streams[stream].all_reduce(cupy.asarray(np.full(2, 10.0 * stream + number)), number=number)
+            for stream, number in calls
+        }
+        between = group.all_reduce(cupy.asarray(np.ones(3)))
+        for (stream, number), work in works.items():
+            np.testing.assert_array_equal(cupy.asnumpy(work.wait()), np.full(2, 3 * (10.0 * stream + number)))
+        np.testing.assert_array_equal(cupy.asnumpy(between), np.full(3, 3.0))
+
+    world(cupy, 3, body)
+
+
+def test_operations_in_program_order_keep_it_although_some_must_announce_first(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        chance, works = random.Random(7), []
+        for item in range(12):
+            x = cupy.asarray(np.full(item + 1, float(group.rank)))
+            works.append(group.all_gather(x, async_op=True) if chance.random() < 0.5 else group.all_reduce(x, async_op=True))
+        last = group.all_reduce(cupy.asarray(np.ones(1)))
+        for item, work in enumerate(works):
+            found = work.wait()
+            if isinstance(found, list):
+                expected = [np.full(item + 1, float(rank)) for rank in range(2)]
+                np.testing.assert_array_equal([cupy.asnumpy(each) for each in found], expected)
+            else:
+                np.testing.assert_array_equal(cupy.asnumpy(found), np.full(item + 1, 1.0))
+        np.testing.assert_array_equal(cupy.asnumpy(last), [2.0])
+
+    world(cupy, 2, body)
+
+
+def test_everything_may_be_launched_in_a_stream_of_the_callers(cupy: StandIn) -> None:
+    streams = []
+    for index in range(2):
+        with cupy.cuda.Device(index):
+            streams.append(cupy.cuda.Stream(non_blocking=True))
+    nccl = FakeNccl(cupy.machine)
+
+    class OnOwnStream(NcclBackend):
+        def __init__(self, lanes: Any, device: Any, api: Any) -> None:
+            super().__init__(lanes, device, api, stream=streams[device.index].ptr)
+
+    def body(group: ProcessGroup) -> int:
+        found = group.all_reduce(cupy.asarray(np.ones(2, np.float32)))
+        np.testing.assert_array_equal(cupy.asnumpy(found), [2.0, 2.0])
+        backend: Any = group._backend
+        return backend.lineup(0).stream.pointer
+
+    found = world(cupy, 2, body, kind=OnOwnStream, world=nccl)
+    assert found == [stream.ptr for stream in streams]
+
+
+def test_raw_forms_take_pointers_in_the_callers_stream_or_the_backends(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        backend: Any = group._backend
+        me, size = group.rank, group.size
+        for is_given in (False, True):
+            with cupy.cuda.Stream(non_blocking=True) as current:
+                stream = current if is_given else None
+                x, y = cupy.asarray(np.arange(4.0) + me), cupy.empty(4 * size)
+                backend.all_reduce_raw(x.data.ptr, y.data.ptr, 4, "float64", stream=stream)
+                total = sum(np.arange(4.0) + rank for rank in range(size))
+                np.testing.assert_array_equal(cupy.asnumpy(y[:4]), total)
+                backend.all_gather_raw(x.data.ptr, y.data.ptr, 4, DType.FLOAT64, stream=stream)
+                np.testing.assert_array_equal(cupy.asnumpy(y), np.concatenate([np.arange(4.0) + rank for rank in range(size)]))
+                backend.reduce_scatter_raw(y.data.ptr, x.data.ptr, 4, "float64", "mean", stream=stream)
+                np.testing.assert_array_equal(cupy.asnumpy(x), np.arange(4.0) + me)
+                backend.broadcast_raw(x.data.ptr, y.data.ptr, 4, "float64", root=1, stream=stream)
+                np.testing.assert_array_equal(cupy.asnumpy(y[:4]), np.arange(4.0) + 1)
+        with pytest.raises(TensorMismatchError, match="has no op='band' for int32"):
+            backend.all_reduce_raw(0, 0, 1, "int32", "band")
+        with pytest.raises(UsageError, match="root"):
+            backend.broadcast_raw(0, 0, 1, "int32", root=size)
+        group.barrier()
+
+    world(cupy, 2, body)
+
+
+def test_mean_is_that_of_nccl_and_bool_and_complex_are_what_they_must_be(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        mine = [values(DType.BOOL, 9, rank) for rank in range(2)]
+        found = group.all_reduce(cupy.asarray(mine[group.rank]))
+        np.testing.assert_array_equal(cupy.asnumpy(found), mine[0] | mine[1])
+        pair = [values(DType.COMPLEX64, 5, rank) for rank in range(2)]
+        found = group.all_reduce(cupy.asarray(pair[group.rank]), op="mean")
+        np.testing.assert_allclose(cupy.asnumpy(found), (pair[0] + pair[1]) / 2, rtol=1e-6)
+        for op, dtype in (("product", np.complex64), ("sum", np.int16), ("bxor", np.int32)):
+            with pytest.raises(TensorMismatchError, match=f"NCCL has no op='{op}'.*"):
+                group.all_reduce(cupy.asarray(np.ones(2, dtype)), op=op)
+        group.barrier()
+
+    world(cupy, 2, body)
+
+
+def test_buffers_are_kept_while_the_gpu_needs_them_and_not_longer(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        before = cupy.gpu.memory.live_blocks
+        for _ in range(5):
+            group.all_reduce(cupy.asarray(np.ones(100)))  # input and result are dropped at once
+            group.reduce_scatter([cupy.asarray(np.ones(3)) for _ in range(2)])
+        group.synchronize()
+        cupy.cuda.get_current_stream().synchronize()
+        parker = SYSTEM_CLOCK.parker()
+        for _ in range(200):
+            cupy.machine.settle()
+            if cupy.gpu.memory.live_blocks <= before:
+                break
+            parker.park(SYSTEM_CLOCK.now() + 0.01)
+        assert cupy.gpu.memory.live_blocks <= before
+
+    world(cupy, 2, body)

@@ -1,0 +1,90 @@
+"""Pinned staging over fake GPUs: what arrives, in which order things happen, and how long memory lives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.staging import Staging, wait_for
+from ferrorpc.errors import CollectiveTimeoutError
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.testing.gpu.machine import FREED, Machine
+from ferrorpc.testing.gpu.stand_in import StandIn, stand_in
+
+SLOT = 64
+
+
+def small(cupy: StandIn) -> Staging:
+    return Staging(device_of(cupy, 0), slot_bytes=SLOT, slots=3)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, SLOT - 1, SLOT, SLOT + 1, 3 * SLOT, 10 * SLOT + 7])
+def test_what_goes_down_and_up_again_is_the_same_whatever_its_size(cupy: StandIn, size_bytes: int) -> None:
+    values = np.random.default_rng(size_bytes).integers(0, 255, size_bytes, np.uint8)
+    staging = small(cupy)
+    there = staging.up(values)
+    values_then, values[:] = values.copy(), 0  # `up` has read it when it returns
+    assert staging.down(there).tobytes() == values_then.tobytes()
+
+
+def test_pinned_memory_is_bounded_by_the_slots_and_used_again(cupy: StandIn) -> None:
+    staging = small(cupy)
+    for _ in range(3):
+        staging.down(staging.up(np.arange(1000.0)))
+    assert cupy.machine.pinned.live_blocks == 2 * 3
+
+
+def test_a_copy_to_the_host_waits_for_the_callers_stream_alone(cupy: StandIn) -> None:
+    staging = small(cupy)
+    with cupy.cuda.Stream(non_blocking=True):
+        x = cupy.asarray(np.arange(100, dtype=np.float32))
+        y = x * 2 + 1
+        stuck = cupy.cuda.Stream(non_blocking=True)
+        stuck.fake.enqueue(lambda: False)
+        np.testing.assert_array_equal(staging.down(y), np.arange(100, dtype=np.float32) * 2 + 1)
+        stuck.fake.tasks.clear()
+
+
+def test_the_callers_stream_goes_on_after_the_upload_and_the_host_does_not_wait(cupy: StandIn) -> None:
+    staging = small(cupy)
+    there = staging.up(np.arange(8.0))  # one slot: nothing has to come free
+    assert cupy.machine.gpus[0].bytes_at(there.data.ptr, 8).tolist() == [FREED] * 8, "it is still in the queue"
+    np.testing.assert_array_equal(cupy.asnumpy(there + 1), np.arange(8.0) + 1)
+
+
+def test_an_array_dropped_at_once_and_its_memory_used_again_does_no_harm(cupy: StandIn) -> None:
+    staging = small(cupy)
+    for turn in range(20):
+        there = staging.up(np.full(50, turn, np.int64))
+        found = staging.down(there * 3)
+        del there
+        np.testing.assert_array_equal(found, np.full(50, 3 * turn, np.int64))
+
+
+def test_what_takes_memory_without_holding_it_is_found_by_the_fake() -> None:
+    """The fake is worth something only if it shows such a bug: a copy in another stream of an array that is dropped."""
+    machine = Machine()
+
+    def forget_too_early() -> None:
+        with stand_in(machine) as cupy:
+            device = device_of(cupy, 0)
+            x = cupy.asarray(np.arange(10.0))
+            pinned = device.pinned(80)
+            late = device.new_stream()
+            late.wait(device.current().record())
+            device.download(pinned, x, late)
+            del x
+            cupy.cuda.get_current_stream().synchronize()
+
+    with pytest.raises(RuntimeError, match="illegal address"):
+        forget_too_early()
+
+
+def test_a_copy_that_the_gpu_never_comes_to_ends_in_its_deadline(cupy: StandIn) -> None:
+    stream = device_of(cupy, 0).new_stream()
+    cupy.gpu.stream(stream.pointer).enqueue(lambda: False)
+    event = stream.record()
+    with pytest.raises(CollectiveTimeoutError, match=r"within 0\.02 s"):
+        wait_for(event, SYSTEM_CLOCK, 0.02)
+    cupy.gpu.stream(stream.pointer).tasks.clear()
