@@ -362,8 +362,7 @@ class ProcessGroup:
 
     def synchronize(self) -> None:
         """Blocks the host until nothing that this rank has started is in flight. Errors stay with their Works."""
-        self._dispatch.drain(float("inf"))
-        self._backend.synchronize(float("inf"))
+        self._dispatch.settle()
 
     def abort(self, cause: str | BaseException) -> None:
         """Ends the generation on every rank: operations in flight and later ones raise GroupAbortedError(rank, cause)."""

@@ -18,7 +18,7 @@ from ferrorpc.collectives.advancing import Advancing
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.errors import FerroError, GroupClosedError
-from ferrorpc.guard import Guard
+from ferrorpc.guard import FOREVER, Guard
 from ferrorpc.operations.results import NOTHING, Result
 from ferrorpc.wire.frames import Key
 from ferrorpc.work import Work
@@ -195,6 +195,11 @@ class Dispatch:
                 if not parker.park(until) and not work.done():
                     return False
         return True
+
+    def settle(self) -> None:
+        """Waits until nothing of this group is in flight, on devices too."""
+        self.drain(FOREVER)
+        self.backend.synchronize(FOREVER)
 
     def located(self, error: BaseException) -> BaseException:
         """An error as a subgroup raises it: the world rank it names gets its rank in the subgroup beside it."""
