@@ -12,7 +12,8 @@ Nothing here blocks: whoever drives it looks again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from ferrorpc.backends.nccl.launch import Launch, results_of
 from ferrorpc.backends.nccl.lineup import NumberedLineup
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.errors import CollectiveTimeoutError, FerroError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, NcclError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
@@ -36,6 +37,23 @@ Array = np.ndarray[Any, Any]
 
 BY_NCCL = " by NCCL"
 """Part of the signature, so that a rank whose array is on the host is found to call something else."""
+
+
+Looker = TypeVar("Looker", bound=Execution)
+
+
+def first_cause(look: Callable[[Looker], bool]) -> Callable[[Looker], bool]:
+    """Where the generation has ended its communicators are aborted, and NCCL says only that they are gone: the cause is raised."""
+
+    @wraps(look)
+    def looking(execution: Looker) -> bool:
+        try:
+            return look(execution)
+        except NcclError:
+            execution.guard.latch.check()
+            raise
+
+    return looking
 
 
 class NcclPrepared(Prepared):
@@ -129,6 +147,7 @@ class NcclExecution(Execution):
         """Whether its results stay on the GPU."""
         return not self._on_host
 
+    @first_cause
     def advance(self) -> bool:
         if self._announcement is not None and not self._announced(self._announcement):
             return False
@@ -248,6 +267,7 @@ class NcclExecution(Execution):
             self.queued()
         return True
 
+    @first_cause
     def land(self) -> bool:
         """Whether the GPU has come past the mark; then results for the host are there. Raises what NCCL has met meanwhile."""
         if self._over:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ferrorpc.arrays.device import Event, Stream
 from ferrorpc.backends.nccl.api import Communicator, State, failed, required
+from ferrorpc.backends.nccl.execution import first_cause
 from ferrorpc.backends.nccl.launch import BYTES
 from ferrorpc.backends.nccl.lineup import Lineup
 from ferrorpc.collectives.execution import Execution
@@ -128,6 +129,7 @@ class RawExecution(Execution):
     def label(self) -> str:
         return self._label
 
+    @first_cause
     def advance(self) -> bool:
         lineup, backend = self._lineup, self.backend
         with lineup.lock, backend.device.here():
@@ -149,6 +151,7 @@ class RawExecution(Execution):
                 self._caller.wait(self.mark)
         return True
 
+    @first_cause
     def land(self) -> bool:
         """Whether the GPU has come past it."""
         if self.mark is not None and self.mark.done:
