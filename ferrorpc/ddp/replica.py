@@ -136,8 +136,7 @@ class Replica:
     def contribute(self, current: Round, name: str, used: bool = True) -> None:
         """Puts a parameter's gradient into the round; it must have one. Raises as `gradient`."""
         current.put(name, self.gradient(name), used)
-        if self._views:
-            self._give_alias(current, name)
+        self._give_alias(name)
 
     def gradient(self, name: str) -> View:
         """Reads a parameter's gradient. Raises TensorMismatchError when its dtype or shape is not the parameter's."""
@@ -154,13 +153,7 @@ class Replica:
             used: those of the others that this rank has used. A gradient of one that it has not used, left from before, counts
                 with the mean where some rank has used it.
         """
-        kept: dict[str, Array] = {}
-        for name, parameter in reversed(self.parameters.items()):
-            if parameter.grad is None or current.has(name):
-                continue
-            if name not in used and parameter.grad is self._aliases.get(name):
-                kept[name] = current.place(name).copy()
-            self.contribute(current, name, name in used)
+        kept = {} if current.is_complete else self._contribute_others(current, used)
         current.finish()
         self._store(current)
         for name, before in kept.items():
@@ -170,18 +163,37 @@ class Replica:
         if not self._weights_differ:
             self._compare_in_turn(current)
 
+    def _contribute_others(self, current: Round, used: Collection[str]) -> dict[str, Array]:
+        """Those that were not contributed. What was there before of each that is not used and lies in its bucket."""
+        kept: dict[str, Array] = {}
+        for name, parameter in reversed(self.parameters.items()):
+            if parameter.grad is None or current.has(name):
+                continue
+            if name not in used and parameter.grad is self._aliases.get(name):
+                kept[name] = current.place(name).copy()
+            self.contribute(current, name, name in used)
+        return kept
+
     def _store(self, current: Round) -> None:
         for name, parameter in self.parameters.items():
-            if current.used(name) and not (self._views and self._give_alias(current, name)):
+            if current.used(name) and not self._give_alias(name):
                 spec = self.reducer.layout.slots[name].spec
                 _write_gradient(parameter, spec, current.place(name).reshape(spec.shape))
 
-    def _give_alias(self, current: Round, name: str) -> bool:
-        """Makes a parameter's gradient the bucket's memory. False where its kind of array is not on the host."""
+    def alias(self, name: str) -> Any | None:
+        """The bucket's memory as a gradient of a parameter. None where its kind of array is not on the host, or there are to
+        be no such views."""
+        if not self._views:
+            return None
         if name not in self._aliases:
-            spec = self.reducer.layout.slots[name].spec
-            self._aliases[name] = kind_of(self.parameters[name].data).alias(current.place(name), spec)
-        alias = self._aliases[name]
+            slot = self.reducer.layout.slots[name]
+            place = self.reducer.memory[slot.bucket].place(slot)
+            self._aliases[name] = kind_of(self.parameters[name].data).alias(place, slot.spec)
+        return self._aliases[name]
+
+    def _give_alias(self, name: str) -> bool:
+        """Makes a parameter's gradient the bucket's memory. False where that cannot be."""
+        alias = self.alias(name)
         if alias is not None and self.parameters[name].grad is not alias:
             self.parameters[name].grad = alias
         return alias is not None

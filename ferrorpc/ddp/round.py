@@ -87,6 +87,13 @@ class Round:
         self._parker = reducer.clock.parker()
         self._used: set[str] = set()
         self._began = reducer.clock.now()
+        for memory in reducer.memory:
+            self._travelling(memory)[: memory.bucket.weight] = 1  # flags: who does not use one says so
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every gradient was put."""
+        return len(self._put) == len(self._reducer.layout.slots)
 
     def has(self, name: str) -> bool:
         """Whether this gradient was put."""
@@ -103,13 +110,19 @@ class Round:
         memory = self._reducer.memory[slot.bucket]
         counts = gradient is not None and self.weight != 0
         self._write(slot, memory, gradient if counts else None)
-        self._travelling(memory)[slot.flag] = counts and used
-        self._put.add(name)
+        if not (counts and used):
+            self._travelling(memory)[slot.flag] = 0
+        self.put_place(slot)
+
+    def put_place(self, slot: Slot) -> None:
+        """As `put`, of a gradient that lies in its place and was used. Only for a round without a weight."""
+        self._put.add(slot.name)
         self._missing[slot.bucket] -= 1
         if self._missing[slot.bucket] == 0:
-            self._send(memory)
-        for flight in self._flights:
-            self._advance(flight)
+            self._send(self._reducer.memory[slot.bucket])
+        if self._reducer.hook is not None:  # which has operations that follow others
+            for flight in self._flights:
+                self._advance(flight)
 
     def _travelling(self, memory: BucketMemory) -> Array:
         """What the messages carry: weighted halves are not rounded before they are divided."""
@@ -159,7 +172,7 @@ class Round:
 
     def wait(self) -> float:
         """As `finish`, but returns what the weights sum to where that is zero, too; then there are no means."""
-        for name in self._reducer.layout.slots:
+        for name in () if self.is_complete else self._reducer.layout.slots:
             if name not in self._put:
                 self.put(name, None)
         totals = [float(self._reducer.size)]
@@ -202,7 +215,8 @@ class Round:
     def _settle(self, memory: BucketMemory) -> float:
         """A bucket has come home: notes who was used, divides by the weights. Returns what those sum to."""
         bucket, array = memory.bucket, self._travelling(memory)
-        self._used.update(slot.name for slot in bucket.slots if array[slot.flag] != 0)
+        flags = (array[: bucket.weight] != 0).tolist()
+        self._used.update(slot.name for slot, flag in zip(bucket.slots, flags, strict=True) if flag)
         if self.weight is None:
             return float(self._reducer.size)
         total = float(array[bucket.weight].real)

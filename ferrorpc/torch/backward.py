@@ -8,15 +8,43 @@ what arrives in them leaves only at the end. The first step sends everything at 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ferrorpc.ddp.bucket import Slot
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.ddp.round import Round
 from ferrorpc.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A parameter's place, looked up once: the hook runs for each of them in each step.
+
+    Attributes:
+        alias: what its gradient is to be; None where that is on a device.
+    """
+
+    name: str
+    slot: Slot
+    alias: torch.Tensor | None
+
+    def lay(self, parameter: torch.Tensor) -> bool:
+        """Makes the gradient lie in its place, if nothing speaks against it."""
+        gradient, alias = parameter.grad, self.alias
+        if gradient is alias or gradient is None or alias is None:
+            return gradient is not None and alias is not None
+        if gradient.requires_grad or gradient.layout != torch.strided:
+            return False
+        if gradient.dtype != alias.dtype or gradient.shape != alias.shape:
+            return False
+        alias.copy_(gradient)
+        parameter.grad = alias
+        return True
 
 
 class Backward:
@@ -35,7 +63,9 @@ class Backward:
         self._is_first = True
         self._in_portions: set[str] = set()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[attr-defined]
+                partial(self._arrived, _Member(name, replica.reducer.layout.slots[name], replica.alias(name)))
+            )
             for name, parameter in replica.parameters.items()
         ]
 
@@ -74,8 +104,9 @@ class Backward:
         torch.autograd.Variable._execution_engine.queue_callback(self._ended)
         return self._round
 
-    def _arrived(self, name: str, parameter: torch.Tensor) -> None:
+    def _arrived(self, member: _Member, parameter: torch.Tensor) -> None:
         """A parameter's gradient was added to its `.grad`."""
+        name = member.name
         self._used.add(name)
         if not self._replica.syncs:
             return
@@ -88,7 +119,10 @@ class Backward:
         if _current_task() != self._task:
             self._in_portions.add(name)
         elif not self._is_first and name not in self._in_portions:
-            self._replica.contribute(current, name)
+            if current.weight is None and member.lay(parameter):
+                current.put_place(member.slot)
+            else:
+                self._replica.contribute(current, name)
 
     def _ended(self) -> None:
         """The backward pass is over."""

@@ -13,6 +13,7 @@ from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.ddp.steps import Steps
 from ferrorpc.torch.backward import Backward
+from ferrorpc.torch.changes import Changes
 
 if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
@@ -61,6 +62,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.module = module
         self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook, check_every)
         self._backward = Backward(self._replica)
+        self._changes = Changes(module)
         weakref.finalize(self, self._backward.end)
         self.register_load_state_dict_pre_hook(_add_own_prefix)
 
@@ -70,8 +72,9 @@ class DistributedDataParallel(torch.nn.Module):
         Raises:
             UsageError: parameters were added to the module since it was wrapped, or the backward pass before did not end.
         """
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._changes.may_be():
             self._replica.check()
+            self._changes.known()
         outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._backward.watch(outputs)

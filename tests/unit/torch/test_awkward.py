@@ -395,3 +395,38 @@ def test_a_rank_that_never_comes_is_named_with_the_gradients_it_owes() -> None:
             group.session.clock.parker().park(group.session.clock.now() + 100)
 
     run_world(2, body, timeout=5.0)
+
+
+def test_parameters_that_change_after_wrapping_are_named_at_the_next_forward_pass() -> None:
+    def body(group):
+        module = network()
+        module[0].bias.requires_grad = False
+        ddp, kept = DistributedDataParallel(module, group), module[0].weight
+
+        def refused(text: str) -> None:
+            for _ in range(2):
+                with pytest.raises(UsageError, match=text):
+                    ddp(batch(0))
+
+        ddp(batch(0)).sum().backward()
+        module[0].late = nn.Parameter(torch.zeros(2))
+        refused(r"'0\.late' was added")
+        del module[0].late
+        ddp(batch(0)).sum().backward()
+        module[0].weight = nn.Parameter(kept.detach().clone())
+        refused(r"'0\.weight' was replaced")
+        module[0]._parameters["weight"] = kept
+        ddp(batch(0)).sum().backward()
+        module[0].bias.requires_grad = True
+        refused(r"'0\.bias' was frozen")
+        module[0].bias.requires_grad = False
+        module.append(nn.Linear(3, 3))
+        refused(r"'\d\.weight' was added")
+        del module[len(module) - 1]
+        del module[0].weight
+        with torch.no_grad(), pytest.raises(AttributeError):
+            ddp(batch(0))
+        with pytest.raises(UsageError, match=r"'0\.weight' was taken away"):
+            ddp(batch(0))
+
+    run_world(1, body)
