@@ -32,6 +32,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from benchmarks.ddp_worker import ALONE, TORCH
+from ferrorpc.cli.bench.world import LOCAL, Host
 from ferrorpc.cli.table import table
 
 RANKS: Final = 2
@@ -59,20 +60,29 @@ TARGETS: Final = (
 
 
 class Pair:
-    """The ranks of one system; a context manager."""
+    """The ranks of one system; a context manager.
 
-    def __init__(self, system: str, model: str) -> None:
+    Args:
+        rows: of a rank's batch; None for the model's usual ones.
+        bare: whether steps only give every parameter a gradient, and compute nothing.
+        hosts: where the ranks run.
+    """
+
+    def __init__(
+        self, system: str, model: str, *, rows: int | None = None, bare: bool = False, hosts: Sequence[Host] = (LOCAL, LOCAL)
+    ) -> None:
         self.system = system
         ports = _free_ports(2)
+        options = ["--bare"] * bare + ([] if rows is None else ["--rows", str(rows)])
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.ddp_worker", system, model],
+                [*host.prefix, sys.executable, "-m", "benchmarks.ddp_worker", system, model, *options],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env=os.environ | _environment(system, rank, ports),
+                env=os.environ | _environment(system, rank, ports, hosts),
             )
-            for rank in range(RANKS)
+            for rank, host in enumerate(hosts)
         ]
         self.gradient_bytes = int(self._replies()[0]["gradient_bytes"])
 
@@ -105,11 +115,13 @@ class Pair:
                 process.wait()
 
 
-def _environment(system: str, rank: int, ports: Sequence[int]) -> dict[str, str]:
+def _environment(system: str, rank: int, ports: Sequence[int], hosts: Sequence[Host]) -> dict[str, str]:
     transport = {"FERRORPC_TRANSPORT": system} if system in (SHARED_MEMORY, GRPC) else {}
+    together = sum(host.address == hosts[rank].address for host in hosts)
     return transport | {
-        "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(together), "MASTER_ADDR": hosts[0].address,
         "MASTER_PORT": str(ports[0]), "FERRORPC_PORT": str(ports[1]), "OMP_NUM_THREADS": "1",
+        "FERRORPC_BIND": hosts[rank].address, "FERRORPC_INSECURE": "1", "GLOO_SOCKET_IFNAME": hosts[rank].interface,
     }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """One rank of one system in the comparison of data-parallel training: trains as its driver says, and tells what that took.
 
-    python -m benchmarks.ddp_worker SYSTEM MODEL
+    python -m benchmarks.ddp_worker SYSTEM MODEL [--rows N] [--bare]
 
 It reads how many steps to take from standard input, a line a turn, and writes what they took as JSON. Its place in the world
 comes from the environment, by torchrun's names. Only one thread computes; what else runs belongs to the communication.
@@ -8,6 +8,7 @@ comes from the environment, by torchrun's names. Only one thread computes; what 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -63,9 +64,22 @@ def model_of(name: str) -> nn.Module:
     )
 
 
-def batch_of(name: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+class Bare(nn.Module):
+    """A model's parameters and next to nothing to compute: every one has a gradient, and that is all."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows: (batch, ...), of which only the count matters. Returns (batch, 2): two guesses that are always alike."""
+        total = torch.stack([each.reshape(-1)[0] for each in self.model.parameters()]).sum()
+        return total.expand(len(rows), 2)
+
+
+def batch_of(name: str, rank: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """One rank's inputs and targets, the same in every step."""
-    random, rows = torch.Generator().manual_seed(rank), ROWS[name]
+    random = torch.Generator().manual_seed(rank)
     if name == "transformer":
         text = torch.randint(LETTERS, (rows, LENGTH + 1), generator=random)
         return text[:, :-1], text[:, 1:]
@@ -75,11 +89,16 @@ def batch_of(name: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Trainer:
     """Takes steps: forward, backward, an SGD step."""
 
-    def __init__(self, wrapped: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, name: str, rank: int) -> None:
+    def __init__(
+        self,
+        wrapped: Callable[[torch.Tensor], torch.Tensor],
+        model: nn.Module,
+        batch: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
         self._forward = wrapped
         self._loss = nn.CrossEntropyLoss()
         self._optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        self._inputs, self._targets = batch_of(name, rank)
+        self._inputs, self._targets = batch
         self.gradient_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
 
     def step(self) -> None:
@@ -120,15 +139,24 @@ def held_bytes() -> int:
     raise OSError("the kernel tells no proportional set size")
 
 
-def main(system: str, name: str) -> None:
+def main() -> None:
     """Takes turns until standard input ends."""
+    parser = argparse.ArgumentParser(description="One rank of one system, as benchmarks.ddp starts it.")
+    parser.add_argument("system")
+    parser.add_argument("model", choices=list(ROWS))
+    parser.add_argument("--rows", type=int)
+    parser.add_argument("--bare", action="store_true")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    world, wrap = joined(system, rank)
+    world, wrap = joined(arguments.system, rank)
     with world:
-        model = model_of(name)
+        model = model_of(arguments.model)
+        inputs, targets = batch_of(arguments.model, rank, arguments.rows or ROWS[arguments.model])
+        if arguments.bare:
+            model, inputs, targets = Bare(model), inputs[:1], torch.zeros(1, dtype=torch.long)
         before = held_bytes()
-        trainer = Trainer(wrap(model), model, name, rank)
+        trainer = Trainer(wrap(model), model, (inputs, targets))
         print(json.dumps({"gradient_bytes": trainer.gradient_bytes}), flush=True)
         for line in sys.stdin:
             taken = trainer.turn(int(line))
@@ -137,4 +165,4 @@ def main(system: str, name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

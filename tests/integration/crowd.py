@@ -27,6 +27,7 @@ class Rank:
         self.step = 0
         self.operation_ms = 0
         self.activity = "all_reduce #0"
+        self.training: identity_pb2.Training | None = None
         self.generation = 0
         self.rank = -1
         self.sequence = 0
@@ -146,6 +147,8 @@ class Crowd:
     def _fill(self, rank: Rank, beat: session_pb2.Beat) -> session_pb2.Beat:
         """A ring: each rank sends to the next."""
         beat.operation_ms = rank.operation_ms
+        if rank.training is not None:
+            beat.training.CopyFrom(rank.training)
         beat.links.add(peer_rank=(rank.rank + 1) % self.size, kind="grpc", sent_bytes=rank.step * 1_000_000)
         return beat
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ferrorpc.v1 import identity_pb2
 from tests.integration import chromium
 from tests.integration.coordinator_process import coordinator
 from tests.integration.crowd import Crowd
@@ -115,6 +116,31 @@ def test_a_healthy_job(browser, process, job):
         picture()
     finally:
         working.stop()
+        crowd.close()
+
+
+def test_where_the_time_of_training_steps_goes(browser, process, job):
+    """100 steps; rank 1 computes for 30 ms, the others for 10 and wait for it."""
+    crowd = Crowd(process.address, 3, job)
+    try:
+        picture = show(browser, process, job, "training")
+        headline(browser, "All 3 ranks work")
+        assert browser.evaluate("document.querySelector('#training-card').hidden"), "nobody trains yet"
+        for rank in crowd.ranks:
+            compute, exposed = (3000, 100) if rank.number == 1 else (1000, 2100)
+            rank.training = identity_pb2.Training(steps=100, compute_ms=compute, exposed_ms=exposed, hidden_ms=500)
+        browser.until("document.querySelectorAll('#training .row').length === 3")
+        assert not browser.evaluate("document.querySelector('#training-card').hidden")
+        rows = browser.evaluate("[...document.querySelectorAll('#training .row')].map(row => row.textContent)")
+        assert rows == ["rank 130.0 + 1.00 ms", "rank 010.0 + 21.0 ms", "rank 210.0 + 21.0 ms"]
+        widths = browser.evaluate(
+            "[...document.querySelectorAll('#training .bar i')].map(part => parseFloat(part.style.width))"
+        )
+        assert widths == pytest.approx([100 * part / 31 for part in (25, 5, 1, 5, 5, 21, 5, 5, 21)], abs=0.01)
+        told = "The slowest is rank 1: 30 ms of computing in a training step, where others need 10 ms"
+        browser.until(f"document.querySelector('#subline').textContent.includes({told!r})")
+        picture()
+    finally:
         crowd.close()
 
 

@@ -54,10 +54,19 @@ def board(status: session_pb2.StatusResponse, at_ms: int) -> dict[str, Any]:
 
 def _members(members: Sequence[identity_pb2.Member]) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = {name: [getattr(member, name) for member in members] for name in _COLUMNS}
+    if any(member.training.steps for member in members):
+        columns["training"] = [_training(member.training) for member in members]
     columns["state"] = [state_label(member.state) for member in members]
     for name in _LABELS:
         columns[name] = [next((label.value for label in member.labels if label.name == name), "") for member in members]
     return columns
+
+
+def _training(training: identity_pb2.Training) -> list[int] | None:
+    """Steps, and milliseconds of computing, of exposed and of hidden communication in all of them; None before the first."""
+    if not training.steps:
+        return None
+    return [training.steps, training.compute_ms, training.exposed_ms, training.hidden_ms]
 
 
 def _barrier(barrier: session_pb2.BarrierStatus) -> dict[str, Any]:

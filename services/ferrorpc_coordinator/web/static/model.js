@@ -31,7 +31,7 @@ export class Model {
     if (restarted || (this.state && this.state.generation !== state.generation)) this.past = [];
     this.state = state;
     this.members = columns.name.map((_, i) => Object.fromEntries(Object.keys(columns).map((key) => [key, columns[key][i]])));
-    const byName = new Map(this.members.map((member) => [member.name, member]));
+    const byName = new Map(this.members.map((member) => [member.name, { ...member }]));
     const links = new Map(state.links.map(([from, to, kind, sent]) => [`${from}>${to}`, { from, to, kind, sent }]));
     this.past.push({ at: state.at_ms, members: byName, links });
     while (this.past.length > 2 && this.past[1].at < state.at_ms - WINDOW_MS) this.past.shift();
@@ -68,6 +68,7 @@ export class Model {
       member.within = within;
       member.stepMs = steps > 0 ? (seconds * 1000) / steps : null;
       member.ownMs = steps > 0 ? member.stepMs * (1 - within) : null;
+      member.training = stepTimes(member.training, earlier && earlier.training);
       const late = member.rank >= 0 && member.step < front && member.step_age_ms - moved > LATE_MS;
       const barrierMs = member.missing && member.missing.age_ms > LATE_MS ? member.missing.age_ms : 0;
       member.lateMs = Math.max(barrierMs, late ? member.step_age_ms : 0);
@@ -104,13 +105,16 @@ export class Model {
     return this.seated().filter((member) => member.ownMs !== null).sort((a, b) => b.ownMs - a.ownMs);
   }
 
+  // Those that train, the one that computes longest in a step first.
+  byComputeTime() {
+    return this.seated().filter((member) => member.training).sort((a, b) => b.training.computeMs - a.training.computeMs);
+  }
+
   // Who holds the others up though nothing is wrong with it; empty when nobody does.
   slowest() {
-    const order = this.byOwnTime();
-    const typical = order[Math.floor(order.length / 2)];
-    if (order.length < 2 || order[0].ownMs < SLOWER * typical.ownMs || order[0].ownMs - typical.ownMs < 1) return "";
-    const [own, others] = [order[0].ownMs, typical.ownMs].map((ms) => (ms < 10 ? ms.toFixed(1) : Math.round(ms)));
-    return `The slowest is rank ${order[0].rank}: ${own} ms between two operations, where others need ${others} ms`;
+    const training = this.byComputeTime();
+    if (training.length > 1) return slowestOf(training, (member) => member.training.computeMs, "of computing in a training step");
+    return slowestOf(this.byOwnTime(), (member) => member.ownMs, "between two operations");
   }
 
   newest() {
@@ -149,4 +153,20 @@ export class Model {
     const who = barrier.missing.length === 1 ? `rank ${barrier.missing[0]}` : `${barrier.missing.length} ranks`;
     return [`Barrier ${barrier.name} has waited ${seconds} s for ${who}`, [told.join(" · "), waiting].filter(Boolean).join(" · ")];
   }
+}
+
+// What a training step takes: in those since `before`, or in all of them where none ended since; null where there is none.
+function stepTimes(now, before) {
+  if (!now) return null;
+  const since = before && before[0] < now[0] ? now.map((value, i) => value - before[i]) : now;
+  const [steps, computeMs, exposedMs, hiddenMs] = since;
+  return { steps: now[0], computeMs: computeMs / steps, exposedMs: exposedMs / steps, hiddenMs: hiddenMs / steps };
+}
+
+// `order`: the slowest first.
+function slowestOf(order, ms, of) {
+  const typical = order[Math.floor(order.length / 2)];
+  if (order.length < 2 || ms(order[0]) < SLOWER * ms(typical) || ms(order[0]) - ms(typical) < 1) return "";
+  const [own, others] = [ms(order[0]), ms(typical)].map((value) => (value < 10 ? value.toFixed(1) : Math.round(value)));
+  return `The slowest is rank ${order[0].rank}: ${own} ms ${of}, where others need ${others} ms`;
 }

@@ -64,6 +64,7 @@ function draw() {
   drawBarriers();
   drawGenerations();
   drawSteps();
+  drawTraining();
   drawEvents();
   drawLinks();
 }
@@ -218,6 +219,22 @@ function drawSteps() {
   });
   if (known.length > BARS) rows.push(element("p", "none", `and ${plural(known.length - BARS, "rank")} that need less between operations`));
   fill(find("steps"), rows.length ? rows : [element("p", "none", "No operation ended lately.")]);
+}
+
+// Where the time of training steps goes: the rank that computes longest is the one the others wait for.
+function drawTraining() {
+  const known = model.byComputeTime();
+  find("training-card").hidden = known.length === 0;
+  const most = Math.max(1e-9, ...known.map(({ training }) => training.computeMs + training.exposedMs));
+  const rows = known.slice(0, BARS).map(({ rank, training: { steps, computeMs, exposedMs, hiddenMs } }) => {
+    const bar = element("div", "bar", element("i", "own"), element("i", "within"), element("i", "away"));
+    [computeMs - hiddenMs, hiddenMs, exposedMs].forEach((ms, i) => { bar.children[i].style.width = `${(100 * Math.max(0, ms)) / most}%`; });
+    bar.title = `${plural(steps, "step")}; ${hiddenMs.toPrecision(3)} ms of communication while it computes`;
+    return element("div", "row", element("span", "", `rank ${rank}`), bar,
+      element("span", "", `${computeMs.toPrecision(3)} + ${exposedMs.toPrecision(3)} ms`));
+  });
+  if (known.length > BARS) rows.push(element("p", "none", `and ${plural(known.length - BARS, "rank")} that compute less`));
+  fill(find("training"), rows);
 }
 
 function drawEvents() {

@@ -1,0 +1,122 @@
+"""How much of the communication of a training step is hidden behind computing, on two hosts with a slow link between them.
+
+    python -m benchmarks.ddp_link [--model transformer] [--rows 4 8 12] [--rate 1000] [--json FILE]   (as root, with iproute2)
+
+The hosts are the namespaces of benchmarks.link. For each count of rows a rank, four pairs of ranks take turns in one run: with
+the model and alone, with the model over the link, and both once more with steps that only give every parameter a gradient.
+
+    compute         the step of the pair alone
+    communication   what the link adds to a step that computes nothing: all of it is exposed there
+    exposed         what the link adds to a step that computes
+    hidden          1 - exposed / communication
+
+Both ranks of a pair compute at once, on as many processors as this machine has: what communication takes of them is exposed
+here, too. Only the backward pass can hide anything; that is about two thirds of a step's computing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.ddp import GRPC, Pair, Seen
+from benchmarks.ddp_worker import ALONE, ROWS, TORCH
+from benchmarks.link import link, why_not
+from ferrorpc.cli.bench.world import Host
+from ferrorpc.cli.table import table
+
+MUST_HIDDEN: Final = 0.7
+AIM_HIDDEN: Final = 0.9
+
+
+def measure(
+    model: str, rows: int, systems: Sequence[str], hosts: Sequence[Host], steps: int, turns: int
+) -> list[dict[str, Any]]:
+    """A row for each system."""
+    kinds = [(ALONE, False), (ALONE, True), *((system, bare) for system in systems for bare in (False, True))]
+    with ExitStack() as stack:
+        pairs = {kind: stack.enter_context(Pair(kind[0], model, rows=rows, bare=kind[1], hosts=hosts)) for kind in kinds}
+        seen = {kind: Seen() for kind in kinds}
+        for pair in pairs.values():
+            pair.turn(2)
+        for _ in range(turns):
+            for kind, pair in pairs.items():
+                seen[kind].add(pair.turn(steps), steps)
+    medians = {kind: statistics.median(each.seconds) for kind, each in seen.items()}
+    return [_row(model, rows, system, medians) for system in systems]
+
+
+def _row(model: str, rows: int, system: str, medians: dict[tuple[str, bool], float]) -> dict[str, Any]:
+    compute = medians[ALONE, False]
+    communication = medians[system, True] - medians[ALONE, True]
+    exposed = medians[system, False] - compute
+    return {
+        "model": model, "rows": rows, "system": system, "compute": compute, "communication": communication, "exposed": exposed,
+        "hidden": 1 - exposed / communication,
+    }  # fmt: skip
+
+
+def show(found: list[dict[str, Any]]) -> None:
+    """What was measured, and what counts: the steps that compute at least as long as they communicate."""
+    header = ["model", "rows", "system", "compute ms", "communication ms", "exposed ms", "hidden", "verdict"]
+    cells = [
+        [
+            row["model"],
+            str(row["rows"]),
+            row["system"],
+            *(f"{row[name] * 1000:.0f}" for name in ("compute", "communication", "exposed")),
+            f"{row['hidden']:.0%}",
+            _verdict(row),
+        ]
+        for row in found
+    ]
+    print(table(header, cells, right=frozenset(header[3:7])))
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    if row["system"] != GRPC:
+        return ""
+    if row["compute"] < row["communication"]:
+        return "computes less than it communicates"
+    return "aim" if row["hidden"] >= AIM_HIDDEN else "must" if row["hidden"] >= MUST_HIDDEN else "missed"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Hidden communication on a shaped link.")
+    parser.add_argument("--model", choices=list(ROWS), default="transformer")
+    parser.add_argument("--rows", type=int, nargs="+", default=[6, 8, 12], help="of a rank's batch")
+    parser.add_argument("--systems", nargs="+", choices=(GRPC, TORCH), default=[GRPC, TORCH])
+    parser.add_argument("--rate", type=int, default=1000, metavar="MBIT", help="megabits per second, each way")
+    parser.add_argument("--steps", type=int, default=2, help="of one turn")
+    parser.add_argument("--turns", type=int, default=4, help="of each pair")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    arguments = parser.parse_args()
+    reason = why_not()
+    if reason:
+        print(f"not measured: {reason}")
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit("ended by a signal; the namespaces are removed"))
+    with link(arguments.rate) as hosts:
+        found = [
+            row
+            for rows in arguments.rows
+            for row in measure(arguments.model, rows, arguments.systems, hosts, arguments.steps, arguments.turns)
+        ]
+    load = os.getloadavg()[0]
+    print(f"{arguments.rate} Mbit/s each way; load {load:.1f} on {len(os.sched_getaffinity(0))} CPUs; steps of the slower rank")
+    show(found)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"load": load, "rate_mbit": arguments.rate, "rows": found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

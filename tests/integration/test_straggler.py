@@ -1,0 +1,43 @@
+"""A rank that computes longer than the others is named by `ferrorpc status`, while the job trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.integration.launching import run, write_script
+
+SCRIPT = """
+    import json, subprocess, sys, threading, time
+    import numpy as np
+    import ferrorpc
+
+    def status(*more):
+        command = [sys.executable, "-m", "ferrorpc.cli.main", "status", *more]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    with ferrorpc.init_process_group() as group:
+        like = {"weights": np.zeros(1000, np.float32)}
+        sync = ferrorpc.GradientSynchronizer(like, group)
+        for step in range(40):
+            threading.Event().wait(0.03 if group.rank == 1 else 0.001)  # its computing
+            sync(like)
+        while group.rank == 0:
+            members = json.loads(status("--json"))["members"]
+            if all(int((member["training"] or {"steps": 0})["steps"]) == 40 for member in members):
+                print(status(), flush=True)
+                break
+        group.barrier()
+"""
+
+
+def test_status_names_the_rank_that_computes_longest(tmp_path: Path) -> None:
+    result = run("-n", "3", write_script(tmp_path, SCRIPT), FERRORPC_HEARTBEAT_INTERVAL="0.2")
+    assert result.returncode == 0, result.stderr
+    lines = [line.removeprefix("0: ").strip() for line in result.stdout.splitlines()]
+    table = lines[lines.index("training steps, means in milliseconds") + 1 :]
+    assert table[0].split() == ["rank", "steps", "compute", "exposed", "hidden"]
+    rank, steps, compute, exposed, _ = table[1].split()
+    assert (rank, steps) == ("1", "40"), "who computes longest comes first"
+    assert float(compute) >= 29 * 39 / 40
+    assert float(exposed) < float(table[2].split()[3]), "the others wait for it"
+    assert table[4].startswith("rank 1 computes longest, ")
