@@ -2,8 +2,8 @@
 
     python -m benchmarks.tls [--sizes 1MiB 16MiB] [--mib 128] [--rounds 15]
 
-Rounds of the two alternate; medians are shown, and how much less TLS does than its neighbour without it in the same round. A small
-message is one of 64 bytes and its answer.
+Rounds of the two alternate; medians are shown, and how much less TLS does than its neighbour without it in the same round. A
+small message is one of 64 bytes and its answer.
 """
 
 from __future__ import annotations
