@@ -94,7 +94,7 @@ def test_it_is_advanced_once_for_each_wake_and_then_freed(way: str) -> None:
 def test_at_its_deadline_it_is_reported_and_raises_its_own_timeout(way: str) -> None:
     latch = Latch()
     reported, report = reporter(latch)
-    execution = Never(latch, seconds=0.1)
+    execution = Never(latch, seconds=1.0)
     with pytest.raises(CollectiveTimeoutError) as raised:
         run(way, execution, report)
     assert raised.value.waiting_on == [3]
