@@ -1,7 +1,8 @@
-"""Executions that whoever brings them news advances: a stream's reader that has a chunk, a writer that has room again.
+"""Executions that whoever brings them news advances, such as a stream's reader that has a chunk.
 
 Their driver is a thread that sleeps. To wake it for every chunk would cost two changes of threads each, more than most
 chunks take to be folded in; so it sleeps until the operation is over, and the thread that has the news does what it allows.
+It is woken where a full lane has room again, for several chunks at a time: its writer is to write, not to copy what is next.
 Many threads may have news at once: one takes the turn, the others leave word and go. None of them ever waits for another.
 
 Advancing one execution can be news for another of the same thread (where ranks share a process, its message arrives there on

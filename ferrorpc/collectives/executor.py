@@ -184,8 +184,9 @@ class PlanExecution(Advancing):
         return Encoded(peer, header, values, codec, partial(workspace.encoded, index))
 
     def _has_room(self) -> None:
+        # For the driver, which has nothing else to do: the lane's writer, who tells this, is to write what is there.
         self._room = True
-        self.poke()
+        self.wake()
 
     def _take(self, index: int, task: Take, box: Box, limit: int) -> bool:
         """The next chunk of a message."""

@@ -57,7 +57,8 @@ class SendExecution(Advancing):
             box = self._box = Box()
             box.wake = self.poke
             self._transport.mailbox.start_sending(self._key, self._peer, self._tag, box)
-        while outgoing.send(self._transport, self._key, box, FAR, self.poke):
+        # Room is news for the driver, which has nothing else to do: the lane's writer, who tells it, is to write what is there.
+        while outgoing.send(self._transport, self._key, box, FAR, self.wake):
             if outgoing.done == outgoing.count:
                 return True
         return False

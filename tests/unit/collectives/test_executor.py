@@ -55,6 +55,8 @@ class Wire(Transport):
         self.granted: list[tuple[int, int]] = []
         self.full = False
         self.rooms: list[Callable[[], None]] = []
+        self.wakes = 0
+        """How often the driver was woken."""
 
     def send(self, peer: int, key: Key, header: Header, offset: int, payload: Any, room: Callable[[], None]) -> bool:
         if self.full:
@@ -72,6 +74,9 @@ class Wire(Transport):
     def close(self, timeout: float) -> None:
         """Nothing to close."""
 
+    def wake(self) -> None:
+        self.wakes += 1
+
     def arrive(self, source: int, key: Key, header: Header, offset: int, payload: bytes) -> None:
         self.mailbox.deliver(Frame(key, source, header, offset, memoryview(payload)))
 
@@ -80,7 +85,7 @@ def begin(wire: Wire, call: Call, *inputs: np.ndarray, out: np.ndarray | None = 
     plan = plan_for(call, 0, wire.size)
     prepared = PlanPrepared(wire, range(wire.size), 0, call, plan, lambda ranks: "")
     execution = prepared.start(KEY, inputs, None if out is None else [out], Guard(SYSTEM_CLOCK, Latch(), 20.0))
-    execution.wake = lambda: None
+    execution.wake = wire.wake
     assert not execution.advance()
     return execution
 
@@ -140,6 +145,8 @@ def test_in_place_nothing_that_is_still_to_be_sent_is_overwritten() -> None:
     wire.full = False
     for room in wire.rooms:
         room()
+    assert wire.wakes and not wire.sent
+    assert not execution.advance()
     assert [offset for _, slot, offset, _ in wire.sent if slot == 0] == [0, CHUNK, 2 * CHUNK, 3 * CHUNK]
     assert wire.sent[0][3] == before[2048:2304].tobytes()
     assert not mine[2048:2304].any()
@@ -147,15 +154,17 @@ def test_in_place_nothing_that_is_still_to_be_sent_is_overwritten() -> None:
     assert not execution.advance()
 
 
-def test_only_eager_chunks_go_before_the_grant_and_a_full_lane_is_tried_again_when_it_has_room() -> None:
+def test_only_eager_chunks_go_before_the_grant_and_the_driver_tries_a_full_lane_again_when_it_has_room() -> None:
     wire = Wire(2)
-    begin(wire, all_reduce(16 * 256), numbers(16 * 256))
+    execution = begin(wire, all_reduce(16 * 256), numbers(16 * 256))
     assert len(wire.sent) == 4
     wire.full = True
     wire.mailbox.granted(1, KEY, 0)
     assert len(wire.sent) == 4
     wire.full = False
     wire.rooms[0]()
+    assert wire.wakes == 1 and len(wire.sent) == 4
+    assert not execution.advance()
     assert [offset for _, _, offset, _ in wire.sent] == [CHUNK * number for number in range(8)]
 
 

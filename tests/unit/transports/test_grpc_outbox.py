@@ -2,7 +2,7 @@
 
 from ferrorpc.transports.grpc_outbox import FRAME_BYTES_MAX, FRAMES_MAX, Outbox
 
-MIB = 1 << 20
+SHARE = FRAME_BYTES_MAX // FRAMES_MAX
 
 
 def never() -> None:
@@ -48,10 +48,10 @@ def test_the_waiting_are_woken_once_when_half_of_the_room_is_free() -> None:
     woken: list[str] = []
     first, second = (lambda: woken.append("first")), (lambda: woken.append("second"))
     for _ in range(FRAMES_MAX):
-        assert outbox.reserve(MIB, never)
-        outbox.put_frame(b"x", MIB)
+        assert outbox.reserve(SHARE, never)
+        outbox.put_frame(b"x", SHARE)
     for room in (first, second, first):
-        assert not outbox.reserve(MIB, room)
+        assert not outbox.reserve(SHARE, room)
     messages = outbox.messages()
     taken = 0
     while not woken:
@@ -59,7 +59,7 @@ def test_the_waiting_are_woken_once_when_half_of_the_room_is_free() -> None:
         taken += 1
     assert taken == FRAMES_MAX // 2 + 1
     assert woken == ["first", "second"]
-    assert outbox.reserve(MIB, never)
+    assert outbox.reserve(SHARE, never)
 
 
 def test_the_end_wakes_the_waiting_and_drops_what_comes_later() -> None:
