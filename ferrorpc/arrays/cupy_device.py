@@ -79,6 +79,19 @@ class CupyDevice:
         """Its way to host memory and back: one in a process, so that pinned memory is bounded."""
         return Staging(self)
 
+    @property
+    def count(self) -> int:
+        """How many GPUs this process sees."""
+        return int(self._cupy.cuda.runtime.getDeviceCount())
+
+    def make_current(self) -> None:
+        """The calling thread's CuPy arrays are on it from now on."""
+        self._cupy.cuda.Device(self.index).use()
+
+    def holds(self, array: DeviceArray) -> bool:
+        """As `Device.holds`."""
+        return bool(array.device.id == self.index)
+
     def current(self) -> Stream:
         """As `Device.current`."""
         with self.here():

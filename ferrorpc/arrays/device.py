@@ -57,6 +57,9 @@ class Device(Protocol):
     def uuid(self) -> str:
         """Which GPU it is, the same in every process of every container on the host."""
 
+    def holds(self, array: DeviceArray) -> bool:
+        """Whether an array is in its memory."""
+
     def current(self) -> Stream:
         """The stream that the calling thread works on now."""
 

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from ferrorpc.backends import gpu
 from ferrorpc.backends.base import Backend
 from ferrorpc.backends.grpc import GrpcBackend
+from ferrorpc.backends.hybrid import HybridBackend
+from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.simulated import Lanes, SimulatedBackend
 from ferrorpc.collectives.call import Operation
 from ferrorpc.coordination.base import Session
@@ -29,6 +32,10 @@ class Place:
     """Seconds an operation may take where none are given."""
     asked: tuple[tuple[Operation, str], ...] = ()
     """Algorithms for calls that name none."""
+    device: int | None = None
+    """Number of the GPU asked for."""
+    local_rank: int | None = None
+    """Number among the processes of its node, if known."""
 
 
 Factory: TypeAlias = Callable[[Place], Backend]
@@ -41,7 +48,7 @@ def create(name: str, place: Place) -> Backend:
         BackendUnavailableError: there is none, or it cannot work here; the hint says what can.
     """
     if name == "auto":
-        name = "grpc" if place.server is not None else "simulated"
+        name = _best(place)
     factory = _factories.get(name)
     if factory is None:
         raise BackendUnavailableError(f"no backend is called {name!r}", f"use one of: {', '.join(names())}")
@@ -64,7 +71,14 @@ def names() -> list[str]:
     return ["auto", *_factories]
 
 
-def _grpc(place: Place) -> Backend:
+def _best(place: Place) -> str:
+    """What "auto" stands for. All ranks know the same of each other, so it is the same on all."""
+    if place.server is None:
+        return "simulated"
+    return "hybrid" if gpu.suits_all(place.session.membership.assignment.peers) else "grpc"
+
+
+def _grpc(place: Place) -> GrpcBackend:
     if place.transport not in TRANSPORTS:
         hint = f"use one of: {', '.join(TRANSPORTS)}"
         raise BackendUnavailableError(f"no transport is called {place.transport!r}", hint)
@@ -75,7 +89,7 @@ def _grpc(place: Place) -> Backend:
     return GrpcBackend(place.session, place.server, path=place.transport, timeout=place.timeout, asked=place.asked)
 
 
-def _simulated(place: Place) -> Backend:
+def _simulated(place: Place) -> SimulatedBackend:
     size = place.session.membership.assignment.size
     if size > 1:
         raise BackendUnavailableError(
@@ -85,12 +99,22 @@ def _simulated(place: Place) -> Backend:
     return SimulatedBackend(place.session, Lanes(place.session.clock, None, 0), place.timeout)
 
 
-def _nccl(place: Place) -> Backend:
-    raise BackendUnavailableError("backend 'nccl' is not available in this version of ferrorpc", "use backend='grpc'")
+def _on_gpus(kind: type[NcclBackend]) -> Factory:
+    def make(place: Place) -> Backend:
+        gpu.device_for(place.device, place.local_rank)  # what is missing is said before lanes are made
+        lanes = _simulated(place) if place.server is None else _grpc(place)
+        try:
+            return gpu.make(kind, lanes, place.device, place.local_rank)
+        except BaseException:
+            lanes.close()
+            raise
+
+    return make
 
 
-def _hybrid(place: Place) -> Backend:
-    raise BackendUnavailableError("backend 'hybrid' is not available in this version of ferrorpc", "use backend='grpc'")
-
-
-_factories: Final[dict[str, Factory]] = {"grpc": _grpc, "simulated": _simulated, "nccl": _nccl, "hybrid": _hybrid}
+_factories: Final[dict[str, Factory]] = {
+    "grpc": _grpc,
+    "simulated": _simulated,
+    "nccl": _on_gpus(NcclBackend),
+    "hybrid": _on_gpus(HybridBackend),
+}

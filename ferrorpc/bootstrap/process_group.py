@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 from ferrorpc.backends import registry
+from ferrorpc.backends.gpu import said_at_join
 from ferrorpc.bootstrap.address import advertised_host, require_private
 from ferrorpc.bootstrap.coordinator import start_coordinator
 from ferrorpc.bootstrap.environment import Place, detect, member_name, own_coordinator
@@ -38,7 +39,9 @@ def init_process_group(
     MPI; without any it is a world of one. Where no coordinator is named, rank 0 starts one.
 
     Args:
-        backend: who performs operations: "auto", "grpc", or the name of a registered one.
+        backend: who performs operations: "auto", "grpc", "nccl" (arrays on GPUs, by NCCL), "hybrid" (those by NCCL, the
+            others as with "grpc"), or the name of a registered one. "auto" is "hybrid" where the program has imported CuPy and
+            every rank has a GPU of its own, else "grpc".
         transport: how tensors travel: "auto" (through memory between ranks of one host, else over gRPC), "grpc", or
             "shared_memory" where all ranks must be on one host.
         timeout: seconds for the rendezvous and for each operation; None for FERRORPC_TIMEOUT, else 60.
@@ -67,7 +70,9 @@ def init_process_group(
     session, server = _local_seat(config) if _alone(config, place) else _remote_seat(config, place)
     _open[:] = [session]
     try:
-        made_for = registry.Place(session, server, config["transport"], config["timeout"], asked)
+        made_for = registry.Place(
+            session, server, config["transport"], config["timeout"], asked, config["device"], place.local_rank
+        )
         return ProcessGroup(registry.create(config["backend"], made_for), config["timeout"])
     except BaseException as error:
         session.leave(farewell.reason_of(error))
@@ -108,6 +113,7 @@ def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerSer
             hinted_rank=place.hinted_rank,
             worker_address=server.address,
             host=host,
+            labels=said_at_join(config["backend"], config["device"], place.local_rank),
             config=config,
         )
     except BaseException:

@@ -132,8 +132,8 @@ class Connector:
             self.give_up(communicator)
             return Outcome(None, "the others had given up before this rank came")
         except (NcclError, CollectiveTimeoutError) as error:
-            self._session.membership.latch.check()
             self.give_up(communicator)
+            self._session.membership.latch.check()
             communicator, own = None, error.message
         except BaseException:
             self.give_up(communicator)

@@ -25,7 +25,7 @@ from ferrorpc.backends.nccl.launch import Launch, results_of
 from ferrorpc.backends.nccl.lineup import NumberedLineup
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, NcclError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, NcclError, TensorMismatchError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
@@ -43,7 +43,7 @@ Looker = TypeVar("Looker", bound=Execution)
 
 
 def first_cause(look: Callable[[Looker], bool]) -> Callable[[Looker], bool]:
-    """Where a generation has ended, NCCL says only that its communicators are gone: the cause is raised instead."""
+    """Where the generation has ended communicators are aborted, and NCCL says only that they are gone: raises the cause."""
 
     @wraps(look)
     def looking(execution: Looker) -> bool:
@@ -79,6 +79,13 @@ class NcclPrepared(Prepared):
         self._announcing: dict[int, Prepared] = {}
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
+        for array in (*inputs, *(outputs or ())):
+            if not is_host(array) and not self.backend.device.holds(array):
+                own = self.backend.device.index
+                raise TensorMismatchError(
+                    f"the array is on GPU {array.device.id}, but this rank's communicator is on GPU {own}",
+                    hint="make arrays under `with cupy.cuda.Device(...)` of this rank's GPU, or copy it there",
+                )
         return NcclExecution(self, key, inputs, outputs, guard)
 
     def announce(self, key: Key, number: int, on_host: bool, guard: Guard) -> Execution | None:

@@ -1,5 +1,6 @@
 """Backends are found by name, and what is not there says why and what is."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -24,8 +25,8 @@ def test_a_world_of_one_needs_no_server() -> None:
 @pytest.mark.parametrize(
     ("name", "where", "reason", "hint"),
     [
-        ("nccl", place(), "not available in this version", "backend='grpc'"),
-        ("hybrid", place(), "not available in this version", "backend='grpc'"),
+        ("nccl", place(), "GPU arrays need CuPy, which cannot be imported", "pip install 'ferrorpc[gpu]'"),
+        ("hybrid", place(), "GPU arrays need CuPy, which cannot be imported", "'ferrorpc[gpu-cuda13]'"),
         ("gloo", place(), "no backend is called 'gloo'", "auto, grpc, simulated, nccl, hybrid"),
         ("simulated", place(2), "this job has 2", "run_world"),
         ("auto", place(2), "this job has 2", "run_world"),
@@ -34,7 +35,10 @@ def test_a_world_of_one_needs_no_server() -> None:
         ("grpc", place(transport="pigeon"), "no transport is called 'pigeon'", "auto, grpc, shared_memory"),
     ],
 )
-def test_what_cannot_work_says_why_and_what_can(name: str, where: Place, reason: str, hint: str) -> None:
+def test_what_cannot_work_says_why_and_what_can(
+    monkeypatch: pytest.MonkeyPatch, name: str, where: Place, reason: str, hint: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(BackendUnavailableError) as raised:
         create(name, where)
     assert reason in raised.value.reason

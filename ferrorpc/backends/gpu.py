@@ -1,0 +1,95 @@
+"""Which GPU a rank has, what it says of it when it joins, and what follows for the choice of a backend.
+
+A rank that may use NCCL tells the coordinator its GPU's UUID and its version of NCCL with its name, so they reach every member
+with the assignment. So all ranks draw the same conclusion, before NCCL is called and without asking each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from ferrorpc.arrays.cupy_device import CupyDevice, open_device
+from ferrorpc.backends.message import MessageBackend
+from ferrorpc.backends.nccl.backend import NcclBackend
+from ferrorpc.backends.nccl.choose import open_nccl
+from ferrorpc.backends.nccl.identity import Identity, judge
+from ferrorpc.errors import BackendUnavailableError
+from ferrorpc.types import Peer
+
+NEEDING: Final = ("nccl", "hybrid")
+_GPU: Final = "gpu"
+_NCCL: Final = "nccl"
+_log = logging.getLogger("ferrorpc.backends")
+
+
+def device_for(asked: int | None, local_rank: int | None) -> CupyDevice:
+    """This rank's GPU: the one asked for, else its number among the processes of its node, else CuPy's current one.
+
+    Raises:
+        BackendUnavailableError: there is no CuPy or no such GPU.
+    """
+    device = open_device(asked)
+    if asked is None and local_rank is not None:
+        device = open_device(local_rank % device.count)
+    return device
+
+
+def said_at_join(backend: str, asked: int | None, local_rank: int | None) -> dict[str, str]:
+    """What a member says of its GPU, as labels: nothing where it will not use one.
+
+    "auto" looks for a GPU only in programs that have imported CuPy: others have no arrays for it.
+
+    Raises:
+        BackendUnavailableError: the backend needs a GPU, and what is missing is named with the command that installs it.
+    """
+    if backend not in NEEDING and not (backend == "auto" and "cupy" in sys.modules):
+        return {}
+    try:
+        return {_GPU: device_for(asked, local_rank).uuid, _NCCL: str(open_nccl().version)}
+    except BackendUnavailableError as error:
+        if backend in NEEDING:
+            raise
+        _log.warning("backend 'auto' is gRPC, because %s; %s", error.reason, error.hint)
+        return {}
+
+
+def why_not(peers: Sequence[Peer]) -> str:
+    """Why these members cannot use NCCL together, in words; empty where they can."""
+    labels = [dict(peer.labels) for peer in peers]
+    without = [str(rank) for rank, label in enumerate(labels) if _GPU not in label]
+    if without:
+        return f"ranks {', '.join(without)} have no GPU that CuPy and NCCL can use, or have not imported CuPy"
+    try:
+        judge(
+            [
+                Identity(label[_GPU], int(label[_NCCL]), "its binding", peer.host)
+                for label, peer in zip(labels, peers, strict=True)
+            ]
+        )
+    except BackendUnavailableError as error:
+        return error.reason
+    return ""
+
+
+def suits_all(peers: Sequence[Peer]) -> bool:
+    """Whether "auto" is NCCL for GPU arrays; where some members have GPUs and it is not, the log says why."""
+    reason = why_not(peers)
+    if reason and any(label == _GPU for peer in peers for label, _ in peer.labels):
+        _log.warning("backend 'auto' is gRPC: %s", reason)
+    return not reason
+
+
+def make(kind: type[NcclBackend], lanes: MessageBackend, asked: int | None, local_rank: int | None) -> NcclBackend:
+    """This rank's backend over its host lanes, on its GPU, which becomes CuPy's current one.
+
+    Raises:
+        BackendUnavailableError: what is missing, or which ranks cannot be together.
+        NcclError: NCCL's communicator did not come about.
+    """
+    device = device_for(asked, local_rank)
+    api = open_nccl()
+    device.make_current()
+    return kind(lanes, device, api)

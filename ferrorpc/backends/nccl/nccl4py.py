@@ -1,0 +1,169 @@
+"""NCCL through nccl4py, NVIDIA's own binding: communicators that never block, split, and can be aborted.
+
+Written against `nccl.bindings.nccl` of nccl4py 0.6: the functions of nccl.h in lower case on raw pointers, which take and give
+`Comm` objects, raise `NCCLError` (with `.status`) for errors, and return for ncclInProgress. Without a GPU its version, its
+ids, its refusals and the shape of every call were tried against the real package; no communicator was ever complete.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from ferrorpc.backends.nccl.api import Communicator, DataType, Features, Op, State, failed
+from ferrorpc.errors import BackendUnavailableError
+
+MODULE: Final = "nccl.bindings.nccl"
+NO_COLOR: Final = -1
+"""NCCL_SPLIT_NOCOLOR."""
+_SHARE_VERSION: Final = 21800
+
+
+class Nccl4pyApi:
+    """`NcclApi` on nccl4py.
+
+    Args:
+        bindings: the module `nccl.bindings.nccl`.
+    """
+
+    name = "nccl4py"
+
+    def __init__(self, bindings: Any) -> None:
+        self._nccl = bindings
+        self.version = int(bindings.get_version())
+        self.features = Features.of(self.version)
+
+    def unique_id(self) -> bytes:
+        """As `NcclApi.unique_id`."""
+        with self.refusals("ncclGetUniqueId"):
+            return bytes(self._nccl.get_unique_id())
+
+    def init(self, size: int, rank: int, unique_ids: Sequence[bytes]) -> Communicator:
+        """As `NcclApi.init`."""
+        config = self.config()
+        ids = bytearray(b"".join(unique_ids))
+        with self.refusals("ncclCommInitRank"):
+            if self.features.scalable:
+                made = self._nccl.comm_init_rank_scalable(size, rank, len(unique_ids), ids, config.ptr)
+            else:
+                made = self._nccl.comm_init_rank_config(size, ids, rank, config.ptr)
+        return Nccl4pyCommunicator(self, self._nccl, made)
+
+    def config(self) -> Any:
+        """How communicators are made: they never block, and share what they can with those that are split from them."""
+        config = self._nccl.Config()
+        config.blocking = 0
+        if self.version >= _SHARE_VERSION:
+            config.split_share = 1
+        return config
+
+    def group_start(self) -> None:
+        """As `NcclApi.group_start`."""
+        with self.refusals("ncclGroupStart"):
+            self._nccl.group_start()
+
+    def group_end(self) -> None:
+        """As `NcclApi.group_end`."""
+        with self.refusals("ncclGroupEnd"):
+            self._nccl.group_end()
+
+    @contextmanager
+    def refusals(self, call: str, words: Callable[[], str] = str) -> Iterator[None]:
+        """Translates NCCL's errors; in non-blocking mode "in progress" is none."""
+        try:
+            yield
+        except self._nccl.NCCLError as error:
+            if error.status != State.IN_PROGRESS:
+                raise failed(call, error.status, words() or str(error)) from None
+
+
+class Nccl4pyCommunicator:
+    """`Communicator` on nccl4py."""
+
+    def __init__(self, api: Nccl4pyApi, bindings: Any, made: Any) -> None:
+        self._api = api
+        self._nccl = bindings
+        self._comm = made
+
+    def _refusals(self, call: str) -> Any:
+        return self._api.refusals(call, self.last_error)
+
+    def state(self) -> State:
+        """As `Communicator.state`."""
+        with self._refusals("ncclCommGetAsyncError"):
+            return State(int(self._nccl.comm_get_async_error(self._comm)))
+        return State.IN_PROGRESS
+
+    def last_error(self) -> str:
+        """As `Communicator.last_error`."""
+        return str(self._nccl.get_last_error(self._comm)).strip()
+
+    def all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
+        """As `Communicator.all_reduce`."""
+        with self._refusals("ncclAllReduce"):
+            self._nccl.all_reduce(source, target, count, int(datatype), int(op), self._comm, stream)
+
+    def reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, root: int, stream: int) -> None:
+        """As `Communicator.reduce`."""
+        with self._refusals("ncclReduce"):
+            self._nccl.reduce(source, target, count, int(datatype), int(op), root, self._comm, stream)
+
+    def reduce_scatter(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
+        """As `Communicator.reduce_scatter`."""
+        with self._refusals("ncclReduceScatter"):
+            self._nccl.reduce_scatter(source, target, count, int(datatype), int(op), self._comm, stream)
+
+    def broadcast(self, source: int, target: int, count: int, datatype: DataType, root: int, stream: int) -> None:
+        """As `Communicator.broadcast`."""
+        with self._refusals("ncclBroadcast"):
+            self._nccl.broadcast(source, target, count, int(datatype), root, self._comm, stream)
+
+    def all_gather(self, source: int, target: int, count: int, datatype: DataType, stream: int) -> None:
+        """As `Communicator.all_gather`."""
+        with self._refusals("ncclAllGather"):
+            self._nccl.all_gather(source, target, count, int(datatype), self._comm, stream)
+
+    def send(self, source: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
+        """As `Communicator.send`."""
+        with self._refusals("ncclSend"):
+            self._nccl.send(source, count, int(datatype), peer, self._comm, stream)
+
+    def recv(self, target: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
+        """As `Communicator.recv`."""
+        with self._refusals("ncclRecv"):
+            self._nccl.recv(target, count, int(datatype), peer, self._comm, stream)
+
+    def split(self, color: int | None, key: int) -> Communicator | None:
+        """As `Communicator.split`."""
+        with self._refusals("ncclCommSplit"):
+            made = self._nccl.comm_split(self._comm, NO_COLOR if color is None else color, key, self._api.config().ptr)
+        return None if color is None else Nccl4pyCommunicator(self._api, self._nccl, made)
+
+    def abort(self) -> None:
+        """As `Communicator.abort`."""
+        with self._refusals("ncclCommAbort"):
+            self._nccl.comm_abort(self._comm)
+
+    def finalize(self) -> None:
+        """As `Communicator.finalize`."""
+        with self._refusals("ncclCommFinalize"):
+            self._nccl.comm_finalize(self._comm)
+
+    def destroy(self) -> None:
+        """As `Communicator.destroy`."""
+        with self._refusals("ncclCommDestroy"):
+            self._nccl.comm_destroy(self._comm)
+
+
+def open_nccl4py() -> Nccl4pyApi:
+    """The binding, where it is installed.
+
+    Raises:
+        BackendUnavailableError: it is not, or its library cannot be loaded.
+    """
+    try:
+        return Nccl4pyApi(importlib.import_module(MODULE))
+    except Exception as problem:  # noqa: BLE001  the package loads libraries when first used, and fails in its own ways
+        raise BackendUnavailableError(f"nccl4py: {type(problem).__name__}: {problem}") from None

@@ -1,0 +1,293 @@
+"""The bindings: each call with the arguments of the real one, errors translated, versions probed.
+
+Against stand-ins with the functions of nccl4py 0.6 and CuPy 14. What needs no GPU is tried against the real packages where they
+are installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ferrorpc.backends.nccl import choose
+from ferrorpc.backends.nccl.api import DataType, Features, NcclApi, Op, State, reduction
+from ferrorpc.backends.nccl.cupy_nccl import CupyNcclApi, open_cupy_nccl
+from ferrorpc.backends.nccl.nccl4py import Nccl4pyApi, open_nccl4py
+from ferrorpc.errors import BackendUnavailableError, NcclError
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.types import DType, ReduceOp
+
+ID = bytes(range(128))
+FLOAT, SUM = DataType.FLOAT32, Op.SUM
+
+
+class Recorder:
+    """Takes any call and keeps it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.raises: dict[str, BaseException] = {}
+
+    def call(self, name: str, *args: Any) -> None:
+        self.calls.append((name, *args))
+        if name in self.raises:
+            raise self.raises[name]
+
+
+class Refused(Exception):
+    def __init__(self, status: int) -> None:
+        self.status = status
+
+
+def nccl4py(version: int, record: Recorder) -> Any:
+    """`nccl.bindings.nccl`, with the parameters of its functions."""
+
+    class Config:
+        ptr = 77
+
+    def comm_init_rank_scalable(nranks: int, myrank: int, n_id: int, comm_ids: bytearray, config: int) -> str:
+        record.call("comm_init_rank_scalable", nranks, myrank, n_id, bytes(comm_ids), config)
+        memoryview(comm_ids)[0:0] = b""  # the real one wants writable memory
+        return "comm"
+
+    def comm_init_rank_config(nranks: int, comm_id: bytearray, rank: int, config: int) -> str:
+        record.call("comm_init_rank_config", nranks, bytes(comm_id), rank, config)
+        return "comm"
+
+    def comm_split(comm: Any, color: int, key: int, config: int) -> str:
+        record.call("comm_split", comm, color, key, config)
+        return "child"
+
+    def comm_get_async_error(comm: Any) -> int:
+        record.call("comm_get_async_error", comm)
+        return 7
+
+    def named(name: str) -> Any:
+        return lambda *args: record.call(name, *args)
+
+    plain = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "send", "recv", "group_start", "group_end")
+    return SimpleNamespace(
+        get_version=lambda: version,
+        get_unique_id=lambda: ID,
+        get_last_error=lambda comm: "NCCL's own words",
+        Config=Config,
+        NCCLError=Refused,
+        comm_init_rank_scalable=comm_init_rank_scalable,
+        comm_init_rank_config=comm_init_rank_config,
+        comm_split=comm_split,
+        comm_get_async_error=comm_get_async_error,
+        **{name: named(name) for name in (*plain, "comm_abort", "comm_finalize", "comm_destroy")},
+    )
+
+
+def every_call(api: NcclApi, end: Any) -> None:
+    api.group_start()
+    end.all_reduce(1, 2, 3, FLOAT, SUM, 9)
+    end.reduce(1, 2, 3, FLOAT, SUM, 5, 9)
+    end.reduce_scatter(1, 2, 3, FLOAT, SUM, 9)
+    end.broadcast(1, 2, 3, FLOAT, 5, 9)
+    end.all_gather(1, 2, 3, FLOAT, 9)
+    end.send(1, 3, FLOAT, 5, 9)
+    end.recv(2, 3, FLOAT, 5, 9)
+    api.group_end()
+
+
+def test_nccl4py_gets_its_arguments_in_its_order() -> None:
+    record = Recorder()
+    api = Nccl4pyApi(nccl4py(22809, record))
+    assert (api.version, api.features, api.unique_id()) == (22809, Features(True, True, True, True), ID)
+    end: Any = api.init(4, 2, [ID, ID])
+    assert end.state() is State.IN_PROGRESS
+    every_call(api, end)
+    child = end.split(0, 3)
+    assert (end.split(None, 0), child.state()) == (None, State.IN_PROGRESS)
+    end.abort(), end.finalize(), end.destroy()
+    assert record.calls == [
+        ("comm_init_rank_scalable", 4, 2, 2, ID + ID, 77),
+        ("comm_get_async_error", "comm"),
+        ("group_start",),
+        ("all_reduce", 1, 2, 3, 7, 0, "comm", 9),
+        ("reduce", 1, 2, 3, 7, 0, 5, "comm", 9),
+        ("reduce_scatter", 1, 2, 3, 7, 0, "comm", 9),
+        ("broadcast", 1, 2, 3, 7, 5, "comm", 9),
+        ("all_gather", 1, 2, 3, 7, "comm", 9),
+        ("send", 1, 3, 7, 5, "comm", 9),
+        ("recv", 2, 3, 7, 5, "comm", 9),
+        ("group_end",),
+        ("comm_split", "comm", 0, 3, 77),
+        ("comm_split", "comm", -1, 0, 77),
+        ("comm_get_async_error", "child"),
+        ("comm_abort", "comm"),
+        ("comm_finalize", "comm"),
+        ("comm_destroy", "comm"),
+    ]
+
+
+def test_older_libraries_get_one_id_and_communicators_still_never_block() -> None:
+    record = Recorder()
+    api = Nccl4pyApi(nccl4py(21805, record))
+    api.init(2, 1, [ID])
+    assert record.calls == [("comm_init_rank_config", 2, ID, 1, 77)]
+    config = api.config()
+    assert (config.blocking, config.split_share) == (0, 1)
+    assert not hasattr(Nccl4pyApi(nccl4py(21500, record)).config(), "split_share")
+
+
+def test_errors_carry_the_call_the_status_and_nccls_words() -> None:
+    record = Recorder()
+    api = Nccl4pyApi(nccl4py(22809, record))
+    end: Any = api.init(1, 0, [ID])
+    record.raises = {"all_reduce": Refused(5), "comm_abort": Refused(7)}
+    with pytest.raises(NcclError, match=r"ncclAllReduce: invalid usage \(NCCL's own words\)") as raised:
+        end.all_reduce(1, 2, 3, FLOAT, SUM, 9)
+    assert raised.value.fields["status"] == 5
+    end.abort()  # in progress is no error of a communicator that does not block
+
+
+class CupyComm:
+    """`cupy.cuda.nccl.NcclCommunicator`."""
+
+    def __init__(self, record: Recorder, *args: Any) -> None:
+        self.record = record
+        record.call("NcclCommunicator", *args)
+
+    def commSplit(self, color: int, key: int, config: Any = None) -> CupyComm:
+        self.record.call("commSplit", color, key)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.record.call(name, *args)
+
+
+def cupy_nccl(record: Recorder) -> CupyNcclApi:
+    class Device:
+        id = 3
+
+        def __init__(self, device: int | None = None) -> None:
+            record.call("Device", device)
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *error: object) -> None: ...
+
+    bindings = SimpleNamespace(
+        get_version=lambda: 23203,
+        get_unique_id=lambda: ID,
+        NcclError=Refused,
+        NcclCommunicator=lambda *args: CupyComm(record, *args),
+        groupStart=lambda: record.call("groupStart"),
+        groupEnd=lambda: record.call("groupEnd"),
+    )
+    return CupyNcclApi(SimpleNamespace(cuda=SimpleNamespace(Device=Device)), bindings)
+
+
+def complete(end: Any) -> Any:
+    parker = SYSTEM_CLOCK.parker()
+    while end.state() is State.IN_PROGRESS:
+        parker.park(SYSTEM_CLOCK.now() + 0.001)
+    return end
+
+
+def test_cupys_binding_gets_its_arguments_in_its_order_on_the_right_gpu() -> None:
+    record = Recorder()
+    api = cupy_nccl(record)
+    assert api.features == Features(False, True, True, True)
+    end = complete(api.init(4, 2, [ID]))
+    every_call(api, end)
+    complete(end.split(1, 3))
+    end.abort()
+    calls = [call for call in record.calls if call != ("check_async_error",)]
+    assert calls == [
+        ("Device", None),
+        ("Device", 3),
+        ("NcclCommunicator", 4, ID, 2),
+        ("groupStart",),
+        ("allReduce", 1, 2, 3, 7, 0, 9),
+        ("reduce", 1, 2, 3, 7, 0, 5, 9),
+        ("reduceScatter", 1, 2, 3, 7, 0, 9),
+        ("broadcast", 1, 2, 3, 7, 5, 9),
+        ("allGather", 1, 2, 3, 7, 9),
+        ("send", 1, 3, 7, 5, 9),
+        ("recv", 2, 3, 7, 5, 9),
+        ("groupEnd",),
+        ("Device", 3),
+        ("commSplit", 1, 3),
+        ("abort",),
+    ]
+
+
+def test_what_cupys_table_of_errors_lacks_is_still_an_error_of_nccl() -> None:
+    record = Recorder()
+    api = cupy_nccl(record)
+    end = complete(api.init(1, 0, [ID]))
+    record.raises = {"check_async_error": KeyError(8), "allReduce": Refused(4)}
+    with pytest.raises(NcclError, match="timeout"):
+        end.state()
+    with pytest.raises(NcclError, match="invalid argument"):
+        end.all_reduce(1, 2, 3, FLOAT, SUM, 9)
+    record.raises = {"NcclCommunicator": Refused(1)}
+    with pytest.raises(NcclError, match="unhandled cuda error"):
+        complete(api.init(2, 0, [ID]))
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "version", "found"),
+    [
+        (ReduceOp.SUM, DType.FLOAT32, 22809, (Op.SUM, DataType.FLOAT32, 1)),
+        (ReduceOp.MEAN, DType.BFLOAT16, 22809, (Op.MEAN, DataType.BFLOAT16, 1)),
+        (ReduceOp.MEAN, DType.FLOAT32, 20900, None),
+        (ReduceOp.SUM, DType.BFLOAT16, 20900, None),
+        (ReduceOp.SUM, DType.BOOL, 22809, (Op.MAX, DataType.UINT8, 1)),
+        (ReduceOp.SUM, DType.COMPLEX64, 22809, (Op.SUM, DataType.FLOAT32, 2)),
+        (ReduceOp.PRODUCT, DType.COMPLEX64, 22809, None),
+        (ReduceOp.SUM, DType.INT16, 22809, None),
+        (ReduceOp.BXOR, DType.INT32, 22809, None),
+    ],
+)
+def test_what_nccl_has_for_an_operator_and_a_dtype(op: ReduceOp, dtype: DType, version: int, found: Any) -> None:
+    assert reduction(op, dtype, Features.of(version)) == found
+
+
+def test_without_a_binding_the_error_says_what_each_lacks_and_how_to_install_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nccl", "cupy"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(BackendUnavailableError) as raised:
+        choose.open_nccl()
+    assert "nccl4py: " in raised.value.reason
+    assert "cupy.cuda.nccl: " in raised.value.reason
+    assert "pip install 'ferrorpc[gpu]'" in raised.value.hint
+
+
+def test_a_library_that_is_too_old_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise BackendUnavailableError("not there")
+
+    monkeypatch.setattr(choose, "BINDINGS", (lambda: Nccl4pyApi(nccl4py(20800, Recorder())), missing))
+    with pytest.raises(BackendUnavailableError, match="its NCCL is 20800"):
+        choose.open_nccl()
+    good = Nccl4pyApi(nccl4py(22809, Recorder()))
+    monkeypatch.setattr(choose, "BINDINGS", (missing, lambda: good))
+    assert choose.open_nccl() is good
+
+
+@pytest.mark.parametrize(("module", "opened"), [("nccl.bindings.nccl", open_nccl4py), ("cupy.cuda.nccl", open_cupy_nccl)])
+def test_the_real_binding_mints_and_refuses_where_it_is_installed(module: str, opened: Any) -> None:
+    try:
+        found: ModuleType = importlib.import_module(module)
+    except ImportError:
+        pytest.skip(f"{module} is not installed (ferrorpc[gpu])")
+    api = opened()
+    assert api.version == found.get_version()
+    assert len(api.unique_id()) == 128
+    try:
+        importlib.import_module("cupy").cuda.runtime.getDeviceCount()
+    except Exception:
+        # CuPy asks the driver for the current GPU first, and fails in its own words.
+        with pytest.raises(
+            NcclError if api.name == "nccl4py" else RuntimeError, match=r"unhandled cuda error|InsufficientDriver"
+        ):
+            complete(api.init(1, 0, [api.unique_id()]))
