@@ -1,0 +1,148 @@
+// Kernels for buckets of gradients on a GPU: many arrays packed into one and back, blocks of int8, sums over peers.
+//
+// Each has a reference in NumPy (reference.py) and the same bits, subnormals included. So conversions are written out in
+// integers: rounding to nearest, ties to even; a NaN keeps its sign and the upper bits of its payload and is made quiet. Only
+// which NaN an addition or multiplication makes is open. Compile without contraction of a * b + c (--fmad=false). All are limited
+// by memory: they read and write every element once.
+//
+// The same text compiles as C++ for the host, where tests run it: only the qualifiers, the indices and the barrier are CUDA's.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct half_bits { u16 bits; };      // IEEE 754 binary16
+struct bfloat16_bits { u16 bits; };  // the upper half of a float
+
+__device__ inline u32 bits_of(float value) { union { float f; u32 u; } both; both.f = value; return both.u; }
+__device__ inline float float_of(u32 bits) { union { float f; u32 u; } both; both.u = bits; return both.f; }
+
+__device__ inline float widen(float value) { return value; }
+
+__device__ inline float widen(bfloat16_bits value) { return float_of((u32)value.bits << 16); }
+
+__device__ inline float widen(half_bits value) {
+  u32 sign = (u32)(value.bits & 0x8000u) << 16, rest = value.bits & 0x7fffu;
+  if (rest >= 0x7c00u) {  // infinite, or NaN made quiet
+    u32 quiet = rest > 0x7c00u ? 0x400000u : 0u;
+    return float_of(sign | 0x7f800000u | (rest & 0x3ffu) << 13 | quiet);
+  }
+  if (rest >= 0x400u) return float_of(sign | (rest + (112u << 10)) << 13);
+  // Zero and subnormals: so many times 2^-24, which a float holds exactly.
+  return float_of(sign | bits_of((float)rest * 5.9604644775390625e-8f));
+}
+
+__device__ inline void narrow(float value, float *out) { *out = value; }
+
+__device__ inline void narrow(float value, bfloat16_bits *out) {
+  u32 bits = bits_of(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) out->bits = (u16)(bits >> 16 | 0x40u);
+  else out->bits = (u16)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+__device__ inline void narrow(float value, half_bits *out) {
+  u32 bits = bits_of(value), sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu;
+  if (rest > 0x7f800000u) {  // NaN
+    out->bits = (u16)(sign | 0x7e00u | (rest >> 13 & 0x1ffu));
+  } else if (rest >= 0x477ff000u) {  // 65520 and beyond round to infinity
+    out->bits = (u16)(sign | 0x7c00u);
+  } else if (rest >= 0x38800000u) {  // normal: the kept part, and a carry that rounds ties to even
+    u32 shifted = rest - (112u << 23);
+    out->bits = (u16)(sign | (shifted + 0xfffu + (shifted >> 13 & 1u)) >> 13);
+  } else {  // subnormal: the adder of floats rounds, when 0.5 pushes out the bits to drop
+    out->bits = (u16)(sign | (bits_of(float_of(rest) + 0.5f) - 0x3f000000u));
+  }
+}
+
+// Many arrays into one and back. Array t has counts[t] elements and lies in the bucket from element starts[t] on; blockIdx.y is
+// its number, and the blocks of that row share its elements. Values are multiplied by `scale` as floats, rounded once.
+
+// A NaN is not multiplied: processors and GPUs make different ones of it.
+__device__ inline float scaled(float value, float scale) {
+  u32 bits = bits_of(value);
+  return (bits & 0x7fffffffu) > 0x7f800000u ? float_of(bits | 0x400000u) : value * scale;
+}
+
+template <typename From, typename To>
+__device__ inline void move(const From *source, To *target, i64 count, float scale) {
+  i64 stride = (i64)gridDim.x * blockDim.x;
+  for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride) narrow(scaled(widen(source[i]), scale), target + i);
+}
+
+#define MOVES(from_name, From, to_name, To)                                                                                   \
+  extern "C" __global__ void pack_##from_name##_##to_name(const u64 *arrays, const i64 *starts, const i64 *counts, To *bucket, \
+                                                          float scale) {                                                      \
+    move((const From *)arrays[blockIdx.y], bucket + starts[blockIdx.y], counts[blockIdx.y], scale);                           \
+  }                                                                                                                           \
+  extern "C" __global__ void unpack_##from_name##_##to_name(const u64 *arrays, const i64 *starts, const i64 *counts,          \
+                                                            const From *bucket, float scale) {                                \
+    move(bucket + starts[blockIdx.y], (To *)arrays[blockIdx.y], counts[blockIdx.y], scale);                                   \
+  }
+
+#define MOVES_FROM(name, From)           \
+  MOVES(name, From, f32, float)          \
+  MOVES(name, From, f16, half_bits)      \
+  MOVES(name, From, bf16, bfloat16_bits)
+
+MOVES_FROM(f32, float)
+MOVES_FROM(f16, half_bits)
+MOVES_FROM(bf16, bfloat16_bits)
+
+// Blocks of int8, as `wire="int8"` has them: 256 values share a scale, the largest magnitude / 127, kept within floats that can
+// be multiplied back. A block with NaN or infinity gets NaN as its scale and zeros. One CUDA block of 32 threads does one of
+// ours at a time.
+
+#define VALUES 256
+#define LANES 32
+
+extern "C" __global__ void quantise_int8(const float *values, i64 count, float *scales, signed char *integers) {
+  __shared__ u32 peaks[LANES];
+  i64 blocks = (count + VALUES - 1) / VALUES;
+  for (i64 block = blockIdx.x; block < blocks; block += gridDim.x) {
+    i64 first = block * VALUES, last = first + VALUES < count ? first + VALUES : count;
+    u32 peak = 0;  // magnitudes have the order of their bits
+    for (i64 i = first + threadIdx.x; i < last; i += LANES) {
+      u32 magnitude = bits_of(values[i]) & 0x7fffffffu;
+      peak = magnitude > peak ? magnitude : peak;
+    }
+    peaks[threadIdx.x] = peak;
+    __syncthreads();
+    for (int lane = 0; lane < LANES; ++lane) peak = peaks[lane] > peak ? peaks[lane] : peak;
+    __syncthreads();
+    bool damaged = peak >= 0x7f800000u;
+    float scale = float_of(peak) / 127.0f;
+    scale = scale > float_of(0x00800000u) ? scale : float_of(0x00800000u);  // 2^-126
+    scale = scale < float_of(0x7c010203u) ? scale : float_of(0x7c010203u);  // largest that * 127 is finite
+    if (threadIdx.x == 0) scales[block] = damaged ? float_of(0x7fc00000u) : scale;
+    for (i64 i = first + threadIdx.x; i < last; i += LANES) integers[i] = damaged ? 0 : (signed char)rintf(values[i] / scale);
+  }
+}
+
+extern "C" __global__ void dequantise_int8(const float *scales, const signed char *integers, i64 count, float *values) {
+  i64 stride = (i64)gridDim.x * blockDim.x;
+  for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride)
+    values[i] = (float)integers[i] * scales[i / VALUES];
+}
+
+// The left fold of n peers' arrays in rank order, in float, divided by `divisor` (1 for a sum), rounded once.
+
+template <typename T>
+__device__ inline void sum(const u64 *peers, int size, i64 count, T *out, float divisor) {
+  i64 stride = (i64)gridDim.x * blockDim.x;
+  for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride) {
+    float total = widen(((const T *)peers[0])[i]);
+    for (int peer = 1; peer < size; ++peer) total = total + widen(((const T *)peers[peer])[i]);
+    narrow(divisor == 1.0f ? total : total / divisor, out + i);
+  }
+}
+
+#define SUM(name, T)                                                                                                \
+  extern "C" __global__ void sum_peers_##name(const u64 *peers, int size, i64 count, T *out, float divisor) {       \
+    sum(peers, size, count, out, divisor);                                                                          \
+  }
+
+SUM(f32, float)
+SUM(f16, half_bits)
+SUM(bf16, bfloat16_bits)

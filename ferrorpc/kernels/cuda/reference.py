@@ -1,0 +1,95 @@
+"""What the CUDA kernels compute, in NumPy: the definition that kernels.cu has to meet bit for bit.
+
+Half types are uint16 (bfloat16) and float16 as elsewhere in the library; conversions are those of kernels/half.py. That the
+result of an addition is NaN is defined, which NaN is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ferrorpc.kernels.half import NumpyBFloat16, NumpyFloat16
+from ferrorpc.types import DType
+
+Array = np.ndarray[Any, Any]
+
+BLOCK_VALUES: Final = 256
+"""Values of int8 that share a scale."""
+NAMES: Final = {DType.FLOAT32: "f32", DType.FLOAT16: "f16", DType.BFLOAT16: "bf16"}
+"""dtypes as in the names of kernels."""
+_SMALLEST_SCALE: Final = np.float32(2.0**-126)
+_LARGEST_SCALE: Final = np.uint32(0x7C01_0203).view(np.float32)
+
+
+def widened(values: Array, dtype: DType) -> Array:
+    """float32 of the same values."""
+    if dtype is DType.FLOAT32:
+        return values
+    wide = np.empty(values.shape, np.float32)
+    (NumpyBFloat16() if dtype is DType.BFLOAT16 else NumpyFloat16()).widen_all(wide, values)
+    return wide
+
+
+def narrowed(values: Array, dtype: DType) -> Array:
+    """float32 values in a storage dtype, rounded to nearest, ties to even."""
+    if dtype is DType.FLOAT32:
+        return values
+    narrow = np.empty(values.shape, dtype.storage)
+    (NumpyBFloat16() if dtype is DType.BFLOAT16 else NumpyFloat16()).narrow_all(narrow, values)
+    return narrow
+
+
+def pack(arrays: Sequence[Array], starts: Sequence[int], bucket: Array, of: DType, to: DType, scale: float) -> None:
+    """bucket[start:start + n] = array * scale, for each array of dtype `of`; the bucket is of dtype `to`."""
+    for array, start in zip(arrays, starts, strict=True):
+        bucket[start : start + array.size] = narrowed(_scaled(widened(array, of), scale), to)
+
+
+def unpack(arrays: Sequence[Array], starts: Sequence[int], bucket: Array, of: DType, to: DType, scale: float) -> None:
+    """array[:] = bucket[start:start + n] * scale, for each array of dtype `to`; the bucket is of dtype `of`."""
+    for array, start in zip(arrays, starts, strict=True):
+        array[:] = narrowed(_scaled(widened(bucket[start : start + array.size], of), scale), to)
+
+
+def quantise_int8(values: Array) -> tuple[Array, Array]:
+    """float32 values as one scale for every 256 (float32) and integers (int8)."""
+    blocks = -(-values.size // BLOCK_VALUES)
+    scales, integers = np.empty(blocks, np.float32), np.zeros(values.size, np.int8)
+    with np.errstate(all="ignore"):
+        for block in range(blocks):
+            cut = slice(block * BLOCK_VALUES, (block + 1) * BLOCK_VALUES)
+            peak = (values[cut].view(np.uint32) & 0x7FFF_FFFF).max()
+            if peak >= 0x7F80_0000:
+                scales[block] = np.nan
+                continue
+            scale = peak.view(np.float32) / np.float32(127)
+            scales[block] = scale = min(max(scale, _SMALLEST_SCALE), _LARGEST_SCALE)
+            integers[cut] = np.rint(values[cut] / scale).astype(np.int8)
+    return scales, integers
+
+
+def dequantise_int8(scales: Array, integers: Array) -> Array:
+    """float32 values of blocks of int8."""
+    with np.errstate(all="ignore"):
+        return integers.astype(np.float32) * np.repeat(scales, BLOCK_VALUES)[: integers.size]
+
+
+def sum_peers(peers: Sequence[Array], dtype: DType, mean: bool = False) -> Array:
+    """The left fold in float32, divided by how many there are for a mean, rounded once."""
+    with np.errstate(all="ignore"):
+        total = widened(peers[0], dtype)
+        for peer in peers[1:]:
+            total = total + widened(peer, dtype)
+        return narrowed(total / np.float32(len(peers)) if mean else total, dtype)
+
+
+def _scaled(values: Array, scale: float) -> Array:
+    """Multiplied; a NaN is made quiet and keeps its bits."""
+    with np.errstate(all="ignore"):
+        found = values * np.float32(scale)
+    nan = np.isnan(values)
+    found[nan] = (values[nan].view(np.uint32) | np.uint32(0x40_0000)).view(np.float32)
+    return found
