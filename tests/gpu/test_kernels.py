@@ -16,18 +16,10 @@ from ferrorpc.kernels.cuda import reference
 from ferrorpc.kernels.cuda.program import KERNELS, compiled
 from ferrorpc.types import DType
 from ferrorpc.wire.codecs import codec
-from tests.gpu.host_kernels import HostKernels, addresses, build
+from tests.gpu.host_kernels import HostKernels, addresses
 
 DTYPES = tuple(reference.NAMES)
 GRID, THREADS = (2, 1), 8
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    found = build(tmp_path_factory.mktemp("kernels"), KERNELS)
-    if found is None:
-        pytest.skip("there is no C++20 compiler to run the kernels on the host")
-    return found
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])

@@ -1,0 +1,93 @@
+"""The launcher of the CUDA kernels: what it launches, with which arguments; the kernels themselves run on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc.kernels.cuda import reference
+from ferrorpc.kernels.cuda.launcher import DeviceKernels
+from ferrorpc.kernels.cuda.program import KERNELS, OPTIONS, source
+from ferrorpc.testing.gpu.stand_in import StandIn
+from ferrorpc.types import DType
+from tests.gpu.host_kernels import HostKernels
+
+
+class RawModule:
+    """`cupy.RawModule` whose functions are the kernels compiled for the host; a fake GPU's memory is the host's."""
+
+    kernels: HostKernels
+    cupy: StandIn
+
+    def __init__(self, code: str, options: tuple[str, ...]) -> None:
+        assert (code, options) == (source(), OPTIONS)
+
+    def get_function(self, name: str) -> Any:
+        assert name in KERNELS
+
+        def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+            assert all(isinstance(each, self.cupy.ndarray | np.int64 | np.int32 | np.float32) for each in arguments)
+            ready = [each if isinstance(each, np.generic) else np.uint64(each.data.ptr) for each in arguments]
+
+            def run() -> bool:
+                places = [float(each) if isinstance(each, np.float32) else int(each) for each in ready]
+                self.kernels.run(name, (min(grid[0], 2), (*grid, 1)[1]), 32, *places)
+                return True
+
+            self.cupy.stream.enqueue(run)
+
+        return launch
+
+
+@pytest.fixture
+def launcher(cupy: StandIn, kernels: HostKernels) -> DeviceKernels:
+    cupy.RawModule = type("RawModule", (RawModule,), {"kernels": kernels, "cupy": cupy})
+    return DeviceKernels(cupy)
+
+
+def test_gradients_go_into_a_bucket_of_half_the_size_and_back(cupy: StandIn, launcher: DeviceKernels) -> None:
+    grads = [floats(count, count) for count in (5, 0, 1000)]
+    starts = [0, 5, 8]
+    bucket = cupy.asarray(np.zeros(1010, np.uint16))
+    launcher.pack([cupy.asarray(grad) for grad in grads], starts, bucket, DType.FLOAT32, DType.BFLOAT16, 0.5)
+    expected = np.zeros(1010, np.uint16)
+    reference.pack(grads, starts, expected, DType.FLOAT32, DType.BFLOAT16, 0.5)
+    assert cupy.asnumpy(bucket).tobytes() == expected.tobytes()
+    found = [cupy.asarray(np.zeros_like(grad)) for grad in grads]
+    launcher.unpack(found, starts, bucket, DType.BFLOAT16, DType.FLOAT32, 2.0)
+    wanted = [np.zeros_like(grad) for grad in grads]
+    reference.unpack(wanted, starts, expected, DType.BFLOAT16, DType.FLOAT32, 2.0)
+    for one, other in zip(found, wanted, strict=True):
+        assert cupy.asnumpy(one).tobytes() == other.tobytes()
+
+
+def test_blocks_of_int8_there_and_back(cupy: StandIn, launcher: DeviceKernels) -> None:
+    values = floats(600, 1)
+    scales, integers = (cupy.asarray(np.zeros(count, dtype)) for count, dtype in ((3, np.float32), (600, np.int8)))
+    launcher.quantise_int8(cupy.asarray(values), scales, integers)
+    expected = reference.quantise_int8(values)
+    assert cupy.asnumpy(scales).tobytes() == expected[0].tobytes()
+    assert cupy.asnumpy(integers).tobytes() == expected[1].tobytes()
+    back = cupy.asarray(np.zeros(600, np.float32))
+    launcher.dequantise_int8(scales, integers, back)
+    assert cupy.asnumpy(back).tobytes() == reference.dequantise_int8(*expected).tobytes()
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_peers_are_summed(cupy: StandIn, launcher: DeviceKernels, mean: bool) -> None:
+    peers = [reference.narrowed(floats(300, salt), DType.FLOAT16) for salt in range(3)]
+    out = cupy.asarray(np.zeros(300, np.float16))
+    launcher.sum_peers([cupy.asarray(peer) for peer in peers], out, DType.FLOAT16, mean)
+    assert cupy.asnumpy(out).tobytes() == reference.sum_peers(peers, DType.FLOAT16, mean).tobytes()
+
+
+def test_nothing_is_launched_for_nothing(cupy: StandIn, launcher: DeviceKernels) -> None:
+    empty = cupy.asarray(np.zeros(0, np.float32))
+    launcher.pack([empty], [0], empty, DType.FLOAT32, DType.FLOAT32)
+    launcher.quantise_int8(empty, empty, cupy.asarray(np.zeros(0, np.int8)))
+    launcher.dequantise_int8(empty, cupy.asarray(np.zeros(0, np.int8)), empty)
+    launcher.sum_peers([empty], empty, DType.FLOAT32)
+    cupy.machine.settle()
+    assert not launcher._functions
