@@ -9,9 +9,11 @@ mismatch, which is found and explained like any other. Where only the root does 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from ferrorpc.arrays.device import is_host
+from ferrorpc.backends.base import Capabilities
 from ferrorpc.backends.nccl.api import reduction
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.nccl.execution import start_on_host
@@ -28,6 +30,10 @@ class HybridBackend(NcclBackend):
     """One rank's backend. As `NcclBackend`, for arrays on GPUs; as its lanes, for the others."""
 
     name = "hybrid"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self.lanes.capabilities, device_arrays=True)
 
     @property
     def arena(self) -> Arena | None:

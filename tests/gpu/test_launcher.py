@@ -41,6 +41,10 @@ class RawModule:
         return launch
 
 
+def floats(count: int, salt: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(salt).standard_normal(count).astype(np.float32)
+
+
 @pytest.fixture
 def launcher(cupy: StandIn, kernels: HostKernels) -> DeviceKernels:
     cupy.RawModule = type("RawModule", (RawModule,), {"kernels": kernels, "cupy": cupy})

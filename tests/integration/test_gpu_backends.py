@@ -1,0 +1,126 @@
+"""NCCL backends with a real coordinator and real lanes, over fake GPUs: ids travel, and host arrays share memory beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.backends import gpu, registry
+from ferrorpc.backends.hybrid import HybridBackend
+from ferrorpc.backends.nccl.backend import NcclBackend
+from ferrorpc.backends.registry import Place
+from ferrorpc.errors import PeerLostError
+from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.testing import run_groups
+from ferrorpc.testing.gpu.machine import Machine
+from ferrorpc.testing.gpu.nccl import FakeNccl
+from ferrorpc.testing.gpu.stand_in import StandIn, stand_in
+from ferrorpc.transports.grpc_server import WorkerServer
+from tests.gpu.operations import every_operation
+from tests.integration.service import Service, join, together
+
+SECONDS = 20.0
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    found = Service()
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def cupy() -> Iterator[StandIn]:
+    with stand_in(Machine(RANKS)) as module:
+        yield module
+
+
+class Job:
+    """Members with servers of their own, who say their GPU when they join."""
+
+    def __init__(self, service: Service, cupy: StandIn, name: str) -> None:
+        self.nccl = FakeNccl(cupy.machine)
+        self.servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, "") for _ in range(RANKS)]
+        labels = [{"gpu": device_of(cupy, rank).uuid, "nccl": "22809"} for rank in range(RANKS)]
+        self.sessions = together(
+            [
+                lambda rank=rank: join(
+                    service.address, rank, RANKS, job=name, worker_address=self.servers[rank].address, labels=labels[rank]
+                )
+                for rank in range(RANKS)
+            ]
+        )
+
+    def backends(self, backend: str, transport: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        places = [
+            Place(session, server, transport, SECONDS, device=rank)
+            for rank, (session, server) in enumerate(zip(self.sessions, self.servers, strict=True))
+        ]
+
+        def make(kind: type[NcclBackend], lanes: Any, asked: int | None, local_rank: int | None) -> NcclBackend:
+            return kind(lanes, gpu.device_for(asked, local_rank), self.nccl.api(lanes.rank))
+
+        monkeypatch.setattr(gpu, "make", make)
+        found = together([lambda place=place: registry.create(backend, place) for place in places])
+        for outcome in found:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return found
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
+@pytest.mark.parametrize("backend", ["nccl", "auto"])
+def test_gpu_arrays_and_host_arrays_in_one_program(
+    service: Service, cupy: StandIn, monkeypatch: pytest.MonkeyPatch, backend: str, transport: str
+) -> None:
+    job = Job(service, cupy, f"mixed-{backend}-{transport}")
+    backends = job.backends(backend, transport, monkeypatch)
+    assert {type(each) for each in backends} == {HybridBackend if backend == "auto" else NcclBackend}
+
+    def body(group: ProcessGroup) -> None:
+        for turn in range(3):
+            total = group.all_reduce(np.arange(5.0) + group.rank + turn)
+            np.testing.assert_array_equal(total, 2 * np.arange(5.0) + 1 + 2 * turn)
+            every_operation(group, cupy)
+        even = group.subgroup([1, 0])
+        assert even is not None
+        with cupy.cuda.Device(group.rank):
+            found = even.all_reduce(cupy.asarray(np.ones(3)))
+            np.testing.assert_array_equal(cupy.asnumpy(found), np.full(3, 2.0))
+        np.testing.assert_array_equal(even.all_reduce(np.ones(3)), np.full(3, 2.0))
+
+    run_groups([ProcessGroup(each, timeout=SECONDS) for each in backends], body)
+    assert job.nccl.minted == 1
+    job.close()
+
+
+def test_a_member_that_dies_frees_the_others_gpus(service: Service, cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(service, cupy, "death")
+    groups = [ProcessGroup(each, timeout=SECONDS) for each in job.backends("hybrid", "grpc", monkeypatch)]
+
+    def body(group: ProcessGroup) -> Any:
+        with cupy.cuda.Device(group.rank):
+            if group.rank == 1:
+                return group.session.leave("ValueError: bad batch")
+            work = group.all_reduce(cupy.asarray(np.ones(4)), async_op=True)
+            with pytest.raises(PeerLostError, match="bad batch"):
+                work.wait(host=True)
+            return None
+
+    run_groups(groups, body)
+    parker, until = SYSTEM_CLOCK.parker(), SYSTEM_CLOCK.now() + SECONDS
+    (meeting,) = job.nccl.meetings.values()
+    while not meeting.ends[0].aborted:
+        assert SYSTEM_CLOCK.now() < until
+        parker.park(SYSTEM_CLOCK.now() + 0.01)
+    job.close()
