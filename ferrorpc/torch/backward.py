@@ -34,7 +34,7 @@ class _Member:
     alias: torch.Tensor | None
 
     def lay(self, parameter: torch.Tensor) -> bool:
-        """Makes the gradient lie in its place, if nothing speaks against it."""
+        """Makes the gradient lie in its place, if nothing speaks against it. What more of it comes is added there."""
         gradient, alias = parameter.grad, self.alias
         if gradient is alias or gradient is None or alias is None:
             return gradient is not None and alias is not None
@@ -116,10 +116,11 @@ class Backward:
                 f"parameter {name!r} got a gradient again after the first one was sent: a re-entrant checkpoint uses it too",
                 hint="pass use_reentrant=False to torch.utils.checkpoint",
             )
+        lies_in_place = member.lay(parameter)
         if _current_task() != self._task:
             self._in_portions.add(name)
         elif not self._is_first and name not in self._in_portions:
-            if current.weight is None and member.lay(parameter):
+            if lies_in_place and current.weight is None:
                 current.put_place(member.slot)
             else:
                 self._replica.contribute(current, name)
