@@ -64,16 +64,24 @@ class Pair:
 
     Args:
         rows: of a rank's batch; None for the model's usual ones.
+        bucket_mb: how many MiB a bucket may hold.
         bare: whether steps only give every parameter a gradient, and compute nothing.
         hosts: where the ranks run.
     """
 
     def __init__(
-        self, system: str, model: str, *, rows: int | None = None, bare: bool = False, hosts: Sequence[Host] = (LOCAL, LOCAL)
+        self,
+        system: str,
+        model: str,
+        *,
+        rows: int | None = None,
+        bucket_mb: float = 25,
+        bare: bool = False,
+        hosts: Sequence[Host] = (LOCAL, LOCAL),
     ) -> None:
         self.system = system
         ports = _free_ports(2)
-        options = ["--bare"] * bare + ([] if rows is None else ["--rows", str(rows)])
+        options = ["--bucket-mb", str(bucket_mb)] + ["--bare"] * bare + ([] if rows is None else ["--rows", str(rows)])
         self._processes = [
             subprocess.Popen(
                 [*host.prefix, sys.executable, "-m", "benchmarks.ddp_worker", system, model, *options],

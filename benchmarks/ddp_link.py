@@ -1,6 +1,8 @@
 """How much of the communication of a training step is hidden behind computing, on two hosts with a slow link between them.
 
-    python -m benchmarks.ddp_link [--model transformer] [--rows 4 8 12] [--rate 1000] [--json FILE]   (as root, with iproute2)
+    python -m benchmarks.ddp_link [--model transformer] [--rows 8 12] [--bucket-mb 2] [--rate 1000] [--json FILE]
+
+As root, with iproute2.
 
 The hosts are the namespaces of benchmarks.link. For each count of rows a rank, four pairs of ranks take turns in one run: with
 the model and alone, with the model over the link, and both once more with steps that only give every parameter a gradient.
@@ -9,6 +11,9 @@ the model and alone, with the model over the link, and both once more with steps
     communication   what the link adds to a step that computes nothing: all of it is exposed there
     exposed         what the link adds to a step that computes
     hidden          1 - exposed / communication
+
+A bucket leaves when its last gradient is there, and the last bucket can hide behind nothing: on a link where a bucket of the
+usual 25 MiB takes as long as a backward pass, buckets have to be smaller.
 
 Both ranks of a pair compute at once, on as many processors as this machine has: what communication takes of them is exposed
 here, too. Only the backward pass can hide anything; that is about two thirds of a step's computing.
@@ -38,12 +43,16 @@ AIM_HIDDEN: Final = 0.9
 
 
 def measure(
-    model: str, rows: int, systems: Sequence[str], hosts: Sequence[Host], steps: int, turns: int
+    model: str, rows: int, bucket_mb: float, systems: Sequence[str], hosts: Sequence[Host], steps: int, turns: int
 ) -> list[dict[str, Any]]:
     """A row for each system."""
     kinds = [(ALONE, False), (ALONE, True), *((system, bare) for system in systems for bare in (False, True))]
+
+    def pair_of(system: str, bare: bool) -> Pair:
+        return Pair(system, model, rows=rows, bucket_mb=bucket_mb, bare=bare, hosts=hosts)
+
     with ExitStack() as stack:
-        pairs = {kind: stack.enter_context(Pair(kind[0], model, rows=rows, bare=kind[1], hosts=hosts)) for kind in kinds}
+        pairs = {kind: stack.enter_context(pair_of(*kind)) for kind in kinds}
         seen = {kind: Seen() for kind in kinds}
         for pair in pairs.values():
             pair.turn(2)
@@ -92,7 +101,8 @@ def _verdict(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Hidden communication on a shaped link.")
     parser.add_argument("--model", choices=list(ROWS), default="transformer")
-    parser.add_argument("--rows", type=int, nargs="+", default=[6, 8, 12], help="of a rank's batch")
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 12], help="of a rank's batch")
+    parser.add_argument("--bucket-mb", type=float, default=2, help="MiB that a bucket may hold, of both systems")
     parser.add_argument("--systems", nargs="+", choices=(GRPC, TORCH), default=[GRPC, TORCH])
     parser.add_argument("--rate", type=int, default=1000, metavar="MBIT", help="megabits per second, each way")
     parser.add_argument("--steps", type=int, default=2, help="of one turn")
@@ -109,10 +119,13 @@ def main() -> None:
         found = [
             row
             for rows in arguments.rows
-            for row in measure(arguments.model, rows, arguments.systems, hosts, arguments.steps, arguments.turns)
+            for row in measure(
+                arguments.model, rows, arguments.bucket_mb, arguments.systems, hosts, arguments.steps, arguments.turns
+            )
         ]
     load = os.getloadavg()[0]
-    print(f"{arguments.rate} Mbit/s each way; load {load:.1f} on {len(os.sched_getaffinity(0))} CPUs; steps of the slower rank")
+    shape = f"{arguments.rate} Mbit/s each way, buckets of {arguments.bucket_mb:g} MiB"
+    print(f"{shape}; load {load:.1f} on {len(os.sched_getaffinity(0))} CPUs; steps of the slower rank")
     show(found)
     if arguments.json:
         arguments.json.write_text(json.dumps({"load": load, "rate_mbit": arguments.rate, "rows": found}, indent=2) + "\n")

@@ -1,6 +1,6 @@
 """One rank of one system in the comparison of data-parallel training: trains as its driver says, and tells what that took.
 
-    python -m benchmarks.ddp_worker SYSTEM MODEL [--rows N] [--bare]
+    python -m benchmarks.ddp_worker SYSTEM MODEL [--rows N] [--bucket-mb N] [--bare]
 
 It reads how many steps to take from standard input, a line a turn, and writes what they took as JSON. Its place in the world
 comes from the environment, by torchrun's names. Only one thread computes; what else runs belongs to the communication.
@@ -118,17 +118,21 @@ class Trainer:
         return {"seconds": seconds, "cpu_seconds": time.process_time() - cpu}
 
 
-def joined(system: str, rank: int) -> tuple[AbstractContextManager[Any], Callable[[nn.Module], Callable[..., torch.Tensor]]]:
+def joined(
+    system: str, rank: int, bucket_mb: float
+) -> tuple[AbstractContextManager[Any], Callable[[nn.Module], Callable[..., torch.Tensor]]]:
     """The world, as what ends it, and how a model is wrapped in it."""
     if system == ALONE:
         return nullcontext(), lambda model: model
     if system == TORCH:
         torch.distributed.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-        return nullcontext(), lambda model: nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return nullcontext(), lambda model: nn.parallel.DistributedDataParallel(
+            model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
+        )
     from ferrorpc.torch import DistributedDataParallel
 
     group = ferrorpc.init_process_group()
-    return group, lambda model: DistributedDataParallel(model, group)
+    return group, lambda model: DistributedDataParallel(model, group, bucket_mb)
 
 
 def held_bytes() -> int:
@@ -145,11 +149,12 @@ def main() -> None:
     parser.add_argument("system")
     parser.add_argument("model", choices=list(ROWS))
     parser.add_argument("--rows", type=int)
+    parser.add_argument("--bucket-mb", type=float, default=25)
     parser.add_argument("--bare", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    world, wrap = joined(arguments.system, rank)
+    world, wrap = joined(arguments.system, rank, arguments.bucket_mb)
     with world:
         model = model_of(arguments.model)
         inputs, targets = batch_of(arguments.model, rank, arguments.rows or ROWS[arguments.model])
