@@ -1,4 +1,4 @@
-"""NCCL backends with a real coordinator and real lanes, over fake GPUs: ids travel, and host arrays share memory beside them."""
+"""NCCL backends with a real coordinator and lanes, over fake GPUs: ids travel, and host arrays share memory beside."""
 
 from __future__ import annotations
 

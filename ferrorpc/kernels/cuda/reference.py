@@ -74,7 +74,8 @@ def quantise_int8(values: Array) -> tuple[Array, Array]:
 def dequantise_int8(scales: Array, integers: Array) -> Array:
     """float32 values of blocks of int8."""
     with np.errstate(all="ignore"):
-        return integers.astype(np.float32) * np.repeat(scales, BLOCK_VALUES)[: integers.size]
+        values: Array = integers.astype(np.float32) * np.repeat(scales, BLOCK_VALUES)[: integers.size]
+    return values
 
 
 def sum_peers(peers: Sequence[Array], dtype: DType, mean: bool = False) -> Array:

@@ -145,7 +145,8 @@ def test_in_place_nothing_that_is_still_to_be_sent_is_overwritten() -> None:
     wire.full = False
     for room in wire.rooms:
         room()
-    assert wire.wakes and not wire.sent
+    assert wire.wakes
+    assert not wire.sent
     assert not execution.advance()
     assert [offset for _, slot, offset, _ in wire.sent if slot == 0] == [0, CHUNK, 2 * CHUNK, 3 * CHUNK]
     assert wire.sent[0][3] == before[2048:2304].tobytes()
@@ -163,7 +164,8 @@ def test_only_eager_chunks_go_before_the_grant_and_the_driver_tries_a_full_lane_
     assert len(wire.sent) == 4
     wire.full = False
     wire.rooms[0]()
-    assert wire.wakes == 1 and len(wire.sent) == 4
+    assert wire.wakes == 1
+    assert len(wire.sent) == 4
     assert not execution.advance()
     assert [offset for _, _, offset, _ in wire.sent] == [CHUNK * number for number in range(8)]
 
