@@ -1,4 +1,4 @@
-"""NCCL backends with a real coordinator and lanes, over fake GPUs: ids travel, and host arrays share memory beside."""
+"""NCCL backends with a real coordinator and real lanes, over fake GPUs, and host arrays that share memory beside them."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def dequantise_int8(scales: Array, integers: Array) -> Array:
     """float32 values of blocks of int8."""
     with np.errstate(all="ignore"):
         values: Array = integers.astype(np.float32) * np.repeat(scales, BLOCK_VALUES)[: integers.size]
-    return values
+        return values
 
 
 def sum_peers(peers: Sequence[Array], dtype: DType, mean: bool = False) -> Array:

@@ -1,0 +1,97 @@
+"""What copies cost on one GPU: on the device, to the host and back, and the kernels beside them.
+
+    python -m benchmarks.gpu.copies [--mib 64] [--turns 20] [--json FILE]
+
+Needs a GPU and ferrorpc[gpu]. It has not been run on one yet. Everything is measured in turns in one run and given in GB/s of
+what is read and written, beside a device-to-device copy of the same size: packing should reach 0.7 of it. Exit code 1 where it
+does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ferrorpc.arrays.cupy_device import CupyDevice, open_device
+from ferrorpc.cli.table import table
+from ferrorpc.kernels.cuda.launcher import DeviceKernels
+from ferrorpc.types import DType
+
+MIB = 1 << 20
+TENSORS = 60
+PACK_SHARE_MIN = 0.7
+
+
+def cases(cupy: Any, device: CupyDevice, size_bytes: int) -> dict[str, tuple[Callable[[], object], int]]:
+    """Name -> what is done, and the bytes that it reads and writes on the device (or moves, where the host is one end)."""
+    count = size_bytes // 4
+    x, y = cupy.asarray(np.ones(count, np.float32)), cupy.empty(count, np.float32)
+    half = cupy.empty(count, np.uint16)
+    stream, kernels, staging = device.current(), DeviceKernels(cupy), device.staging
+    parts = np.array_split(np.arange(count), TENSORS)
+    tensors = [cupy.asarray(np.ones(len(part), np.float32)) for part in parts]
+    starts = [int(part[0]) for part in parts]
+    scales, integers = cupy.empty(-(-count // 256), np.float32), cupy.empty(count, np.int8)
+    here, pinned = np.ones(count, np.float32), device.pinned(size_bytes).view(np.float32)
+    f32, bf16 = DType.FLOAT32, DType.BFLOAT16
+    return {
+        "copy on the device": (lambda: device.copy(y, x, stream), 2 * size_bytes),
+        "pack": (lambda: kernels.pack(tensors, starts, y, f32, f32), 2 * size_bytes),
+        "unpack": (lambda: kernels.unpack(tensors, starts, y, f32, f32), 2 * size_bytes),
+        "pack to bfloat16": (lambda: kernels.pack(tensors, starts, half, f32, bf16), size_bytes * 3 // 2),
+        "quantise to int8": (lambda: kernels.quantise_int8(x, scales, integers), size_bytes * 5 // 4),
+        "sum of four": (lambda: kernels.sum_peers([x, x, x, x], y, f32), 5 * size_bytes),
+        "down, pinned": (lambda: device.download(pinned, x, stream), size_bytes),
+        "up, pinned": (lambda: device.upload(x, pinned, stream), size_bytes),
+        "down, staged": (lambda: staging.down(x), size_bytes),
+        "up, staged": (lambda: staging.up(here), size_bytes),
+        "down, pageable": (lambda: device.download(here, x, stream), size_bytes),
+        "up, pageable": (lambda: device.upload(x, here, stream), size_bytes),
+    }
+
+
+def measure(cupy: Any, device: CupyDevice, size_bytes: int, turns: int) -> dict[str, float]:
+    """GB/s of each case: medians of `turns`, taken in turns."""
+    found = cases(cupy, device, size_bytes)
+    settle = cupy.cuda.get_current_stream().synchronize
+    times: dict[str, list[float]] = {name: [] for name in found}
+    for turn in range(turns + 1):
+        for name, (act, _) in found.items():
+            settle()
+            begin = time.perf_counter()
+            act()
+            settle()
+            if turn:  # the first compiles and pins
+                times[name].append(time.perf_counter() - begin)
+    return {name: found[name][1] / statistics.median(each) / 1e9 for name, each in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Copies and kernels on one GPU.")
+    parser.add_argument("--mib", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    arguments = parser.parse_args()
+    device = open_device()
+    device.make_current()
+    import cupy
+
+    speeds = measure(cupy, device, arguments.mib * MIB, arguments.turns)
+    copy = speeds["copy on the device"]
+    rows = [[name, f"{speed:.1f}", f"{speed / copy:.2f}"] for name, speed in speeds.items()]
+    print(table([f"{arguments.mib} MiB", "GB/s", "of a copy"], rows, right=frozenset(("GB/s", "of a copy"))))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(speeds))
+    sys.exit(int(min(speeds["pack"], speeds["unpack"]) < PACK_SHARE_MIN * copy))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""NCCL with one rank on one GPU: right values, what the wrapper costs, and an initialisation whose peer never comes.
+
+    python -m benchmarks.gpu.one_rank [--seconds 5] [--json FILE]
+
+Needs a GPU and ferrorpc[gpu]. It has not been run on one yet. Every reduction and move of every dtype that NCCL has must give back
+what went in, bit for bit. The host time of a call stands beside that of a bare NCCL call on the same memory; medians of one run.
+Exit code 1 where a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ferrorpc.arrays.cupy_device import CupyDevice, open_device
+from ferrorpc.backends.nccl.api import DataType, NcclApi, Op, State, reduction
+from ferrorpc.backends.nccl.backend import NcclBackend
+from ferrorpc.backends.nccl.choose import open_nccl
+from ferrorpc.backends.simulated import Lanes, SimulatedBackend
+from ferrorpc.cli.table import table
+from ferrorpc.coordination.local import LocalWorld
+from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.testing.reference import every_dtype, operators, values
+
+OVERHEAD_SECONDS_MAX = 15e-6
+ABORT_SECONDS_MAX = 5.0
+CALLS = 300
+
+
+def backend_of_one(device: CupyDevice, api: NcclApi) -> NcclBackend:
+    """A world of one rank whose operations are NCCL's."""
+    session = LocalWorld(1, clock=SYSTEM_CLOCK).session(0)
+    return NcclBackend(SimulatedBackend(session, Lanes(SYSTEM_CLOCK, None, 0), 60.0), device, api)
+
+
+def check_values(cupy: Any, group: ProcessGroup, backend: NcclBackend) -> int:
+    """How many combinations of operation, operator and dtype gave what they must. Raises AssertionError at the first other."""
+    checked = 0
+    for dtype in every_dtype():
+        x = values(dtype, (33, 3), 0)
+        near = cupy.asarray(x)
+        for operator in operators(dtype):
+            if reduction(operator, dtype, backend.api.features) is None:
+                continue
+            for found in (
+                group.all_reduce(near, op=operator, async_op=True).wait(),
+                group.reduce(near, op=operator, async_op=True).wait(),
+                group.reduce_scatter([near], op=operator, async_op=True).wait(),
+            ):
+                np.testing.assert_array_equal(cupy.asnumpy(found), x, err_msg=f"{operator} of {dtype.label}")
+                checked += 1
+        moves = (
+            group.broadcast(near, async_op=True).wait(),
+            group.scatter([near], async_op=True).wait(),
+            group.gather(near, async_op=True).wait()[0],
+            group.all_gather(near, async_op=True).wait()[0],
+            group.all_to_all([near], async_op=True).wait()[0],
+        )
+        for found in moves:
+            np.testing.assert_array_equal(cupy.asnumpy(found), x, err_msg=dtype.label)
+            checked += 1
+    return checked
+
+
+def host_seconds(call: Callable[[], object], settle: Callable[[], object], calls: int) -> float:
+    """Median host time of a call, while the GPU is never far behind."""
+    times = []
+    for number in range(calls):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+        if number % 16 == 0:
+            settle()
+    settle()
+    return statistics.median(times)
+
+
+def overhead(cupy: Any, backend: NcclBackend, calls: int) -> dict[str, float]:
+    """Host time of a bare NCCL all_reduce, of the raw form, and of an asynchronous all_reduce of the group."""
+    group = ProcessGroup(backend)
+    x = cupy.asarray(np.ones(1024, np.float32))
+    lineup, pointer = backend.lineup(0), x.data.ptr
+
+    def bare() -> None:
+        lineup.communicator.all_reduce(pointer, pointer, 1024, DataType.FLOAT32, Op.SUM, lineup.stream.pointer)
+        while lineup.communicator.state() is State.IN_PROGRESS:
+            pass
+
+    settle = group.synchronize
+    bare()
+    return {
+        "bare NCCL call": host_seconds(bare, settle, calls),
+        "all_reduce_raw": host_seconds(lambda: backend.all_reduce_raw(pointer, pointer, 1024, "float32"), settle, calls),
+        "all_reduce, asynchronous": host_seconds(lambda: group.all_reduce(x, out=x, async_op=True), settle, calls),
+    }
+
+
+def absent_peer(device: CupyDevice, api: NcclApi, seconds: float) -> float:
+    """Seconds that aborting takes once an initialisation whose peer never comes has gone on for `seconds`."""
+    parker = SYSTEM_CLOCK.parker()
+    with device.here():
+        communicator = api.init(2, 0, [api.unique_id()])
+        until = SYSTEM_CLOCK.now() + seconds
+        while SYSTEM_CLOCK.now() < until:
+            if communicator.state() is not State.IN_PROGRESS:
+                raise AssertionError("a communicator of two was complete with one")
+            parker.park(SYSTEM_CLOCK.now() + 0.01)
+        begin = SYSTEM_CLOCK.now()
+        communicator.abort()
+        return SYSTEM_CLOCK.now() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="NCCL with one rank on one GPU.")
+    parser.add_argument("--seconds", type=float, default=5.0, help="how long the absent peer is waited for")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    arguments = parser.parse_args()
+    device, api = open_device(), open_nccl()
+    device.make_current()
+    import cupy
+
+    backend = backend_of_one(device, api)
+    with ProcessGroup(backend) as group:
+        checked = check_values(cupy, group, backend)
+        times = overhead(cupy, backend, CALLS)
+    abort = absent_peer(device, api, arguments.seconds) if api.features.non_blocking else float("nan")
+    bare = times["bare NCCL call"]
+    rows = [[name, f"{each * 1e6:.1f}", f"{(each - bare) * 1e6:.1f}"] for name, each in times.items()]
+    print(f"NCCL {api.version} through {api.name} on {device.uuid}: {checked} results are right")
+    print(table(["host time of a call", "us", "more than bare"], rows, right=frozenset(("us", "more than bare"))))
+    print(f"abort of an initialisation without its peer: {abort:.3f} s")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"version": api.version, "checked": checked, "seconds": times, "abort": abort}))
+    missed = max(times.values()) - bare > OVERHEAD_SECONDS_MAX or not abort < ABORT_SECONDS_MAX
+    sys.exit(int(missed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Two processes that share one GPU: all_reduce of their arrays through pinned staging, beside the same of host arrays.
+
+    ferrorpc run -n 2 -m benchmarks.gpu.staged_pair -- [--mib 64] [--turns 10] [--transport grpc]
+
+Needs a GPU and ferrorpc[gpu]. It has not been run on one yet. Values are checked against float64 on the host. The staged
+operation should reach 0.9 of the host's speed. Rank 0 prints; exit code 1 where it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import ferrorpc
+from ferrorpc.arrays.cupy_device import open_device
+from ferrorpc.cli.table import table
+
+MIB = 1 << 20
+SHARE_MIN = 0.9
+
+
+def seconds(group: Any, call: Callable[[], object], turns: int) -> float:
+    """Median time of a call that all ranks begin together; the first is not counted."""
+    times = []
+    for _ in range(turns + 1):
+        group.barrier()
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def compare(cupy: Any, group: Any, size_bytes: int, turns: int) -> tuple[float, float]:
+    """Seconds of an all_reduce of host arrays, and of GPU arrays. Raises AssertionError where a value is wrong."""
+    everyones = [np.random.default_rng(rank).standard_normal(size_bytes // 4).astype(np.float32) for rank in range(group.size)]
+    host = everyones[group.rank]
+    near = cupy.asarray(host)
+    exact = sum(each.astype(np.float64) for each in everyones)
+    np.testing.assert_allclose(cupy.asnumpy(group.all_reduce(near)), exact, rtol=1e-5, atol=1e-5)
+
+    def staged() -> None:
+        group.all_reduce(near)
+        cupy.cuda.get_current_stream().synchronize()
+
+    return seconds(group, lambda: group.all_reduce(host), turns), seconds(group, staged, turns)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Two processes on one GPU, through pinned staging.")
+    parser.add_argument("--mib", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--transport", default="grpc", choices=("grpc", "shared_memory"))
+    arguments = parser.parse_args()
+    open_device(0).make_current()
+    import cupy
+
+    with ferrorpc.init_process_group(backend="grpc", transport=arguments.transport) as group:
+        host, staged = compare(cupy, group, arguments.mib * MIB, arguments.turns)
+        if group.rank == 0:
+            rows = [
+                [name, f"{each * 1e3:.1f}", f"{arguments.mib * MIB / each / 1e9:.2f}"]
+                for name, each in (("host", host), ("GPU, staged", staged))
+            ]
+            print(table([f"{arguments.mib} MiB, {arguments.transport}", "ms", "GB/s"], rows, right=frozenset(("ms", "GB/s"))))
+    sys.exit(int(host / staged < SHARE_MIN))
+
+
+if __name__ == "__main__":
+    main()

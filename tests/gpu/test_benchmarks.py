@@ -1,0 +1,40 @@
+"""The scripts that are to measure a device do what they say on fake ones; their figures there mean nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu import copies, one_rank, staged_pair
+from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.testing import run_world
+from ferrorpc.testing.gpu.nccl import FakeNccl
+from ferrorpc.testing.gpu.stand_in import StandIn
+from tests.gpu.host_kernels import HostKernels
+from tests.gpu.test_launcher import RawModule
+
+
+def test_one_rank(cupy: StandIn) -> None:
+    device, api = device_of(cupy, 0), FakeNccl(cupy.machine).api(0)
+    backend = one_rank.backend_of_one(device, api)
+    with ProcessGroup(backend) as group:
+        assert one_rank.check_values(cupy, group, backend) > 200
+        assert min(one_rank.overhead(cupy, backend, 5).values()) > 0
+    assert one_rank.absent_peer(device, FakeNccl(cupy.machine).api(0), 0.05) < 1
+
+
+def test_copies(cupy: StandIn, kernels: HostKernels) -> None:
+    cupy.RawModule = type("RawModule", (RawModule,), {"kernels": kernels, "cupy": cupy})
+    speeds = copies.measure(cupy, device_of(cupy, 0), 4096, 1)
+    assert len(speeds) == 12
+    assert all(np.isfinite(speed) for speed in speeds.values())
+
+
+def test_a_staged_pair(cupy: StandIn) -> None:
+    def body(group: Any) -> tuple[float, float]:
+        return staged_pair.compare(cupy, group, 1 << 16, 2)
+
+    assert all(min(times) > 0 for times in run_world(2, body, clock=SYSTEM_CLOCK))
