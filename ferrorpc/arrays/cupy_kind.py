@@ -16,9 +16,9 @@ import numpy as np
 from ferrorpc.arrays.base import Kind, Out, View, fit
 from ferrorpc.arrays.cupy_device import CupyDevice, device_of
 from ferrorpc.arrays.device import DeviceArray
-from ferrorpc.arrays.numpy_kind import NUMPY
+from ferrorpc.arrays.numpy_kind import NUMPY, dtype_in
 from ferrorpc.errors import TensorMismatchError, UsageError
-from ferrorpc.types import DType, TensorSpec, dtype_of
+from ferrorpc.types import DType, TensorSpec
 
 
 def is_cupy_array(x: Any) -> bool:
@@ -55,7 +55,7 @@ class CupyKind(Kind):
             return View(self, spec, _stored(x.copy(), spec.dtype), False, None, x)
 
     def spec(self, x: Any) -> TensorSpec:
-        return TensorSpec(dtype_of(np.dtype(x.dtype)), tuple(x.shape))
+        return TensorSpec(dtype_in(x), x.shape)
 
     def out(self, x: Any, spec: TensorSpec) -> Out:
         fit(self.spec(x), spec)

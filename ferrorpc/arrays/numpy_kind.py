@@ -22,18 +22,18 @@ class NumpyKind(Kind):
 
     def view(self, x: Any) -> View:
         array = x if type(x) is np.ndarray else _as_array(x)
-        dtype = _dtype(array)
+        dtype = dtype_in(array)
         origin = array.view(np.uint16) if dtype is DType.BFLOAT16 else array
         data = contiguous(origin)
         return View(self, TensorSpec(dtype, array.shape), data, data is origin, origin)
 
     def spec(self, x: Any) -> TensorSpec:
         array = _as_array(x)
-        return TensorSpec(_dtype(array), array.shape)
+        return TensorSpec(dtype_in(array), array.shape)
 
     def out(self, x: Any, spec: TensorSpec) -> Out:
         array = np.asarray(x)
-        dtype = _dtype(array)
+        dtype = dtype_in(array)
         fit(TensorSpec(dtype, array.shape), spec)
         writable(array)
         return Out(x, spec, array.view(np.uint16) if dtype is DType.BFLOAT16 else array)
@@ -70,8 +70,8 @@ def read_dlpack(x: Any) -> np.ndarray[Any, Any]:
         ) from None
 
 
-def _dtype(array: np.ndarray[Any, Any]) -> DType:
-    """From a table, because NumPy takes a microsecond to spell a dtype's name."""
+def dtype_in(array: Any) -> DType:
+    """Of what has a NumPy dtype. From a table, because NumPy takes a microsecond to spell a dtype's name."""
     return _KNOWN.get(array.dtype) or dtype_of(array.dtype)
 
 

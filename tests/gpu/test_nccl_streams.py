@@ -155,6 +155,22 @@ def test_raw_forms_take_pointers_in_the_callers_stream_or_the_backends(cupy: Sta
     world(cupy, 2, body)
 
 
+def test_grouped_sends_and_receives_may_cross(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        backend: Any = group._backend
+        me, size = group.rank, group.size
+        after, before = (me + 1) % size, (me - 1) % size
+        x, y = cupy.asarray(np.full(6, float(me))), cupy.empty(6)
+        backend.exchange_raw([(x.data.ptr, 48, after)], [(y.data.ptr, 48, before)])
+        np.testing.assert_array_equal(cupy.asnumpy(y), np.full(6, float(before)))
+        for wrong, match in ((size, "peer"), (me, "itself")):
+            with pytest.raises(UsageError, match=match):
+                backend.exchange_raw([(0, 8, wrong)], [])
+        group.barrier()
+
+    world(cupy, 3, body)
+
+
 def test_mean_is_that_of_nccl_and_bool_and_complex_are_what_they_must_be(cupy: StandIn) -> None:
     def body(group: ProcessGroup) -> None:
         mine = [values(DType.BOOL, 9, rank) for rank in range(2)]

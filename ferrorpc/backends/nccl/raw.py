@@ -7,7 +7,7 @@ communicator are those of every other operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ferrorpc.arrays.device import Event, Stream
@@ -17,7 +17,7 @@ from ferrorpc.backends.nccl.launch import BYTES
 from ferrorpc.backends.nccl.lineup import Lineup
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.progress import drive, progress_of
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, InvalidRankError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, InvalidRankError, SelfSendError
 from ferrorpc.guard import Guard
 from ferrorpc.types import DType, ReduceOp, dtype_named
 
@@ -81,6 +81,37 @@ class RawOperations:
             lambda nccl, queue: nccl.reduce_scatter(source, target, factor * count, datatype, chosen, queue),
             stream,
         )
+
+    def exchange_raw(
+        self, sends: Sequence[tuple[int, int, int]], recvs: Sequence[tuple[int, int, int]], *, stream: Any = None
+    ) -> None:
+        """Sends and receives as one launch, so that ranks may all send and receive at once.
+
+        Every send needs its recv on the other rank, in that rank's call at the same place of the program.
+
+        Args:
+            sends: (source, bytes, group rank it goes to).
+            recvs: (target, bytes, group rank it comes from); those from one rank in the order in which it sends them.
+        """
+        backend = self._self()
+        for peer in (each[2] for each in (*sends, *recvs)):
+            if not 0 <= peer < backend.size:
+                raise InvalidRankError(f"a peer is {peer!r}, but this group has ranks 0 to {backend.size - 1}")
+            if peer == backend.rank:
+                raise SelfSendError(f"rank {peer} cannot send to or receive from itself")
+
+        def launch(nccl: Communicator, queue: int) -> None:
+            backend.api.group_start()
+            try:
+                for source, size_bytes, peer in sends:
+                    nccl.send(source, size_bytes, BYTES, peer, queue)
+                for target, size_bytes, peer in recvs:
+                    nccl.recv(target, size_bytes, BYTES, peer, queue)
+            finally:
+                backend.api.group_end()
+
+        if sends or recvs:
+            self._raw(f"exchange_raw({len(sends)} sends, {len(recvs)} receives)", launch, stream)
 
     def _reduction(self, op: str | ReduceOp, dtype: str | DType) -> Any:
         return required(ReduceOp.named(op), _dtype(dtype), self._self().api.features)
