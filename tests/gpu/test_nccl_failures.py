@@ -207,3 +207,19 @@ def test_survivors_form_the_group_again_with_a_new_id(cupy: StandIn) -> None:
 
     assert ranks.run(body) == [(2, "nccl", [3.0] * 4)] * 2
     assert ranks.nccl.minted == 2
+
+
+def test_closing_the_world_ends_the_communicators_of_its_subgroups_too(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+
+    def body(group: ProcessGroup) -> None:
+        part = group.subgroup([1, 0])
+        assert part is not None
+        part.all_reduce(ranks.array())
+        group.stream()
+        group.close()
+
+    assert ranks.run(body) == [None, None]
+    (meeting,) = ranks.nccl.meetings.values()
+    ends = [end for each in (meeting, *meeting.children.values()) for end in each.ends.values()]
+    assert [end.destroyed for end in ends] == [True] * 6

@@ -270,7 +270,7 @@ class NcclBackend(RawOperations, Backend):
 
     def renew(self, timeout: float) -> NcclBackend:
         """The next generation's: new lanes, a new id, a new communicator."""
-        self._shut(self.clock.now())
+        self._shut(self.clock.now() + CLOSE_SECONDS)
         lanes = self.lanes.renew(timeout)
         if not isinstance(lanes, MessageBackend):
             raise AssertionError(f"{lanes!r} is no message backend")
@@ -285,6 +285,8 @@ class NcclBackend(RawOperations, Backend):
             return
         self._closed = True
         mine = [lineup.communicator for lineup in (self._program, self._numbered) if lineup is not None]
+        if self.group_id == 0:
+            mine = self._ending.communicators()  # those of subgroups that nobody closed, too
         if self.latch.cause is None:
             with contextlib.suppress(FerroError):  # what is still in flight is aborted with its communicator
                 self.synchronize(until)

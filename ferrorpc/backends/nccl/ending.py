@@ -56,7 +56,7 @@ class Ending:
         self._communicators: list[Communicator] = []
         self._ended = False
         self._over = False
-        self._ticket = latch.watch(self._broken)
+        latch.watch(self._broken)
 
     def add(self, communicator: Communicator) -> None:
         """One more; aborted at once where the generation has ended already."""
@@ -66,10 +66,10 @@ class Ending:
         if late:
             self._start_abort([communicator])
 
-    def remove(self, communicator: Communicator) -> None:
-        """It was closed by itself."""
+    def communicators(self) -> list[Communicator]:
+        """Those that have not ended, the latest first: those that were split from others before these."""
         with self._lock:
-            self._communicators.remove(communicator)
+            return self._communicators[::-1]
 
     def _broken(self) -> None:
         with self._lock:
@@ -116,8 +116,6 @@ class Ending:
                         self._start_abort([communicator])
             except FerroError as error:
                 _log.debug("closing a communicator of NCCL's: %s", error.message)
-            self.remove(communicator)
-
-    def forget(self) -> None:
-        """The generation's end is not its affair any more."""
-        self._latch.forget(self._ticket)
+            with self._lock:
+                if communicator in self._communicators:
+                    self._communicators.remove(communicator)
