@@ -43,7 +43,7 @@ Looker = TypeVar("Looker", bound=Execution)
 
 
 def first_cause(look: Callable[[Looker], bool]) -> Callable[[Looker], bool]:
-    """Where the generation has ended communicators are aborted, and NCCL says only that they are gone: raises the cause."""
+    """Where a generation has ended, NCCL says only that its communicators are gone: the cause is raised instead."""
 
     @wraps(look)
     def looking(execution: Looker) -> bool:
