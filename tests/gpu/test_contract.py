@@ -12,6 +12,7 @@ import pytest
 
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.api import Features, reduction
+from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing import BackendContract, run_groups
@@ -20,6 +21,7 @@ from ferrorpc.testing.gpu.machine import Machine
 from ferrorpc.testing.gpu.stand_in import stand_in
 from ferrorpc.testing.reference import operators
 from ferrorpc.types import DType, ReduceOp
+from tests.gpu.on_gpu import OnGpu
 from tests.gpu.worlds import nccl_backends
 
 
@@ -71,3 +73,31 @@ class TestHybrid(BackendContract):
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         with stand_in(Machine(size)) as cupy:
             return run_groups([ProcessGroup(backend) for backend in nccl_backends(cupy, size, kind=HybridBackend)], fn)
+
+
+class TestNcclOnGpuArrays(TestNccl):
+    """The same with arrays that are on the GPU already, in whatever layout."""
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        return on_gpus(NcclBackend, size, fn)
+
+
+class TestHybridOnGpuArrays(TestHybrid):
+    """GPU arrays in a hybrid group: by NCCL, or by the host lanes where NCCL has nothing."""
+
+    in_rank_order = False
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        return on_gpus(HybridBackend, size, fn)
+
+
+def on_gpus(kind: type[NcclBackend], size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+    """fn on every rank, with a group that puts every array on the rank's GPU first."""
+    with stand_in(Machine(size)) as cupy:
+
+        def body(group: ProcessGroup) -> Any:
+            with cupy.cuda.Device(group.rank):
+                stand_for: Any = OnGpu(group, cupy)
+                return fn(stand_for)
+
+        return run_groups([ProcessGroup(backend) for backend in nccl_backends(cupy, size, kind=kind)], body)

@@ -81,15 +81,23 @@ def test_ranks_that_call_different_things_get_both_signatures_instead_of_hanging
     ranks.wait_for_aborts()
 
 
-def test_an_array_on_a_gpu_here_and_on_a_host_there_is_such_a_difference(cupy: StandIn) -> None:
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "gather"])
+def test_an_array_on_a_gpu_here_and_on_a_host_there_is_such_a_difference(cupy: StandIn, operation: str) -> None:
     ranks = Ranks(cupy, 2, HybridBackend)
 
     def body(group: ProcessGroup) -> Any:
+        call = getattr(group, operation)
         if group.rank == 0:
-            group.all_reduce(ranks.array())
+            if operation == "all_reduce":
+                call(ranks.array())
+            else:
+                with pytest.raises(CollectiveMismatchError):
+                    call(ranks.array())
             return end_of(group, CollectiveMismatchError)
         with pytest.raises(CollectiveMismatchError, match="by NCCL"):
-            group.all_reduce(np.ones(4, np.float32))
+            call(np.ones(4, np.float32))  # as a gather it is over here before the others find out
+            end_of(group, CollectiveMismatchError)
+            group.barrier()
         return None
 
     assert isinstance(ranks.run(body)[0], CollectiveMismatchError)

@@ -140,6 +140,8 @@ class NcclExecution(Execution):
         self._lineup = backend.lineup(key.stream)
         self._number = self._lineup.join(self)
         self._announcement = prepared.announce(key, self._number, self._on_host, guard)
+        if prepared.on_host is None:
+            self._enter()
         backend.took_off(self)
 
     def _uploaded(self, array: Any) -> DeviceArray:
@@ -204,7 +206,8 @@ class NcclExecution(Execution):
             if not lineup.is_next(self, self._number):
                 return False
             call, backend = self._prepared.call, self._backend
-            self._enter()
+            if not self._entered:
+                self._enter()
             self._place()
             with backend.device.here():
                 lineup.stream.wait(self._begins)
@@ -318,7 +321,7 @@ class NcclExecution(Execution):
         """A rank that calls something else at this place says so, and the generation ends with both signatures."""
         if self._other is not None:
             self._other.probe()
-        elif self._entered:
+        if self._entered:
             for rank in self.waiting_on():
                 self._backend.lanes.transport.probe(rank, self._key, self._prepared.signature)
 

@@ -1,0 +1,94 @@
+"""A group whose callers hold host arrays while the group gets arrays on a GPU: so suites for host arrays try GPU arrays too.
+
+Arrays keep their layout and what memory they share with each other within one call. What CuPy cannot hold stays on the host:
+read-only outputs, foreign byte order, objects, numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ferrorpc.group import ProcessGroup
+from ferrorpc.operations.stream import Stream
+from ferrorpc.testing.gpu.stand_in import Array, StandIn
+from ferrorpc.work import Work
+
+
+class OnGpu:
+    """Stands for a ProcessGroup, a Stream or a Work."""
+
+    def __init__(self, inner: Any, cupy: StandIn, outs: dict[int, tuple[Any, Any]] | None = None) -> None:
+        self._inner = inner
+        self._cupy = cupy
+        self._outs = outs or {}
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(self._inner, Work):
+                if name == "wait":
+                    kwargs.setdefault("host", True)
+                return self._home(found(*args, **kwargs), self._outs)
+            there = _There(self._cupy)
+            outs: dict[int, tuple[Any, Any]] = {}
+            given = {key: there.out(value, outs) if key == "out" else there.take(value) for key, value in kwargs.items()}
+            return self._home(found(*[there.take(each) for each in args], **given), outs)
+
+        return call
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+    def _home(self, result: Any, outs: dict[int, tuple[Any, Any]]) -> Any:
+        """The result as the caller knows it; what was written on the GPU is in the caller's `out` then."""
+        if isinstance(result, ProcessGroup | Stream | Work):
+            return OnGpu(result, self._cupy, outs)
+        for host, near in outs.values():
+            for one, other in zip(host, near, strict=True) if isinstance(host, list) else ((host, near),):
+                if isinstance(other, Array):
+                    one[...] = self._cupy.asnumpy(other)
+        if id(result) in outs:
+            return outs[id(result)][0]
+        if isinstance(result, list):
+            return [self._home(each, {}) for each in result]
+        return self._cupy.asnumpy(result) if isinstance(result, Array) else result
+
+
+class _There:
+    """Host arrays of one call on the GPU."""
+
+    def __init__(self, cupy: StandIn) -> None:
+        self._cupy = cupy
+        self._roots: dict[int, Any] = {}
+
+    def take(self, value: Any) -> Any:
+        """Arrays as GPU arrays; anything else as it is."""
+        if isinstance(value, list):
+            return [self.take(each) for each in value]
+        if isinstance(value, np.generic):
+            value = np.asarray(value)
+        if type(value) is not np.ndarray or not value.dtype.isnative or value.dtype.kind == "O":
+            return value
+        root = value
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        block = self._roots.get(id(root))
+        if block is None:
+            flat = np.lib.stride_tricks.as_strided(root, (root.size,), (root.itemsize,)) if root.size else root.reshape(-1)
+            block = self._roots[id(root)] = self._cupy.asarray(flat)
+        offset = value.ctypes.data - root.ctypes.data if value.size else 0
+        return self._cupy.ndarray(block._block, block.data.ptr + offset, value)
+
+    def out(self, value: Any, outs: dict[int, tuple[Any, Any]]) -> Any:
+        """As `take`, and remembered; read-only ones stay on the host."""
+        if isinstance(value, np.ndarray) and not value.flags.writeable and value.flags.c_contiguous:
+            return value
+        near = self.take(value)
+        if near is not value and near is not None:
+            outs[id(near)] = (value, near)
+        return near
