@@ -74,15 +74,20 @@ def control_server() -> Options:
     ]
 
 
+_DATA: Final = (
+    # Never an unlimited size: compressed zeros would fill the memory.
+    ("grpc.max_receive_message_length", DATA_MESSAGE_BYTES_MAX),
+    # A chunk is one frame of HTTP/2 instead of 64, between which there would be headers to be found and cut out. Nothing else
+    # waits behind it: no other stream shares the connection.
+    ("grpc.http2.max_frame_size", DATA_MESSAGE_BYTES_MAX),
+)
+
+
 def data_channel() -> Options:
-    """For a channel to a peer. Never an unlimited receive size: compressed zeros would fill the memory."""
-    return [*_CHANNEL, ("grpc.max_receive_message_length", DATA_MESSAGE_BYTES_MAX)]
+    """For a channel to a peer."""
+    return [*_CHANNEL, *_DATA]
 
 
 def data_server() -> Options:
     """For a worker's server: one stream per peer and generation, on a connection of its own."""
-    return [
-        *_SERVER,
-        ("grpc.max_receive_message_length", DATA_MESSAGE_BYTES_MAX),
-        ("grpc.max_concurrent_streams", 16),
-    ]
+    return [*_SERVER, *_DATA, ("grpc.max_concurrent_streams", 16)]
