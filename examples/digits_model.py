@@ -136,13 +136,13 @@ class Momentum:
 
     def __init__(self, parameters: Iterator[ferrorpc.Parameter], rate: float, momentum: float = 0.9) -> None:
         self._parameters = list(parameters)
-        self._velocities = [np.zeros_like(parameter.data) for parameter in self._parameters]
+        self.velocities = [np.zeros_like(parameter.data) for parameter in self._parameters]
         self._rate = np.float32(rate)
         self._momentum = np.float32(momentum)
 
     def step(self) -> None:
         """Applies the gradients, and clears them."""
-        for parameter, velocity in zip(self._parameters, self._velocities, strict=True):
+        for parameter, velocity in zip(self._parameters, self.velocities, strict=True):
             velocity *= self._momentum
             velocity += parameter.grad
             parameter.data -= self._rate * velocity

@@ -142,8 +142,8 @@ class Authority:
         if role in _LISTENERS:
             names += [x509.DNSName(server_name(job, role)) for job in jobs]
         names += [_host(host) for host in hosts]
-        purposes = [ExtendedKeyUsageOID.SERVER_AUTH] if role in _LISTENERS else []
-        purposes += [ExtendedKeyUsageOID.CLIENT_AUTH] if role is not Role.COORDINATOR else []
+        # A coordinator dials too: its probe asks the process beside it. It is told no more than its health.
+        purposes = [*([ExtendedKeyUsageOID.SERVER_AUTH] if role in _LISTENERS else []), ExtendedKeyUsageOID.CLIENT_AUTH]
         issuer = self._certificate.subject
         certificate = (
             _builder(_name(f"ferrorpc {role}"), issuer, key, lifetime)

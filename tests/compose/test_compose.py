@@ -1,4 +1,4 @@
-"""docker-compose.yml as it is, on a real engine: four workers in containers of their own train to the same weights.
+"""docker-compose.yml as it is, on a real engine: workers in containers of their own train to the same weights, come what may.
 
 Needs a Docker engine with Compose v2 and the image's base. Where no registry can be reached, BASE names an image that is
 there and WHEELHOUSE a folder of wheels in the repository root (`pip download`), as docker-compose.yml says.
@@ -6,18 +6,21 @@ there and WHEELHOUSE a folder of wheels in the repository root (`pip download`),
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ferrorpc.cli.certs import Authority
+from ferrorpc.wire.identity import Role
 from tests.deploy.test_pages import commands
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,12 +31,18 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 
 
 def compose(
-    *arguments: str, seconds: float = 120, check: bool = True, variables: dict[str, str] | None = None
+    *arguments: str,
+    seconds: float = 120,
+    check: bool = True,
+    variables: dict[str, str] | None = None,
+    over: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Runs docker compose on this project."""
+    """Runs docker compose on this project, with these files over docker-compose.yml."""
     environment = {**os.environ, "WORKERS": str(WORKERS), "EPOCHS": "12", "FERRORPC_IMAGE": f"{PROJECT}-image"}
-    environment |= {"PAGE_PORT": "0", **(variables or {})}
-    command = ["docker", "compose", "--project-name", PROJECT, "--file", str(ROOT / "docker-compose.yml"), *arguments]
+    engine = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    environment |= {"PAGE_PORT": "0", "DOCKER_SOCKET": engine.removeprefix("unix://"), **(variables or {})}
+    files = [word for file in ("docker-compose.yml", *over) for word in ("--file", str(ROOT / file))]
+    command = ["docker", "compose", "--project-name", PROJECT, *files, *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
     assert not check or result.returncode == 0, f"{' '.join(arguments)}: {result.stdout[-4000:]}{result.stderr[-4000:]}"
     return result
@@ -70,46 +79,27 @@ def workers() -> list[dict[str, Any]]:
     return [json.loads(line) for line in compose("ps", "--all", "--format", "json", "worker").stdout.splitlines()]
 
 
-def test_four_workers_in_containers_end_with_identical_weights(stack: None) -> None:
-    compose("up", "--detach", "--wait", "coordinator")
-    compose("up", "--detach", "worker")
-    assert_that_the_job_ends_well(240)
-
-
-def assert_that_the_job_ends_well(seconds: float) -> None:
+def assert_that_the_job_ends_well(seconds: float, count: int = WORKERS) -> None:
     """All workers exit with 0 in that time, and say that they trained to the same weights."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(worker["State"] != "exited" for worker in workers()):
         time.sleep(1)
     logs = compose("logs", "--no-log-prefix", "worker").stdout
-    assert [worker["ExitCode"] for worker in workers()] == [0] * WORKERS, logs
-    assert f"identical weights on {WORKERS} ranks" in logs
+    assert [worker["ExitCode"] for worker in workers()] == [0] * count, logs
+    assert f"identical weights on {count} ranks" in logs
     assert "test accuracy 0.9" in logs
 
 
-def status(job: str = "digits") -> dict[str, Any]:
-    """What the coordinator knows of a job."""
-    compose("up", "--detach", "--wait", "coordinator")
-    found: dict[str, Any] = json.loads(
-        compose("exec", "-T", "coordinator", "ferrorpc", "status", "--job", job, "--json").stdout
-    )
-    return found
-
-
-def test_the_coordinator_tells_of_the_job_that_is_over(stack: None) -> None:
-    found = status()
-    assert [generation["size"] for generation in found["generations"]] == [WORKERS]
-    assert {member["state"] for member in found["members"]} == {"MEMBER_STATE_LEFT"}
-
-
-def test_the_coordinator_drains_and_comes_back_with_its_journal(stack: None) -> None:
-    before = status()["position"]
-    compose("stop", "coordinator")
-    stopped = json.loads(compose("ps", "--all", "--format", "json", "coordinator").stdout.splitlines()[0])
-    assert stopped["ExitCode"] == 0
-    after = status()["position"]
-    assert (after["cluster_id"], after["generation"]) == (before["cluster_id"], before["generation"])
-    assert int(after["epoch"]) == int(before["epoch"]) + 1
+def status(job: str) -> dict[str, Any]:
+    """What the coordinator knows of a job, as soon as it answers."""
+    deadline = time.monotonic() + 30
+    while True:
+        result = compose("exec", "-T", "coordinator", "ferrorpc", "status", "--job", job, "--json", check=False)
+        if result.returncode == 0:
+            found: dict[str, Any] = json.loads(result.stdout)
+            return found
+        assert time.monotonic() < deadline, result.stderr
+        time.sleep(0.3)
 
 
 def test_nothing_in_a_container_runs_as_root(stack: None) -> None:
@@ -124,68 +114,106 @@ def test_the_status_page_and_the_metrics_are_served(stack: None) -> None:
     assert compose("port", "coordinator", "29701").stdout.startswith("127.0.0.1:")
 
 
-@pytest.fixture
-def training(stack: None, request: pytest.FixtureRequest) -> Iterator[str]:
-    """A job in the midst of its training, by its name."""
-    job = request.node.name.replace("_", "-")
-    variables = {"JOB": job, "EPOCHS": EPOCHS_OF_A_LONG_JOB}
-    try:
-        compose("rm", "--stop", "--force", "worker")
-        compose("up", "--detach", "--wait", "coordinator")
-        compose("up", "--detach", "worker", variables=variables)
-        deadline = time.monotonic() + 60
-        while not steps(job) or min(steps(job)) < 20:
-            assert time.monotonic() < deadline, compose("logs", "worker").stdout
-            time.sleep(0.5)
-        yield job
-    finally:
-        compose("rm", "--stop", "--force", "worker", check=False)
+def test_a_killed_worker_is_started_again_and_the_job_ends_well(stack: None) -> None:
+    compose("rm", "--stop", "--force", "worker")
+    compose("up", "--detach", "--wait", "coordinator")
+    compose("up", "--detach", "worker", variables={"JOB": "fixed", "EPOCHS": EPOCHS_OF_A_LONG_JOB})
+    until(lambda: min(steps("fixed"), default=0) > 0)
+    killed = workers()[0]["ID"]
+    for verb in ("kill", "start"):
+        subprocess.run(["docker", verb, killed], check=True, capture_output=True, timeout=60)
+    assert_that_the_job_ends_well(120)
+    generations = status("fixed")["generations"]
+    assert len(generations) >= 2
+    assert {int(generation["size"]) for generation in generations} == {WORKERS}
 
 
 def steps(job: str) -> list[int]:
-    """The step counter of every rank, once all are active."""
-    result = compose("exec", "-T", "coordinator", "ferrorpc", "status", "--job", job, "--json", check=False)
-    members = json.loads(result.stdout)["members"] if result.returncode == 0 else []
-    active = [member for member in members if member["state"] == "MEMBER_STATE_ACTIVE"]
-    return [int(member.get("step", 0)) for member in active] if len(active) == WORKERS else []
+    """The step counter of every rank that is there."""
+    members = status(job).get("members", [])
+    return [int(member.get("step", 0)) for member in members if member["state"] == "MEMBER_STATE_ACTIVE"]
 
 
-def docker(*arguments: str) -> None:
-    """Runs docker."""
-    subprocess.run(["docker", *arguments], check=True, capture_output=True, timeout=60)
+def until(what: Callable[[], bool], seconds: float = 60) -> None:
+    """Waits for it."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, compose("logs", "--tail", "30").stdout
+        time.sleep(0.3)
 
 
-def test_a_killed_worker_is_started_again_and_the_job_ends_well(training: str) -> None:
-    docker("kill", workers()[0]["ID"])
-    docker("start", next(worker["ID"] for worker in workers() if worker["State"] == "exited"))
-    assert_that_the_job_ends_well(120)
-    assert len(status(training)["generations"]) >= 2
+ELASTIC = {"JOB": "elastic", "SCRIPT": "digits_elastic.py", "WORLD": "2:6", "EPOCHS": "1000000"}
 
 
-def test_a_worker_that_stands_still_is_given_up_and_comes_back_when_it_goes_on(training: str) -> None:
-    worker = workers()[0]["ID"]
-    docker("pause", worker)
-    try:
-        deadline = time.monotonic() + 30
-        while "MEMBER_STATE_DEAD" not in {member["state"] for member in status(training)["members"]}:
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
-    finally:
-        docker("unpause", worker)
-    assert_that_the_job_ends_well(120)
-    assert len(status(training)["generations"]) >= 2
+def sizes() -> list[int]:
+    """How many members each generation of the elastic job had, the newest last."""
+    return [int(one["size"]) for one in status("elastic").get("generations", [])]
 
 
-def test_the_coordinator_restarts_in_the_midst_of_a_job_and_nobody_notices(training: str) -> None:
-    before = status(training)["position"]
+@pytest.fixture(scope="module")
+def elastic(stack: None) -> None:
+    """A job without end whose world may have two to six members, four of which are there."""
+    compose("rm", "--stop", "--force", "worker")
+    compose("up", "--detach", "--wait", "coordinator")
+    compose("up", "--detach", "worker", variables=ELASTIC)
+    until(lambda: sizes()[-1:] == [4])
+
+
+def test_more_workers_are_let_in_by_a_job_that_runs(elastic: None) -> None:
+    compose("up", "--detach", "--no-recreate", "--scale", "worker=6", "worker", variables=ELASTIC)
+    until(lambda: sizes()[-1] == 6)
+
+
+@pytest.mark.parametrize("fault", ["kill", "pause", "disconnect"])
+def test_the_others_go_on_without_a_worker_until_it_is_back(elastic: None, fault: str) -> None:
+    before = len(sizes())
+    compose("--profile", "chaos", "run", "--rm", "chaos", fault, variables=ELASTIC)
+    until(lambda: sizes()[before:][:1] == [5] and sizes()[-1] == 6)
+
+
+def test_nobody_notices_that_the_coordinator_was_restarted(elastic: None) -> None:
+    before, then = status("elastic")["position"], sizes()
     compose("restart", "coordinator")
-    after = status(training)["position"]
+    after = status("elastic")["position"]
     assert (after["cluster_id"], int(after["epoch"])) == (before["cluster_id"], int(before["epoch"]) + 1)
+    assert after["generation"] == before["generation"]
+    assert sizes() == then
+
+
+def test_the_job_that_went_through_all_that_ends_well(elastic: None) -> None:
+    compose("kill", "--signal", "SIGUSR1", "worker")
+    assert_that_the_job_ends_well(60, 6)
+
+
+def test_the_coordinator_drains_and_comes_back_with_its_journal(elastic: None) -> None:
+    before = status("elastic")["position"]
+    compose("stop", "coordinator")
+    stopped = json.loads(compose("ps", "--all", "--format", "json", "coordinator").stdout.splitlines()[0])
+    assert stopped["ExitCode"] == 0
+    compose("up", "--detach", "coordinator")
+    after = status("elastic")["position"]
+    assert (after["cluster_id"], after["generation"]) == (before["cluster_id"], before["generation"])
+    assert int(after["epoch"]) == int(before["epoch"]) + 1
+
+
+def test_a_job_trains_over_mutual_tls(stack: None, tmp_path: Path) -> None:
+    tls, over = {"JOB": "secret", "CERTS": str(tmp_path)}, ("deploy/compose/tls.yml",)
+    authority = Authority.make(tmp_path, 1)
+    for role in (Role.COORDINATOR, Role.WORKER):
+        authority.issue(role, ["secret"], [], datetime.timedelta(hours=1), tmp_path)
+        os.chown(tmp_path / f"{role}.key", 10001, -1)
+    tmp_path.chmod(0o755)
+    compose("rm", "--stop", "--force", "worker", "coordinator")
+    compose("up", "--detach", "--wait", "coordinator", variables=tls, over=over)
+    compose("up", "--detach", "worker", variables=tls, over=over)
     assert_that_the_job_ends_well(120)
-    assert len(status(training)["generations"]) == 1
+    stranger = ("run", "--rm", "--no-deps", "--entrypoint", "ferrorpc", "worker", "health", "--addr", "coordinator:29700")
+    assert compose(*stranger, check=False).returncode != 0, "a process without certificates was answered"
+    compose("rm", "--stop", "--force", "worker", "coordinator")
 
 
 @pytest.mark.parametrize("command", commands("compose.md"))
 def test_the_commands_of_the_page_work(stack: None, command: str) -> None:
-    (arguments,) = re.fullmatch(r"docker compose (.+)", command).groups()
-    compose(*arguments.split(), seconds=400)
+    assigned, arguments = re.fullmatch(r"((?:[A-Z]+=\S+ )*)docker compose (.+)", command).groups()
+    variables = dict(word.split("=", 1) for word in assigned.split())
+    compose(*arguments.split(), seconds=400, variables=variables)

@@ -82,6 +82,17 @@ def test_a_coordinator_lets_in_workers_of_its_jobs_and_nobody_else(ours, theirs,
     assert "PRIVATE" not in log
 
 
+def test_a_coordinator_may_ask_itself_whether_it_is_well_and_no_more(ours, monkeypatch, capsys):
+    files = ours.issue(Role.COORDINATOR, "a")
+    for name, value in variables(files).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FERRORPC_JOB", "a")
+    with coordinator(*flags(files)) as process:
+        assert run(["health", "--addr", process.address]) == 0
+        assert run(["status", "--addr", process.address]) == 1
+    assert "coordinator of job a; this takes the role observer" in capsys.readouterr().err
+
+
 def test_tokens_with_roles_over_tls(ours, tmp_path):
     tokens = {"observer": "token-of-an-observer", "worker@a": "token-of-a-worker-of-a", "admin": "token-of-an-admin"}
     (tmp_path / "tokens").write_text("".join(f"{who} {token}\n" for who, token in tokens.items()))
