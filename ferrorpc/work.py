@@ -49,6 +49,11 @@ class Work(Generic[Result]):
         self._observed = self._observed or self._done
         return self._located(self._error)
 
+    @property
+    def failure(self) -> str:
+        """The name of its error's class, for statistics: whoever reads it has not looked at the error. Empty without one."""
+        return "" if self._error is None else type(self._error).__name__
+
     def wait(self, timeout: float | None = None, host: bool = False) -> Result:
         """The result, as soon as there is one.
 

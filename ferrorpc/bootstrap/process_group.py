@@ -22,6 +22,7 @@ from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.logs import set_up_logging
+from ferrorpc.telemetry import set_up_telemetry
 from ferrorpc.transports.grpc_server import WorkerServer
 from ferrorpc.wire.tls import TlsFiles
 
@@ -64,6 +65,7 @@ def init_process_group(
     arguments = settings | {name: value for name, value in chosen.items() if value != "auto"} | {"timeout": timeout}
     config = Config(arguments)
     set_up_logging(config)
+    set_up_telemetry(config)
     asked = asked_for(config["algorithm"] or ())
     place = detect(os.environ, config)
     _log.info("place in the job taken from %s: %s", place.source, place)

@@ -30,6 +30,7 @@ from ferrorpc.errors import (
     RendezvousTimeoutError,
 )
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, Latch
+from ferrorpc.logs import say_where
 from ferrorpc.types import Assignment, Peer
 from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
 from ferrorpc.wire.status import detail_of, error_of
@@ -318,6 +319,7 @@ class RemoteSession(Session):
             Peer(rank, peer.name, peer.host, peer.address, tuple((label.name, label.value) for label in peer.labels))
             for rank, peer in enumerate(response.peers)
         )
+        say_where(self.job, response.rank, response.generation)
         self.membership = Membership(
             Assignment(
                 self.job,

@@ -17,6 +17,7 @@ import numpy as np
 
 from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.plans.timeline import Span, Timeline
+from ferrorpc.telemetry import telemetry
 
 if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
@@ -64,6 +65,7 @@ class Steps:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
+        self._telemetry = telemetry()
         self._kept: deque[Step] = deque(maxlen=STEPS_KEPT)
         try:
             self._tell = group.session.stepped
@@ -79,6 +81,8 @@ class Steps:
         """A step is over."""
         self._kept.append(step)
         self._tell(*step.times)
+        if self._telemetry is not None:
+            self._telemetry.stepped(*step.times)
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -20,6 +20,7 @@ from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.errors import FerroError, GroupClosedError
 from ferrorpc.guard import FOREVER, Guard
 from ferrorpc.operations.results import NOTHING, Result
+from ferrorpc.telemetry import telemetry
 from ferrorpc.wire.frames import Key
 from ferrorpc.work import Work
 
@@ -47,6 +48,7 @@ class Dispatch:
         self._streams = 0
         self._flying: dict[int, Work[Any]] = {}
         self._is_part = backend.group_id != 0
+        self.telemetry = telemetry()
 
     def check_open(self) -> None:
         """Raises GroupClosedError after close(), and the first cause once the generation has ended."""
@@ -119,25 +121,44 @@ class Dispatch:
     def run(self, execution: Execution) -> None:
         """Drives an execution on this thread; errors are as this group's ranks see them."""
         backend, session = self.backend, self.backend.session
+        ended = self._observed(execution.label)
         began = backend.clock.now()
+        failure = ""
         try:
             backend.run(execution)
         except FerroError as error:
+            failure = type(error).__name__
             if self._is_part:
                 raise self.located(error) from None
             raise
         finally:
             if session is not None:
                 session.operated(backend.clock.now() - began)
+            if ended is not None:
+                ended(failure)
+
+    def _observed(self, label: str) -> Callable[[str], None] | None:
+        """Begins an operation's span where anybody wants it; what is returned ends it."""
+        tell = self.telemetry
+        if tell is None:
+            return None
+        backend, session = self.backend, self.backend.session
+        generation = 1 if session is None else session.membership.assignment.generation
+        names = {"ferrorpc.rank": backend.rank, "ferrorpc.size": backend.size, "ferrorpc.generation": generation}
+        span, began = tell.begin(label, names), backend.clock.now()
+        return lambda failure: tell.end(span, label, backend.clock.now() - began, failure)
 
     def submit(self, execution: Execution, result: Result) -> Work[Any]:
         """A Work for the result; it is in flight until it is done."""
         self._note(execution.label)
+        ended = self._observed(execution.label)
         if result.on_device:
             work = self.backend.submit(execution, _as_it_is)
             work.bring = result.of
         else:
             work = self.backend.submit(execution, result.of)
+        if ended is not None:
+            work.on_done(lambda: ended(work.failure))
         if self._is_part:
             work.locate = self.located
         if self.backend.session is not None:
@@ -162,7 +183,7 @@ class Dispatch:
 
     def send(self, execution: Execution, async_op: bool) -> Any:
         """As `finish`. What the lane has room for leaves on the caller's thread: to wake another one costs more."""
-        if not async_op or not self.begin(execution):
+        if not async_op or self.telemetry is not None or not self.begin(execution):
             return self.finish(execution, NOTHING, async_op)
         execution.finish()
         work: Work[Any] = Work(self.backend.clock, execution.label)

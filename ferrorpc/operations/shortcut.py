@@ -40,8 +40,9 @@ class Shortcut:
         self._briefly: Callable[..., bool] = arena.polling.briefly
         self._latch = dispatch.backend.latch
         self._session = dispatch.backend.session
+        self._observed = dispatch.telemetry is not None  # the general way tells of every operation
         self._known: dict[tuple[Any, ...], ArenaPrepared | None] = {}
-        self._barrier = self._prepared(Call(Operation.BARRIER))
+        self._barrier = None if self._observed else self._prepared(Call(Operation.BARRIER))
 
     def all_reduce(self, x: Any, op: Any, out: Any) -> Any:
         """The result, or None where it has to be gone about in the general way."""
@@ -88,7 +89,7 @@ class Shortcut:
 
     def _learn(self, key: tuple[Any, ...]) -> ArenaPrepared | None:
         dtype, shape, op = key
-        if len(self._known) >= REMEMBERED or dtype.isbuiltin != 1 or not isinstance(op, str | ReduceOp):
+        if self._observed or len(self._known) >= REMEMBERED or dtype.isbuiltin != 1 or not isinstance(op, str | ReduceOp):
             return None
         spec = TensorSpec(dtype_of(dtype), shape)
         found = self._known[key] = self._prepared(Call(Operation.ALL_REDUCE, (spec,), ReduceOp.named(op)))

@@ -302,5 +302,5 @@ class Driver:
 def _tell(note: Note) -> None:
     """Writes a note to the log, with what it is about as fields."""
     level = logging.INFO if note.kind in _CALM else logging.WARNING
-    about = {"event": note.kind, "job": note.job, "rank": note.rank, "generation": note.generation}
+    about = {"event": note.kind, "job": note.job, "rank": None if note.rank < 0 else note.rank, "generation": note.generation}
     _story.log(level, "job %s: %s", note.job, note.text, extra=about)

@@ -1,0 +1,43 @@
+"""Log lines say whose they are, in text and in JSON."""
+
+import json
+import logging
+
+import pytest
+
+from ferrorpc import logs
+from ferrorpc.logs import JsonFormatter, TextFormatter, say_where
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch):
+    monkeypatch.setattr(logs, "_here", {})
+
+
+def record(**extra):
+    return logging.getLogger("ferrorpc.test").makeRecord(
+        "ferrorpc.test", logging.WARNING, "file", 1, "%s was late", ("rank 2",), None, extra=extra
+    )
+
+
+def test_a_line_before_the_job_is_joined_names_none():
+    entry = json.loads(JsonFormatter().format(record()))
+    assert {name: entry[name] for name in entry if name != "time"} == {
+        "level": "WARNING",
+        "logger": "ferrorpc.test",
+        "message": "rank 2 was late",
+    }
+    assert TextFormatter().format(record()).endswith("WARNING ferrorpc.test: rank 2 was late")
+
+
+def test_a_members_lines_name_its_job_rank_and_generation():
+    say_where("digits", 0, 3)
+    entry = json.loads(JsonFormatter().format(record()))
+    assert (entry["job"], entry["rank"], entry["generation"]) == ("digits", 0, 3)
+    assert TextFormatter().format(record()).endswith("WARNING ferrorpc.test [job=digits rank=0 generation=3]: rank 2 was late")
+
+
+def test_a_line_about_another_job_names_that_one_alone():
+    say_where("digits", 0, 3)
+    entry = json.loads(JsonFormatter().format(record(job="other", rank=None, generation=7)))
+    assert {name: entry[name] for name in ("job", "rank", "generation") if name in entry} == {"job": "other", "generation": 7}

@@ -1,0 +1,170 @@
+"""What OpenTelemetry is told, as its own SDK receives it."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import ferrorpc
+from ferrorpc.errors import BackendUnavailableError
+from ferrorpc.telemetry import Telemetry, operation_of, set_up_telemetry, telemetry
+from ferrorpc.testing import run_world
+
+pytest.importorskip("opentelemetry.sdk")
+from opentelemetry import metrics, trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+
+@pytest.fixture(scope="module")
+def sdk():
+    """The program's part: it is set up once in a process."""
+    spans, durations = InMemorySpanExporter(), InMemoryMetricReader()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    trace.set_tracer_provider(provider)
+    metrics.set_meter_provider(MeterProvider([durations]))
+    return spans, durations
+
+
+@pytest.fixture
+def told(sdk):
+    """Spans and durations of one test; switched off after it."""
+    spans, durations = sdk
+    spans.clear()
+    set_up_telemetry({"otel": True})
+    yield spans, durations
+    set_up_telemetry({"otel": False})
+
+
+def counts(durations, name):
+    """How many were recorded of a histogram, by its attributes' values."""
+    data = durations.get_metrics_data()
+    scopes = data.resource_metrics[0].scope_metrics if data is not None and data.resource_metrics else []
+    found = [metric for scope in scopes if scope.scope.name == "ferrorpc" for metric in scope.metrics if metric.name == name]
+    return {tuple(point.attributes.values()): point.count for metric in found for point in metric.data.data_points}
+
+
+def test_every_operation_is_a_span_with_its_rank_and_a_duration(told):
+    spans, durations = told
+
+    def work(group):
+        group.all_reduce(np.ones(4, np.float32))
+        group.broadcast(np.ones(2), root=0, async_op=True).wait()
+        if group.rank == 0:
+            group.send(np.ones(1), 1, async_op=True).wait()
+        else:
+            group.recv(0)
+
+    before = counts(durations, "ferrorpc.operation.duration")
+    run_world(2, work)
+    seen = {(span.name, span.attributes["ferrorpc.rank"]) for span in spans.get_finished_spans()}
+    pairs = {(f"ferrorpc {name}", rank) for name in ("all_reduce", "broadcast") for rank in (0, 1)}
+    assert pairs | {("ferrorpc send", 0), ("ferrorpc recv", 1)} <= seen
+    one = next(span for span in spans.get_finished_spans() if span.name == "ferrorpc all_reduce")
+    assert one.attributes["ferrorpc.size"] == 2
+    assert one.attributes["ferrorpc.generation"] == 1
+    assert "float32" in one.attributes["ferrorpc.operation"]
+    assert one.status.is_ok
+    assert one.end_time >= one.start_time
+    after = counts(durations, "ferrorpc.operation.duration")
+    assert after["all_reduce", "none"] - before.get(("all_reduce", "none"), 0) == 2
+
+
+def test_an_operation_is_a_child_of_the_span_it_is_called_in(told):
+    spans, _ = told
+    tracer = trace.get_tracer("program")
+
+    def work(group):
+        with tracer.start_as_current_span(f"step of rank {group.rank}"):
+            group.all_reduce(np.ones(4))
+
+    run_world(2, work)
+    finished = spans.get_finished_spans()
+    steps = {span.context.span_id for span in finished if span.name.startswith("step")}
+    assert {span.parent.span_id for span in finished if span.name == "ferrorpc all_reduce"} == steps
+
+
+def test_a_failed_operation_says_what_it_failed_with(told):
+    spans, durations = told
+
+    def work(group):
+        with pytest.raises(ferrorpc.CollectiveMismatchError):
+            group.all_reduce(np.ones(4 + group.rank))
+
+    run_world(2, work)
+    failed = [span for span in spans.get_finished_spans() if not span.status.is_ok]
+    assert {span.attributes["error.type"] for span in failed} == {"CollectiveMismatchError"}
+    assert counts(durations, "ferrorpc.operation.duration")["all_reduce", "CollectiveMismatchError"] >= 2
+
+
+def test_training_steps_are_told_by_part(told):
+    _, durations = told
+
+    def work(group):
+        sync = ferrorpc.GradientSynchronizer({"w": np.zeros(8, np.float32)}, group)
+        for _ in range(2):
+            with sync.step() as step:
+                step.ready("w", np.ones(8, np.float32))
+
+    run_world(2, work)
+    assert set(counts(durations, "ferrorpc.step.duration")) == {("compute",), ("exposed",), ("hidden",)}
+
+
+def test_nothing_is_told_unless_it_is_switched_on(sdk):
+    spans, _ = sdk
+    spans.clear()
+    run_world(2, lambda group: group.all_reduce(1.0))
+    assert telemetry() is None
+    assert spans.get_finished_spans() == ()
+
+
+def test_without_the_package_the_setting_is_an_error_with_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(BackendUnavailableError, match="ferrorpc\\[otel\\]"):
+        Telemetry()
+
+
+def test_importing_ferrorpc_does_not_load_it():
+    code = "import ferrorpc, sys; ferrorpc.init_process_group().close(); sys.exit('opentelemetry' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("label", "name"), [("all_reduce(float32[4], sum) #7", "all_reduce"), ("barrier #1", "barrier"), ("send", "send")]
+)
+def test_names_are_few(label, name):
+    assert operation_of(label) == name
+
+
+def test_ranks_that_share_memory_take_no_short_cut_past_it(tmp_path):
+    code = """
+import numpy as np, sys
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+import ferrorpc
+kept, provider = InMemorySpanExporter(), TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(kept))
+trace.set_tracer_provider(provider)
+with ferrorpc.init_process_group() as group:
+    for _ in range(3):
+        group.all_reduce(np.ones(4))
+    group.barrier()
+print("spans", *sorted(span.name for span in kept.get_finished_spans()))
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "2", str(script)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=os.environ | {"FERRORPC_OTEL": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    spans = "spans ferrorpc all_reduce ferrorpc all_reduce ferrorpc all_reduce ferrorpc barrier"
+    assert [line.partition(": ")[2] for line in done.stdout.splitlines()] == [spans] * 2
