@@ -11,12 +11,13 @@ the model and alone, with the model over the link, and both once more with steps
     communication   what the link adds to a step that computes nothing: all of it is exposed there
     exposed         what the link adds to a step that computes
     hidden          1 - exposed / communication
+    processor       what the link adds to a step that computes, in processor time of a rank
 
 A bucket leaves when its last gradient is there, and the last bucket can hide behind nothing: on a link where a bucket of the
 usual 25 MiB takes as long as a backward pass, buckets have to be smaller.
 
-Both ranks of a pair compute at once, on as many processors as this machine has: what communication takes of them is exposed
-here, too. Only the backward pass can hide anything; that is about two thirds of a step's computing.
+Both ranks of a pair compute at once, on as many processors as this machine has. Where there are two, the processor time of the
+communication cannot be hidden: it is the least that is exposed. Only the backward pass can hide anything; that is about two thirds of a step's computing.
 """
 
 from __future__ import annotations
@@ -59,23 +60,24 @@ def measure(
         for _ in range(turns):
             for kind, pair in pairs.items():
                 seen[kind].add(pair.turn(steps), steps)
-    medians = {kind: statistics.median(each.seconds) for kind, each in seen.items()}
-    return [_row(model, rows, system, medians) for system in systems]
+    return [_row(model, rows, system, seen) for system in systems]
 
 
-def _row(model: str, rows: int, system: str, medians: dict[tuple[str, bool], float]) -> dict[str, Any]:
-    compute = medians[ALONE, False]
-    communication = medians[system, True] - medians[ALONE, True]
-    exposed = medians[system, False] - compute
+def _row(model: str, rows: int, system: str, seen: dict[tuple[str, bool], Seen]) -> dict[str, Any]:
+    step = {kind: statistics.median(each.seconds) for kind, each in seen.items()}
+    processor = {kind: statistics.median(each.cpu_seconds) for kind, each in seen.items()}
+    communication = step[system, True] - step[ALONE, True]
+    exposed = step[system, False] - step[ALONE, False]
     return {
-        "model": model, "rows": rows, "system": system, "compute": compute, "communication": communication, "exposed": exposed,
-        "hidden": 1 - exposed / communication,
+        "model": model, "rows": rows, "system": system, "compute": step[ALONE, False], "communication": communication,
+        "exposed": exposed, "hidden": 1 - exposed / communication,
+        "processor": processor[system, False] - processor[ALONE, False],
     }  # fmt: skip
 
 
 def show(found: list[dict[str, Any]]) -> None:
     """What was measured, and what counts: the steps that compute at least as long as they communicate."""
-    header = ["model", "rows", "system", "compute ms", "communication ms", "exposed ms", "hidden", "verdict"]
+    header = ["model", "rows", "system", "compute ms", "communication ms", "exposed ms", "hidden", "processor ms", "verdict"]
     cells = [
         [
             row["model"],
@@ -83,11 +85,12 @@ def show(found: list[dict[str, Any]]) -> None:
             row["system"],
             *(f"{row[name] * 1000:.0f}" for name in ("compute", "communication", "exposed")),
             f"{row['hidden']:.0%}",
+            f"{row['processor'] * 1000:.0f}",
             _verdict(row),
         ]
         for row in found
     ]
-    print(table(header, cells, right=frozenset(header[3:7])))
+    print(table(header, cells, right=frozenset(header[3:8])))
 
 
 def _verdict(row: dict[str, Any]) -> str:
