@@ -223,5 +223,7 @@ def test_tls_leaves_nothing_unprotected() -> None:
         mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
         for name in ("tls_ca", "tls_cert", "tls_key"):
             assert str(Path(config[name]).parent) in mounts
+    (job,) = (entry["value"] for entry in coordinator["containers"][0]["env"] if entry["name"] == "FERRORPC_JOB")
+    assert job in {one["metadata"]["name"] for one in render(KUBERNETES / "overlays" / "tls") if one["kind"] == "Job"}
     probes = [coordinator["containers"][0][f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
     assert all("exec" in probe and "grpc" not in probe for probe in probes)
