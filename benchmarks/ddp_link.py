@@ -17,7 +17,8 @@ A bucket leaves when its last gradient is there, and the last bucket can hide be
 usual 25 MiB takes as long as a backward pass, buckets have to be smaller.
 
 Both ranks of a pair compute at once, on as many processors as this machine has. Where there are two, the processor time of the
-communication cannot be hidden: it is the least that is exposed. Only the backward pass can hide anything; that is about two thirds of a step's computing.
+communication cannot be hidden: it is the least that is exposed. Only the backward pass can hide anything; that is about two
+thirds of a step's computing.
 """
 
 from __future__ import annotations
