@@ -85,7 +85,7 @@ def assert_that_the_job_ends_well(seconds: float, count: int = WORKERS) -> None:
     while time.monotonic() < deadline and any(worker["State"] != "exited" for worker in workers()):
         time.sleep(1)
     logs = compose("logs", "--no-log-prefix", "worker").stdout
-    assert [worker["ExitCode"] for worker in workers()] == [0] * count, logs
+    assert [(worker["State"], worker["ExitCode"]) for worker in workers()] == [("exited", 0)] * count, logs
     assert f"identical weights on {count} ranks" in logs
     assert "test accuracy 0.9" in logs
 
