@@ -159,6 +159,13 @@ def device_of(cupy: Any, index: int) -> CupyDevice:
     return found
 
 
+def forget(cupy: Any) -> None:
+    """Lets go of the devices of a CuPy that nobody uses any more, as stand-ins for it come to be."""
+    with _lock:
+        for known in [known for known in _devices if known[0] is cupy]:
+            del _devices[known]
+
+
 def open_device(index: int | None = None) -> CupyDevice:
     """The GPU with this number, or CuPy's current one.
 

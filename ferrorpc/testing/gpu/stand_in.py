@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from ferrorpc.arrays.cupy_device import forget
 from ferrorpc.testing.gpu.machine import FakeEvent, FakeStream, Gpu, Machine
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
@@ -333,6 +334,7 @@ def stand_in(machine: Machine) -> Iterator[StandIn]:
             del sys.modules["cupy"]
         else:
             sys.modules["cupy"] = before
+        forget(cupy)
     machine.settle()
     if machine.faults:
         raise machine.faults[0]
