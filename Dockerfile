@@ -31,7 +31,8 @@ RUN groupadd --gid 10001 ferrorpc \
  && install -d -o ferrorpc -g ferrorpc /var/lib/ferrorpc
 COPY --from=build /opt/ferrorpc /opt/ferrorpc
 COPY --from=build /source/examples /opt/ferrorpc/examples
-ENV PATH=/opt/ferrorpc/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+# Examples are started by name: `python -m digits_ddp`.
+ENV PATH=/opt/ferrorpc/bin:$PATH PYTHONPATH=/opt/ferrorpc/examples PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 WORKDIR /var/lib/ferrorpc
 EXPOSE 29700 29701

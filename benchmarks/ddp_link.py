@@ -26,9 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,7 +34,7 @@ from typing import Any, Final
 
 from benchmarks.ddp import GRPC, Pair, Seen
 from benchmarks.ddp_worker import ALONE, ROWS, TORCH
-from benchmarks.link import link, why_not
+from benchmarks.link import link, ready
 from ferrorpc.cli.bench.world import Host
 from ferrorpc.cli.table import table
 
@@ -113,12 +111,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4, help="of each pair")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
-    reason = why_not()
-    if reason:
-        print(f"not measured: {reason}")
+    if not ready():
         return
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit("ended by a signal; the namespaces are removed"))
     with link(arguments.rate) as hosts:
         found = [
             row

@@ -53,16 +53,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
-    reason = why_not()
-    if reason:
-        print(f"not measured: {reason}")
+    if not ready():
         return
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit("ended by a signal; the namespaces are removed"))
     results = measure(size_bytes(arguments.size), arguments.rate, arguments.seconds, arguments.rounds)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(describe(results))
+
+
+def ready() -> bool:
+    """Whether namespaces can be made here; says why not. From now on a signal ends the program with their removal."""
+    reason = why_not()
+    if reason:
+        print(f"not measured: {reason}")
+        return False
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit("ended by a signal; the namespaces are removed"))
+    return True
 
 
 def why_not() -> str:

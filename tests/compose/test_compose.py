@@ -142,7 +142,7 @@ def until(what: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.3)
 
 
-ELASTIC = {"JOB": "elastic", "SCRIPT": "digits_elastic.py", "WORLD": "2:6", "EPOCHS": "1000000"}
+ELASTIC = {"JOB": "elastic", "EXAMPLE": "digits_elastic", "WORLD": "2:6", "EPOCHS": "1000000"}
 
 
 def sizes() -> list[int]:

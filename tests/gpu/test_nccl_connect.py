@@ -15,7 +15,8 @@ from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing.gpu.machine import Machine
 from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
-from tests.gpu.worlds import host_lanes, nccl_backends, on_every_rank, sessions
+from tests.gpu.worlds import host_lanes, nccl_backends, sessions
+from tests.unit.transports.shared_memory.meetings import in_threads
 
 INIT = 0.4
 VERDICT = 0.5
@@ -37,14 +38,14 @@ class World:
 
 def test_the_first_rank_mints_and_the_id_reaches_all() -> None:
     world = World(4)
-    found = on_every_rank(4, world.connect)
+    found = in_threads(4, world.connect)
     assert [(end.rank, end.size, end.state()) for end in found] == [(rank, 4, State.SUCCESS) for rank in range(4)]
     assert world.nccl.minted == 1
 
 
 def test_a_rank_that_does_not_come_is_named_after_two_attempts_each_with_its_own_id() -> None:
     world = World(3)
-    found = on_every_rank(2, world.connect)
+    found = in_threads(2, world.connect)
     for error in found:
         assert isinstance(error, NcclError)
         assert "rank 2 did not arrive" in error.message
@@ -59,7 +60,7 @@ def test_an_id_with_which_nobody_gets_through_is_given_up_for_a_new_one() -> Non
     world = World(2)
     first = (1).to_bytes(8, "big") * 16
     world.nccl.absent.add(first)
-    found = on_every_rank(2, world.connect)
+    found = in_threads(2, world.connect)
     assert [end.state() for end in found] == [State.SUCCESS] * 2
     assert world.nccl.minted == 2
     assert all(end.aborted for end in world.nccl.meetings[first].ends.values())
@@ -74,7 +75,7 @@ def test_a_rank_that_comes_late_leaves_the_id_that_the_others_have_given_up() ->
             parker.park(SYSTEM_CLOCK.now() + INIT + VERDICT + 0.15)  # the others are at their second attempt
         return world.connect(rank)
 
-    found = on_every_rank(2, body)
+    found = in_threads(2, body)
     assert [end.state() for end in found] == [State.SUCCESS] * 2
     assert len(world.nccl.meetings) == 2
 
@@ -82,7 +83,7 @@ def test_a_rank_that_comes_late_leaves_the_id_that_the_others_have_given_up() ->
 def test_a_leader_that_cannot_mint_says_why_on_every_rank() -> None:
     world = World(2)
     world.apis[0].broken_mint = NcclError("no network interface")
-    for error in on_every_rank(2, world.connect):
+    for error in in_threads(2, world.connect):
         assert isinstance(error, NcclError)
         assert "no network interface" in error.message
 
@@ -97,7 +98,7 @@ def test_an_error_on_one_rank_ends_the_attempt_on_all_and_is_told_to_all() -> No
         return end
 
     world.apis[1].init = broken  # type: ignore[method-assign]
-    for error in on_every_rank(2, world.connect):
+    for error in in_threads(2, world.connect):
         assert isinstance(error, NcclError)
         assert "rank 1: its initialisation: system error" in error.message
 
@@ -110,7 +111,7 @@ def test_the_end_of_the_generation_ends_the_wait_at_once_with_its_cause() -> Non
             return world.connect(0)
         return world.sessions[1].leave("ValueError: bad batch")
 
-    error = on_every_rank(2, body)[0]
+    error = in_threads(2, body)[0]
     assert isinstance(error, PeerLostError)
     assert error.rank == 1
     assert all(end.aborted for meeting in world.nccl.meetings.values() for end in meeting.ends.values())
@@ -123,7 +124,7 @@ def test_two_ranks_on_one_gpu_are_named_before_nccl_is_called(cupy: StandIn) -> 
         gpu = 0 if rank == 2 else rank
         return NcclBackend(lanes[rank], device_of(cupy, gpu), nccl.api(rank, gpu=gpu))
 
-    for error in on_every_rank(3, body):
+    for error in in_threads(3, body):
         assert isinstance(error, BackendUnavailableError)
         assert "ranks 0 and 2 are on one GPU, GPU-" in error.reason
         assert "CUDA_VISIBLE_DEVICES" in error.hint
@@ -137,7 +138,7 @@ def test_different_versions_are_named_before_nccl_is_called(cupy: StandIn) -> No
         api = nccl.api(rank, version=22809 if rank == 0 else 23003)
         return NcclBackend(lanes[rank], device_of(cupy, rank), api)
 
-    for error in on_every_rank(2, body):
+    for error in in_threads(2, body):
         assert isinstance(error, BackendUnavailableError)
         assert "rank 0 has 2.28.9 through fake; rank 1 has 2.30.3 through fake" in error.reason
     assert nccl.minted == 0
@@ -170,13 +171,13 @@ def test_subgroups_and_streams_are_split_off_without_an_id(cupy: StandIn) -> Non
         part = backends[rank].split([2, 0], 77)
         return part.rank, part.size, part.world_ranks
 
-    assert on_every_rank(3, body) == [(1, 2, (2, 0)), None, (0, 2, (2, 0))]
+    assert in_threads(3, body) == [(1, 2, (2, 0)), None, (0, 2, (2, 0))]
     assert nccl.minted == 1
 
 
 def test_where_the_library_cannot_split_subgroups_get_an_id_of_their_own(cupy: StandIn) -> None:
     nccl = FakeNccl(cupy.machine, version=21700)
     backends = nccl_backends(cupy, 2, nccl)
-    parts = on_every_rank(2, lambda rank: backends[rank].split([0, 1], 5))
+    parts = in_threads(2, lambda rank: backends[rank].split([0, 1], 5))
     assert [part.rank for part in parts] == [0, 1]
     assert nccl.minted == 2

@@ -24,7 +24,8 @@ from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
 from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
-from tests.gpu.worlds import nccl_backends, on_every_rank
+from tests.gpu.worlds import nccl_backends
+from tests.unit.transports.shared_memory.meetings import in_threads
 
 SECONDS = 10.0
 
@@ -43,7 +44,7 @@ class Ranks:
             with self.cupy.cuda.Device(rank):
                 return body(self.groups[rank])
 
-        return on_every_rank(len(self.groups), on_rank)
+        return in_threads(len(self.groups), on_rank)
 
     def array(self, count: int = 4) -> Any:
         return self.cupy.asarray(np.ones(count, np.float32))

@@ -24,7 +24,8 @@ from ferrorpc.backends.nccl.api import NcclApi, required
 from ferrorpc.backends.nccl.barrier import SettledBarrier
 from ferrorpc.backends.nccl.connect import Connector
 from ferrorpc.backends.nccl.ending import CLOSE_SECONDS, Ending
-from ferrorpc.backends.nccl.execution import Flight, NcclExecution, NcclPrepared
+from ferrorpc.backends.nccl.execution import NcclExecution, NcclPrepared
+from ferrorpc.backends.nccl.flight import Airborne, Flight
 from ferrorpc.backends.nccl.identity import exchange, own_identity
 from ferrorpc.backends.nccl.lineup import Lineup, NumberedLineup
 from ferrorpc.backends.nccl.raw import RawOperations
@@ -101,7 +102,7 @@ class NcclBackend(RawOperations, Backend):
         self._program = program
         self._numbered: NumberedLineup | None = None
         self._lock = threading.Lock()
-        self._flying: set[Any] = set()
+        self._flying: set[Airborne] = set()
         self._closed = False
 
     @property
@@ -118,17 +119,17 @@ class NcclBackend(RawOperations, Backend):
             raise AssertionError(f"stream {stream} was not opened")
         return self._numbered
 
-    def took_off(self, execution: Any) -> None:
+    def took_off(self, execution: Airborne) -> None:
         """An operation was started."""
         with self._lock:
             self._flying.add(execution)
 
-    def landed(self, execution: Any) -> None:
+    def landed(self, execution: Airborne) -> None:
         """It holds nothing any more."""
         with self._lock:
             self._flying.discard(execution)
 
-    def in_flight(self) -> list[Any]:
+    def in_flight(self) -> list[Airborne]:
         """What this rank has started that has not landed."""
         with self._lock:
             return list(self._flying)

@@ -21,6 +21,7 @@ from ferrorpc.arrays.device import DeviceArray, Event, is_host
 from ferrorpc.arrays.kinds import copy_into, kind_of
 from ferrorpc.backends.nccl.announcement import DESCRIBED, Announced, announcing_call, key_beside, pack, unpack
 from ferrorpc.backends.nccl.api import DataType, Op, State, failed
+from ferrorpc.backends.nccl.flight import Airborne
 from ferrorpc.backends.nccl.launch import Launch, results_of
 from ferrorpc.backends.nccl.lineup import NumberedLineup
 from ferrorpc.collectives.call import Call
@@ -103,7 +104,7 @@ class NcclPrepared(Prepared):
         return prepared.start(key_beside(key), [] if message is None else [message], None, guard)
 
 
-class NcclExecution(Execution):
+class NcclExecution(Airborne):
     """One run of a call."""
 
     def __init__(
@@ -352,38 +353,6 @@ class NcclExecution(Execution):
             self._backend.lanes.transport.mailbox.leave(self._key)
         self._sources, self._scratch, self._launch = [], [], None
         self._backend.landed(self)
-
-
-class Flight(Execution):
-    """What is left of an operation when its caller has gone on: waiting until its buffers are not needed any more."""
-
-    def __init__(self, execution: NcclExecution) -> None:
-        self.guard = execution.guard
-        self.polling = execution.polling
-        self.results, self.specs = [], []
-        self._execution = execution
-
-    @property
-    def label(self) -> str:
-        return self._execution.label
-
-    def advance(self) -> bool:
-        return self._execution.land()
-
-    def waiting_on(self) -> list[int]:
-        return self._execution.waiting_on()
-
-    def probe(self) -> None:
-        self._execution.probe()
-
-    def explain(self) -> str:
-        return self._execution.explain()
-
-    def timeout_error(self) -> FerroError:
-        return self._execution.timeout_error()
-
-    def finish(self) -> None:
-        self._execution.release()
 
 
 def start_on_host(

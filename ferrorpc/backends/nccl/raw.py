@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from ferrorpc.arrays.device import Event, Stream
 from ferrorpc.backends.nccl.api import Communicator, State, failed, required
 from ferrorpc.backends.nccl.execution import first_cause
+from ferrorpc.backends.nccl.flight import Airborne, Flight
 from ferrorpc.backends.nccl.launch import BYTES
 from ferrorpc.backends.nccl.lineup import Lineup
-from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.progress import drive, progress_of
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, InvalidRankError, SelfSendError
 from ferrorpc.guard import Guard
@@ -125,11 +125,15 @@ class RawOperations:
         given = None if stream is None else backend.device.adopt(stream)
         guard = Guard(backend.clock, backend.latch, backend.timeout)
         execution = RawExecution(backend, label, launch, given, guard)
-        drive(execution, backend.abort)
-        progress_of(backend.clock).submit(execution.landing, backend.abort, lambda _: None)
+        try:
+            drive(execution, backend.abort)
+        except BaseException:
+            execution.release()
+            raise
+        progress_of(backend.clock).submit(Flight(execution), backend.abort, lambda _: None)
 
 
-class RawExecution(Execution):
+class RawExecution(Airborne):
     """One call, until it is in the stream."""
 
     def __init__(
@@ -153,8 +157,7 @@ class RawExecution(Execution):
         self._stream = self._lineup.stream if given is None else given
         self._launched = False
         self.mark: Event | None = None
-        self.landing = _Landing(self)
-        backend.took_off(self.landing)
+        backend.took_off(self)
 
     @property
     def label(self) -> str:
@@ -186,7 +189,7 @@ class RawExecution(Execution):
     def land(self) -> bool:
         """Whether the GPU has come past it."""
         if self.mark is not None and self.mark.done:
-            self.backend.landed(self.landing)
+            self.release()
             return True
         communicator = self._lineup.communicator
         state = communicator.state()
@@ -209,41 +212,11 @@ class RawExecution(Execution):
         return CollectiveTimeoutError(self.waiting_on(), text)
 
     def finish(self) -> None:
-        """Nothing is held."""
+        """Its driver is through with it; it is in flight until it lands."""
 
-
-class _Landing(Execution):
-    """A raw call until the GPU has come past it."""
-
-    def __init__(self, execution: RawExecution) -> None:
-        self.guard = execution.guard
-        self.polling = execution.polling
-        self.results, self.specs = [], []
-        self._execution = execution
-
-    @property
-    def label(self) -> str:
-        return self._execution.label
-
-    def advance(self) -> bool:
-        return self._execution.land()
-
-    land = advance
-
-    def waiting_on(self) -> list[int]:
-        return self._execution.waiting_on()
-
-    def probe(self) -> None:
-        self._execution.probe()
-
-    def explain(self) -> str:
-        return self._execution.explain()
-
-    def timeout_error(self) -> FerroError:
-        return self._execution.timeout_error()
-
-    def finish(self) -> None:
-        self._execution.backend.landed(self)
+    def release(self) -> None:
+        """It holds nothing: it is only no longer in flight."""
+        self.backend.landed(self)
 
 
 def _dtype(dtype: str | DType) -> DType:

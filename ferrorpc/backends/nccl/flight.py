@@ -1,0 +1,52 @@
+"""What is left of an operation when its caller has gone on: waiting until the GPU has come past it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from ferrorpc.collectives.execution import Execution
+from ferrorpc.errors import FerroError
+
+
+class Airborne(Execution):
+    """An operation that a GPU may still be busy with when its driver is through."""
+
+    @abstractmethod
+    def land(self) -> bool:
+        """Whether the GPU has come past it. Raises what became of it otherwise."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Lets go of what it holds. Idempotent."""
+
+
+class Flight(Execution):
+    """Drives it from there to its landing."""
+
+    def __init__(self, execution: Airborne) -> None:
+        self.guard = execution.guard
+        self.polling = execution.polling
+        self.results, self.specs = [], []
+        self._execution = execution
+
+    @property
+    def label(self) -> str:
+        return self._execution.label
+
+    def advance(self) -> bool:
+        return self._execution.land()
+
+    def waiting_on(self) -> list[int]:
+        return self._execution.waiting_on()
+
+    def probe(self) -> None:
+        self._execution.probe()
+
+    def explain(self) -> str:
+        return self._execution.explain()
+
+    def timeout_error(self) -> FerroError:
+        return self._execution.timeout_error()
+
+    def finish(self) -> None:
+        self._execution.release()
