@@ -361,7 +361,7 @@ class ProcessGroup:
     # Life.
 
     def synchronize(self) -> None:
-        """Blocks the host until nothing that this rank has started is in flight. Errors stay with their Works."""
+        """Blocks until nothing of this rank is in flight: each ends by its own deadline. Errors stay with their Works."""
         self._dispatch.settle()
 
     def abort(self, cause: str | BaseException) -> None:

@@ -80,9 +80,10 @@ class Steps:
     def add(self, step: Step) -> None:
         """A step is over."""
         self._kept.append(step)
-        self._tell(*step.times)
+        times = step.times
+        self._tell(*times)
         if self._telemetry is not None:
-            self._telemetry.stepped(*step.times)
+            self._telemetry.stepped(*times)
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -121,7 +121,7 @@ class Dispatch:
     def run(self, execution: Execution) -> None:
         """Drives an execution on this thread; errors are as this group's ranks see them."""
         backend, session = self.backend, self.backend.session
-        ended = self._observed(execution.label)
+        ended = self._observed(execution)
         began = backend.clock.now()
         failure = ""
         try:
@@ -137,12 +137,12 @@ class Dispatch:
             if ended is not None:
                 ended(failure)
 
-    def _observed(self, label: str) -> Callable[[str], None] | None:
+    def _observed(self, execution: Execution) -> Callable[[str], None] | None:
         """Begins an operation's span where anybody wants it; what is returned ends it."""
         tell = self.telemetry
         if tell is None:
             return None
-        backend, session = self.backend, self.backend.session
+        backend, session, label = self.backend, self.backend.session, execution.label
         generation = 1 if session is None else session.membership.assignment.generation
         names = {"ferrorpc.rank": backend.rank, "ferrorpc.size": backend.size, "ferrorpc.generation": generation}
         span, began = tell.begin(label, names), backend.clock.now()
@@ -151,7 +151,7 @@ class Dispatch:
     def submit(self, execution: Execution, result: Result) -> Work[Any]:
         """A Work for the result; it is in flight until it is done."""
         self._note(execution.label)
-        ended = self._observed(execution.label)
+        ended = self._observed(execution)
         if result.on_device:
             work = self.backend.submit(execution, _as_it_is)
             work.bring = result.of
