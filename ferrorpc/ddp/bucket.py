@@ -2,7 +2,8 @@
 
 Many small messages cost a round trip each, one large one cannot start before the last gradient is there. Buckets lie between.
 Gradients become ready from the last layer to the first, so buckets are filled in reverse order of registration; the first
-one is small, so that the network has something to do early. A bucket holds one dtype.
+one is small, so that the network has something to do early. The last is cut in halves that become ever smaller: behind the
+last gradient nothing is computed any more, so what leaves with it is waited for in full. A bucket holds one dtype.
 
 A bucket is one array. It opens with a header in its own dtype: an element for each gradient, not zero where the rank has used
 that parameter, and one for the rank's weight. Header and gradients are reduced by the same call, so who used what, and what
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Final
 
 from ferrorpc.errors import UsageError
@@ -102,7 +104,7 @@ def lay_out(
 
     Args:
         cap_bytes: how many bytes of gradients a bucket may hold; a larger gradient has one of its own.
-        first_cap_bytes: the same for the first bucket, if smaller.
+        first_cap_bytes: the same for the first bucket and, as far as gradients can be told apart, the last, if smaller.
         order: all names, in the order in which their gradients are expected; None for the reverse of registration.
 
     Raises:
@@ -117,7 +119,7 @@ def lay_out(
     filling: dict[DType, _Open] = {}
     for name in names:
         spec = specs[name]
-        nbytes = math.prod(spec.shape) * spec.dtype.itemsize
+        nbytes = _bytes_of(spec)
         current = filling.get(spec.dtype)
         if current is None or not current.takes(nbytes):
             if current is not None:
@@ -128,10 +130,28 @@ def lay_out(
     full.extend(filling.values())
     place = {name: number for number, name in enumerate(names)}
     full.sort(key=lambda bucket: place[bucket.members[-1][0]])
-    facts = [f"bucket cap {cap_bytes} bytes, the first {min(cap_bytes, first_cap_bytes)}", f"{len(specs)} parameters"]
+    if full:
+        full.extend(_tapered(full.pop(), first_cap_bytes))
+    facts = [f"bucket cap {cap_bytes} bytes, first and last {min(cap_bytes, first_cap_bytes)}", f"{len(specs)} parameters"]
     facts += [f"{name}: {spec}" for name, spec in specs.items()]
     facts += [] if order is None else [f"expected: {name}" for name in names]
     return _numbered(full, "\n".join(facts))
+
+
+def _tapered(last: _Open, small_bytes: int) -> list[_Open]:
+    """A bucket as several: again and again the half that is expected first is cut off, until what is left is small."""
+    pieces = []
+    rest = last
+    while rest.filled_bytes > small_bytes and len(rest.members) > 1:
+        filled = list(accumulate(_bytes_of(spec) for _, spec in rest.members))
+        cut = min(range(1, len(filled)), key=lambda count: abs(2 * filled[count - 1] - rest.filled_bytes))
+        pieces.append(_Open(last.dtype, last.cap_bytes, rest.members[:cut], filled[cut - 1]))
+        rest = _Open(last.dtype, last.cap_bytes, rest.members[cut:], rest.filled_bytes - filled[cut - 1])
+    return [*pieces, rest]
+
+
+def _bytes_of(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * spec.dtype.itemsize
 
 
 def _numbered(full: Iterable[_Open], text: str) -> Layout:

@@ -76,13 +76,18 @@ class Outbox:
                 self._release(size_bytes)
 
     def _release(self, size_bytes: int) -> None:
-        """Wakes the waiting at half of the limit, so that each wake is worth several frames."""
+        """From half of the limit on, wakes one of the waiting for each frame that goes, so that all have their turn.
+
+        One finds room for several frames; were all woken, all but it would look in vain. Nobody is bound to use the room it is
+        told of, so when the last frame has gone everyone who is left is woken.
+        """
         woken: list[Callable[[], None]] = []
         with self._lock:
             self._frames -= 1
             self._frame_bytes -= size_bytes
             if self._frames <= FRAMES_MAX // 2 and self._frame_bytes <= FRAME_BYTES_MAX // 2:
-                woken, self._waiting = self._waiting, []
+                count = 1 if self._frames else len(self._waiting)
+                woken, self._waiting = self._waiting[:count], self._waiting[count:]
         for room in woken:
             room()
 

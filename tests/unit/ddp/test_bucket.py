@@ -29,10 +29,10 @@ def test_buckets_are_filled_from_the_last_parameter_to_the_first():
     assert (layout.buckets[0].weight, layout.buckets[0].header, layout.buckets[0].count) == (3, 16, 90)
 
 
-def test_the_first_bucket_is_small_and_the_others_go_to_the_cap():
+def test_first_and_last_bucket_are_small_and_the_others_go_to_the_cap():
     quarter = f32(MIB // 16)  # a quarter of a MiB
-    layout = lay_out([(f"p{i}", quarter) for i in range(20)], cap_bytes=2 * MIB)
-    assert [len(bucket.slots) for bucket in layout.buckets] == [4, 8, 8]
+    layout = lay_out([(f"p{i}", quarter) for i in range(28)], cap_bytes=2 * MIB)
+    assert [len(bucket.slots) for bucket in layout.buckets] == [4, 8, 8, 4, 4]
     assert (layout.buckets[0].count - layout.buckets[0].header) * 4 == FIRST_BUCKET_BYTES
 
 
@@ -54,6 +54,17 @@ def test_a_cap_below_the_first_buckets_own_holds_for_all():
 def test_a_parameter_larger_than_the_cap_is_alone():
     layout = lay_out([("small", f32(1)), ("huge", f32(10 * MIB)), ("last", f32(1))], cap_bytes=MIB)
     assert names(layout) == [["last"], ["huge"], ["small"]]
+
+
+def test_the_last_bucket_is_cut_where_it_comes_nearest_to_halves():
+    sixteenths = [2, 5, 3, 4, 30]  # of a MiB
+    layout = lay_out([(f"p{i}", f32(MIB // 64 * size)) for i, size in enumerate(sixteenths)], 50 * MIB // 16, MIB // 4)
+    assert names(layout) == [["p4"], ["p3", "p2"], ["p1"], ["p0"]]
+
+
+def test_one_cap_for_all_cuts_nothing():
+    layout = lay_out([(f"p{i}", f32(MIB // 16)) for i in range(20)], 2 * MIB, 2 * MIB)
+    assert [len(bucket.slots) for bucket in layout.buckets] == [8, 8, 4]
 
 
 def test_dtypes_never_share_a_bucket_and_buckets_are_in_the_order_they_get_full():

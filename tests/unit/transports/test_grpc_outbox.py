@@ -43,23 +43,55 @@ def test_control_messages_are_never_refused() -> None:
     assert len(list(outbox.messages())) == 1000
 
 
-def test_the_waiting_are_woken_once_when_half_of_the_room_is_free() -> None:
+def full_of_frames() -> Outbox:
     outbox = Outbox()
-    woken: list[str] = []
-    first, second = (lambda: woken.append("first")), (lambda: woken.append("second"))
     for _ in range(FRAMES_MAX):
         assert outbox.reserve(SHARE, never)
         outbox.put_frame(b"x", SHARE)
+    return outbox
+
+
+def test_the_waiting_are_woken_one_by_one_from_half_of_the_room_on() -> None:
+    outbox, woken = full_of_frames(), []
+    first, second = (lambda: woken.append("first")), (lambda: woken.append("second"))
     for room in (first, second, first):
         assert not outbox.reserve(SHARE, room)
     messages = outbox.messages()
-    taken = 0
-    while not woken:
+    seen = []
+    for _ in range(FRAMES_MAX // 2 + 2):
         next(messages)
-        taken += 1
-    assert taken == FRAMES_MAX // 2 + 1
-    assert woken == ["first", "second"]
+        seen.append(list(woken))
+    assert seen == [*[[]] * (FRAMES_MAX // 2), ["first"], ["first", "second"]]
     assert outbox.reserve(SHARE, never)
+
+
+def test_one_who_is_refused_again_waits_behind_the_others() -> None:
+    outbox, woken = full_of_frames(), []
+
+    def greedy() -> None:
+        woken.append("greedy")
+        while outbox.reserve(SHARE, greedy):
+            outbox.put_frame(b"y", SHARE)
+
+    assert not outbox.reserve(SHARE, greedy)
+    assert not outbox.reserve(SHARE, lambda: woken.append("other"))
+    messages = outbox.messages()
+    for _ in range(2 * FRAMES_MAX):
+        next(messages)
+    assert woken[:2] == ["greedy", "other"]
+
+
+def test_nobody_waits_for_an_empty_lane() -> None:
+    """Those who were told of room before them did not use it."""
+    outbox, woken = full_of_frames(), []
+    for number in range(FRAMES_MAX):
+        assert not outbox.reserve(SHARE, lambda number=number: woken.append(number))
+    messages = outbox.messages()
+    for _ in range(FRAMES_MAX):
+        next(messages)
+    outbox.finish()
+    assert list(messages) == []
+    assert woken == list(range(FRAMES_MAX))
 
 
 def test_the_end_wakes_the_waiting_and_drops_what_comes_later() -> None:
