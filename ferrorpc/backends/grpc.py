@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from ferrorpc.backends.message import MessageBackend
@@ -63,7 +64,7 @@ class GrpcBackend(MessageBackend):
         basis = Basis(published(assignment.cost_table), asked, _host_of_each(neighbours.hosts))
         super().__init__(transport, session, timeout=timeout, board=board, basis=basis)
         self._asked = asked
-        session.carry(transport.traffic)
+        session.carry(partial(_traffic, transport, board))
         self._line = session
         self._server = server
         self._path = path
@@ -73,6 +74,13 @@ class GrpcBackend(MessageBackend):
         self.transport.close(LAST_WORDS_SECONDS)
         self._line.rejoin(timeout)
         return GrpcBackend(self._line, self._server, path=self._path, timeout=self.timeout, asked=self._asked)
+
+
+def _traffic(transport: Transport, board: Board | None) -> dict[int, tuple[str, int]]:
+    """World rank of a peer -> (kind of the lane to it, payload bytes that it has had from this rank)."""
+    told = transport.traffic()
+    taken = {} if board is None else dict(board.taken_bytes)
+    return {peer: (kind, sent_bytes + taken.get(peer, 0)) for peer, (kind, sent_bytes) in told.items()}
 
 
 def _host_of_each(hosts: Hosts) -> tuple[int, ...]:

@@ -41,6 +41,9 @@ class OneShot(ArenaPrepared):
         self._fold = fold_of(call, arena.size)
         self._views: dict[Channel, tuple[Array, list[Array]]] = {}
 
+    def taken(self, peer: int) -> int:
+        return self._nbytes
+
     def steps(
         self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
     ) -> Steps:
@@ -82,6 +85,11 @@ class TwoShot(ArenaPrepared):
         self.chunk = CHUNK_BYTES // spec.dtype.itemsize
         self.fold = fold_of(call, arena.size)
         self.chunks = -(-self.count // self.chunk)
+
+    def taken(self, peer: int) -> int:
+        """What the peer folds of this rank's array, and what this rank has folded."""
+        cuts = slices(self.count, self.arena.size)
+        return sum(last - first for first, last in (cuts[peer], cuts[self.arena.rank])) * self.storage.itemsize
 
     def steps(
         self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None

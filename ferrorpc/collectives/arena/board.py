@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections import Counter
 from collections.abc import Generator, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -97,6 +98,8 @@ class Board:
         self._banks: dict[tuple[int, int], Bank] = {}
         self._texts: dict[str, tuple[int, int]] = {}
         self._held: list[Array] = []
+        self.taken_bytes: Counter[int] = Counter()
+        """World rank of a peer -> payload bytes that it has taken out of this rank's memory, or is about to."""
 
     def bank(self, group: int, stream: int, ranks: Sequence[int], channels: int) -> Bank:
         """The channels of one stream of a group of world ranks, in group order; the same object for the same stream.

@@ -37,6 +37,9 @@ _ALIGNMENT: Final = 64
 class Barrier(ArenaPrepared):
     """Nobody leaves before everyone has entered: a word from each."""
 
+    def taken(self, peer: int) -> int:
+        return 0
+
     def steps(
         self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
     ) -> Steps:
@@ -73,6 +76,13 @@ class Exchange(ArenaPrepared):
         self._fold = fold_of(call, arena.size) if call.op is not None and self._sources else None
         if self._fold is not None:
             self.specs = [call.inputs[self._mine]]
+        self._readers = frozenset((root,) if to_root else range(arena.size)) if self._brings else frozenset()
+
+    def taken(self, peer: int) -> int:
+        if peer not in self._readers:
+            return 0
+        spec = self.call.inputs[peer if self._has_part_for_each else 0]
+        return math.prod(spec.shape) * spec.dtype.itemsize
 
     def steps(
         self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None

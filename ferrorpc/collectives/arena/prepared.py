@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from functools import cached_property
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -102,6 +103,17 @@ class ArenaPrepared(Prepared):
         self.specs: list[TensorSpec] = []
 
     @abstractmethod
+    def taken(self, peer: int) -> int:
+        """Payload bytes that group rank `peer` takes out of this rank's memory in one run."""
+
+    @cached_property
+    def _given(self) -> tuple[tuple[int, int], ...]:
+        """What each peer takes, by world rank; without those who take nothing."""
+        arena = self.arena
+        taken = ((rank, self.taken(peer)) for peer, rank in enumerate(arena.ranks) if peer != arena.rank)
+        return tuple((rank, nbytes) for rank, nbytes in taken if nbytes)
+
+    @abstractmethod
     def steps(
         self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
     ) -> Steps:
@@ -130,6 +142,9 @@ class ArenaPrepared(Prepared):
                 hint=f"start operations with equal number % {len(bank.channels)} in ascending order, each once",
             )
         channel.last = last
+        taken_bytes = self.arena.board.taken_bytes
+        for rank, nbytes in self._given:
+            taken_bytes[rank] += nbytes
         return channel, self.steps(channel, before, base, inputs, outputs)
 
     def start(self, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard) -> Execution:

@@ -306,3 +306,30 @@ def test_the_directory_says_when_it_is_full():
 
 def test_lines_have_room_for_every_word():
     assert LINE_WORDS * 8 % 64 == 0
+
+
+def taken(world: SharedWorld, calls: list[Call], inputs) -> list[list[int]]:
+    """Bytes that each rank (row) has given to each other (column) in one operation."""
+    before = [dict(arena.board.taken_bytes) for arena in world.arenas]
+    world.run(calls, inputs)
+    boards = [arena.board.taken_bytes for arena in world.arenas]
+    return [[after[peer] - was.get(peer, 0) for peer in range(world.size)] for after, was in zip(boards, before, strict=True)]
+
+
+def test_what_peers_take_is_counted_as_sent_to_them() -> None:
+    with SharedWorld(3) as world:
+        large = SLOT_BYTES // 4 + 3
+        small, big = np.ones(6, np.float32), np.ones(large, np.float32)
+        assert taken(world, [all_reduce_call(DType.FLOAT32, 6)] * 3, [[small]] * 3) == [[0, 24, 24], [24, 0, 24], [24, 24, 0]]
+        cuts = [size * 4 for size in (large // 3 + (large % 3 > rank) for rank in range(3))]
+        folds = [[0 if rank == peer else cuts[rank] + cuts[peer] for peer in range(3)] for rank in range(3)]
+        assert taken(world, [all_reduce_call(DType.FLOAT32, large)] * 3, [[big]] * 3) == folds
+        spec = TensorSpec(DType.FLOAT32, (6,))
+        from_one = [Call(Operation.BROADCAST, (spec,) if rank == 1 else (), root=1) for rank in range(3)]
+        assert taken(world, from_one, [[], [small], []]) == [[0, 0, 0], [24, 0, 24], [0, 0, 0]]
+        to_one = [Call(Operation.GATHER, (spec,), root=2)] * 3
+        assert taken(world, to_one, [[small]] * 3) == [[0, 0, 24], [0, 0, 24], [0, 0, 0]]
+        parts = [np.ones(count, np.float32) for count in (1, 2, 3)]
+        each = Call(Operation.ALL_TO_ALL, tuple(TensorSpec(DType.FLOAT32, part.shape) for part in parts))
+        assert taken(world, [each] * 3, [parts] * 3) == [[0, 8, 12], [4, 0, 12], [4, 8, 0]]
+        assert taken(world, [Call(Operation.BARRIER)] * 3, [[]] * 3) == [[0] * 3] * 3
