@@ -32,6 +32,12 @@ def test_help_shows_every_command_and_loads_neither_grpc_nor_numpy():
         assert f"\n  {name} " in result.stdout
 
 
+def test_the_package_is_the_command_where_no_script_is_on_the_path():
+    command = [sys.executable, "-m", "ferrorpc", "status", "--no-such-option"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, "Usage: ferrorpc status" in result.stderr) == (64, True)
+
+
 def test_the_launcher_loads_neither_grpc_nor_numpy():
     script = "import sys\nimport ferrorpc.cli.run\nassert not {'grpc', 'numpy', 'google.protobuf'} & set(sys.modules)\n"
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
