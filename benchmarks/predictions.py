@@ -1,9 +1,11 @@
 """Predicted against measured times of all_reduce over gRPC: three algorithms, three sizes, real processes on this machine.
 
-    python -m benchmarks.predictions [--ranks 4] [--fitted-at 2] [--sizes 16KiB 1MiB 8MiB] [--seconds 0.3] [--json]
+    python -m benchmarks.predictions [--ranks 4] [--fitted-at 2] [--sizes 16KiB 1MiB 8MiB] [--seconds 0.8] [--passes 4] [--json]
 
-A cost table is fitted as `ferrorpc bench --fit` does it, from all_gather and reduce_scatter: no all_reduce is in it. Then the
-simulator predicts with the row of the same number of ranks, and with that of another alone. The ratio is predicted / measured.
+A cost table is fitted as `ferrorpc bench --fit` does it, from all_gather, reduce_scatter and send: no all_reduce is in it.
+Then the simulator predicts with the row of the same number of ranks, and with that of another alone. The ratio is
+predicted / measured. What is fitted and what is predicted take turns in the same processes, and these with those of the
+other number of ranks, since the same machine may be half as fast again a minute later.
 """
 
 from __future__ import annotations
@@ -13,10 +15,9 @@ import json
 import sys
 from dataclasses import replace
 
-from ferrorpc.cli.bench.fit import Case, measure, table_of
+from ferrorpc.cli.bench.fit import Case, cases, measure, table_of
 from ferrorpc.cli.table import table
 from ferrorpc.collectives.basis import LANE
-from ferrorpc.collectives.call import example
 from ferrorpc.collectives.predict import predict
 from ferrorpc.config import size_bytes
 
@@ -29,24 +30,27 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--fitted-at", type=int, default=2, help="another number of ranks to fit at")
     parser.add_argument("--sizes", nargs="+", default=["16KiB", "1MiB", "8MiB"])
-    parser.add_argument("--seconds", type=float, default=0.3)
+    parser.add_argument("--seconds", type=float, default=0.8, help="of each case")
+    parser.add_argument("--passes", type=int, default=4, help="how often processes are started anew")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    fitted = table_of(sorted({options.ranks, options.fitted_at}), options.seconds)
-    costs = fitted.lanes[LANE]
-    alone = {ranks: replace(fitted, lanes={LANE: {ranks: row}}).costs(LANE, options.ranks) for ranks, row in costs.items()}
-    cases = [Case("all_reduce", name, size_bytes(size)) for name in ALGORITHMS for size in options.sizes]
+    fitted_to = cases()
+    predicted = [Case("all_reduce", name, size_bytes(size)) for name in ALGORITHMS for size in options.sizes]
+    worlds = {options.fitted_at: fitted_to} | {options.ranks: [*fitted_to, *predicted]}
+    times = measure(worlds, options.seconds, options.passes)
+    costs = table_of({ranks: found[: len(fitted_to)] for ranks, found in times.items()})
+    alone = {ranks: replace(costs, lanes={LANE: {ranks: row}}) for ranks, row in costs.lanes[LANE].items()}
     rows = []
-    for case, measured in zip(cases, measure(options.ranks, cases, options.seconds), strict=True):
-        call = example(case.operation, case.nbytes, options.ranks)
+    for case, measured in zip(predicted, times[options.ranks][len(fitted_to) :], strict=True):
         same, other = (
-            predict(case.entry, call, options.ranks, alone[ranks]).seconds for ranks in (options.ranks, options.fitted_at)
+            predict(case.entry, case.call(options.ranks), options.ranks, alone[ranks].costs(LANE, options.ranks)).seconds
+            for ranks in (options.ranks, options.fitted_at)
         )
         rows.append((case.algorithm, case.nbytes, measured, same, other))
     if options.json:
         sys.stdout.write(json.dumps(rows) + "\n")
         return
-    sys.stdout.write("".join(f"fitted at {ranks} ranks: {found}\n" for ranks, found in costs.items()))
+    sys.stdout.write("".join(f"fitted at {ranks} ranks: {found}\n" for ranks, found in costs.lanes[LANE].items()))
     shown = [
         (name, str(nbytes), f"{t * 1e3:.3f}", f"{same * 1e3:.3f}", f"{same / t:.2f}", f"{other * 1e3:.3f}", f"{other / t:.2f}")
         for name, nbytes, t, same, other in rows

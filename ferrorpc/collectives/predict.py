@@ -1,19 +1,21 @@
 """How long a collective takes by its plans: every message of every rank followed chunk by chunk, under a cost table's figures.
 
-Each rank has three *lanes*: its link outwards, its link inwards, and the kernel that folds; each does one thing at a time. A
-message keeps its sender's link for `message_seconds`, then each of its chunks for beta times its bytes; a chunk begins to
-arrive alpha after it began to leave, as soon as the receiver's link is free, and keeps that as long. What depends on what is
-followed element by element, as the executor does it: a chunk is sent on as soon as its elements are final, so a chain
-streams, and a ring folds one chunk while it receives the next. Actions on no elements stand for an order in time.
+A message keeps its sender's link for `message_seconds`, then each of its chunks for beta times its bytes; a chunk begins to
+arrive alpha after it began to leave, as soon as the receiver's link is free, and keeps that as long as the sender's. Folding
+takes gamma times the bytes. Where the table says how many processors all ranks share, whatever keeps a link or a kernel keeps
+one of them too: on few processors it is the work of all ranks together that takes its time, and not the longest way.
 
-Exact under that model: dependencies, bytes, and that lanes are shared, first come, first served (ties in the plan's order). The
-model leaves out copies inside a rank, credit, and that ranks of one host share its processors (the figures of a table that
-was fitted there have that in them).
+What depends on what is followed element by element, as the executor does it: a chunk is sent on as soon as its elements are
+final, so a chain streams, and a ring folds one chunk while it receives the next. Actions on no elements stand for an order in
+time. How steps wait for each other and for what they keep is in `steps`.
+
+Exact under that model: dependencies, bytes, and what is shared. The model leaves out copies inside a rank, credit, caches, and
+whatever else runs on the processors.
 
 Beyond CHUNKS_MAX the closed form of the catalogue takes over (`select.seconds`). It knows the busiest rank only and waits
 for whole rounds, so it says more where rounds overlap and less where ranks wait for others that are as busy.
 
-Cost: about 50 us for each chunk of each message.
+Cost: about 80 us for each chunk of each message.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 from ferrorpc.collectives.algorithms.catalogue import CHUNK_BYTES
@@ -29,32 +30,14 @@ from ferrorpc.collectives.algorithms.entry import Entry
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Fold, FoldOwn, FoldUnder, Plan, Quantise, Receive, Region, Send
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.select import bytes_of, seconds
+from ferrorpc.collectives.steps import FOLDING, INWARDS, OUTWARDS, CollectiveTimeline, Step, Steps
 from ferrorpc.errors import UsageError
-from ferrorpc.plans.timeline import Span, Timeline
 from ferrorpc.wire.cost_table import Costs
 
 CHUNKS_MAX: Final = 60_000
 """Chunks of all messages together up to which a collective is followed: some seconds."""
-MILLISECOND: Final = 1e-3
-"""The time unit of timelines here."""
-OUTWARDS, INWARDS, FOLDING = range(3)
-_LANE_NAMES: Final = ("sends", "receives", "folds")
-_KINDS: Final = ("send", "receive", "fold")
-_WORDS: Final = ("to", "from", "+")
 _WORK_BYTES: Final = 4
 """Of an element of WORK where halves are folded."""
-
-
-class CollectiveTimeline(Timeline):
-    """What the ranks of one collective do, in milliseconds."""
-
-    key = "to 3: sent to rank 3 · from 3: received from it · + 3: its part folded in · time in milliseconds"
-
-    def summary(self) -> str:
-        return f"predicted {self.makespan:.4g} ms"
-
-    def note(self, lane: int) -> str:
-        return f"busy {1 - self.bubbles[lane]:.0%}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +79,7 @@ def predict(entry: Entry, call: Call, size: int, costs: Costs) -> Prediction:
     cost = entry.cost(size, bytes_of(call) // (size if call.operation is Operation.SCATTER else 1))
     messages = max(cost.rounds, cost.messages)
     if size * (messages + cost.sent_bytes / CHUNK_BYTES) > CHUNKS_MAX:
-        return Prediction(entry.name, seconds(cost, costs), messages, cost.sent_bytes, None)
+        return Prediction(entry.name, seconds(cost, size, costs), messages, cost.sent_bytes, None)
     ranks = [_Rank(rank, entry.build(_call_on(call, rank), rank, size), _call_on(call, rank)) for rank in range(size)]
     steps = Steps(costs, size)
     _lower(entry.name, ranks, steps)
@@ -123,114 +106,13 @@ def _lower(name: str, ranks: list[_Rank], steps: Steps) -> None:
             raise UsageError(f"{name} never ends: {len(waiting)} ranks wait for messages that nobody sends")
 
 
-class Step(NamedTuple):
-    """A chunk on one lane of one rank, or (lane None) something that takes no time.
-
-    Attributes:
-        needs: steps that have to be over.
-        begun: a step of another rank whose *beginning* has to be `lag_seconds` ago; None for none.
-    """
-
-    rank: int
-    lane: int | None
-    seconds: float
-    needs: tuple[int, ...]
-    begun: int | None
-    lag_seconds: float
-    peer: int
-    action: int
-
-
-class Steps:
-    """All steps of all ranks, in an order in which each stands after those it needs, and when they run."""
-
-    def __init__(self, costs: Costs, size: int) -> None:
-        self.costs = costs
-        self.size = size
-        self.all: list[Step] = []
-        self.starts: list[float] = []
-
-    def add(self, step: Step) -> int:
-        self.all.append(step)
-        return len(self.all) - 1
-
-    def run(self) -> float:
-        """Finds when each step starts; returns when the last one ends, in seconds.
-
-        Steps are taken up in the order in which they become ready; none becomes ready before the one that set it free was
-        taken up, so whoever comes first to a lane is served first.
-        """
-        waits, wakes = self._dependencies()
-        ready = [0.0] * len(self.all)
-        starts = self.starts = [0.0] * len(self.all)
-        free = [0.0] * (3 * self.size)
-        queue = [(0.0, index) for index, count in enumerate(waits) if not count]
-        last = 0.0
-        while queue:
-            start, index = heappop(queue)
-            step = self.all[index]
-            if step.lane is not None:
-                place = 3 * step.rank + step.lane
-                start = max(start, free[place])
-                free[place] = start + step.seconds
-            starts[index] = start
-            last = max(last, start + step.seconds)
-            for other in wakes[index]:
-                after = self.all[other]
-                moment = start + (after.lag_seconds if after.begun == index else step.seconds)
-                ready[other] = max(ready[other], moment)
-                waits[other] -= 1
-                if not waits[other]:
-                    heappush(queue, (ready[other], other))
-        return last
-
-    def _dependencies(self) -> tuple[list[int], list[list[int]]]:
-        """How many steps each waits for, and which wait for it."""
-        waits: list[int] = []
-        wakes: list[list[int]] = [[] for _ in self.all]
-        for index, step in enumerate(self.all):
-            before = set(step.needs) if step.begun is None else {*step.needs, step.begun}
-            waits.append(len(before))
-            for need in before:
-                wakes[need].append(index)
-        return waits, wakes
-
-    def timeline(self, title: str) -> CollectiveTimeline:
-        """See `Prediction.timeline`."""
-        spans: dict[int, list[Span]] = {}
-        latest: dict[int, int] = {}
-        for index in sorted(range(len(self.all)), key=self.starts.__getitem__):
-            step = self.all[index]
-            if step.lane is None or not step.seconds:
-                continue
-            place = 3 * step.rank + step.lane
-            start = self.starts[index] / MILLISECOND
-            stop = start + step.seconds / MILLISECOND
-            drawn = spans.setdefault(place, [])
-            if drawn and latest[place] == step.action and start - drawn[-1].stop < stop * 1e-9:
-                start = drawn.pop().start
-            latest[place] = step.action
-            name = f"rank {step.rank} {_LANE_NAMES[step.lane]} {_WORDS[step.lane]} {step.peer}, action {step.action}"
-            text = f"{_WORDS[step.lane]} {step.peer}"
-            drawn.append(Span(name, len(spans), start, stop, _KINDS[step.lane], text))
-        places = sorted(spans)
-        lanes = [f"rank {place // 3} {_LANE_NAMES[place % 3]}" for place in places]
-        placed = [
-            Span(each.name, lane, each.start, each.stop, each.kind, each.text)
-            for lane, place in enumerate(places)
-            for each in spans[place]
-        ]
-        return CollectiveTimeline(lanes, placed, title)
-
-
 class _Chunk(NamedTuple):
-    """Elements [start, stop) of a message, the step in which they leave, and how long after its start they begin to arrive."""
+    """Elements [start, stop) of a message, and the step in which they leave."""
 
     start: int
     stop: int
     nbytes: int
     step: int
-    lag_seconds: float
 
 
 Flying = dict[tuple[int, int, int], list[_Chunk]]
@@ -311,10 +193,10 @@ class _Rank:
         for first, last in _runs(start, stop, max(CHUNK_BYTES // itemsize, 1)):
             nbytes = (last - first) * itemsize
             needs = [*after, *self._writers(action.region, first, last)]
-            opening = costs.message_seconds if first == start else 0.0
-            sent = self._add(steps, OUTWARDS, opening + nbytes * costs.beta_seconds_per_byte, needs, action.peer)
+            busy = nbytes * costs.beta_seconds_per_byte + (costs.message_seconds if first == start else 0.0)
+            sent = self._add(steps, OUTWARDS, busy, needs, action.peer)
             self._read(action.region, first, last, sent)
-            chunks.append(_Chunk(first - start, last - start, nbytes, sent, opening + costs.alpha_seconds))
+            chunks.append(_Chunk(first - start, last - start, nbytes, sent))
             self.sent_bytes += nbytes
         self.messages += 1
         return chunks
@@ -324,16 +206,18 @@ class _Rank:
         if region.stop is None:
             self._counts[region.buffer, region.item] = chunks[-1].stop
         after = self._order(region)
+        nothing = region.start == region.stop
         for chunk in chunks:
             first, last = region.start + chunk.start, region.start + chunk.stop
             before = self._before(region, first, last)
-            taking = chunk.nbytes * costs.beta_seconds_per_byte
-            made = self._add(steps, INWARDS, taking, after, action.peer, chunk.step, chunk.lag_seconds)
+            busy = chunk.nbytes * costs.beta_seconds_per_byte + (0.0 if chunk.start else costs.message_seconds)
+            # What holds nothing arrives whenever it does; only that it is waited for has its place in time.
+            made = self._add(steps, INWARDS, busy, () if nothing else after, action.peer, chunk.step, costs.alpha_seconds)
             if not isinstance(action, Receive):
                 folding = chunk.nbytes * costs.gamma_seconds_per_byte
                 made = self._add(steps, FOLDING, folding, (made, *before), action.peer)
-            elif before:
-                made = self._add(steps, None, 0.0, (made, *before), action.peer)
+            elif before or nothing:
+                made = self._add(steps, None, 0.0, (made, *before, *after), action.peer)
             self._write(region, first, last, (made,))
 
     def _compute(self, steps: Steps, action: Action) -> None:

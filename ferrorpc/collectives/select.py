@@ -80,17 +80,27 @@ def select(call: Call, size: int, basis: Basis = ANYWHERE) -> Entry:
     if call.operation not in _REDUCTIONS and not is_announced(call, size, basis):
         return candidates[0]
     nbytes = bytes_of(call)
-    order = min(candidates, key=lambda entry: seconds(entry.cost(size, nbytes), REFERENCE)).order
+    order = min(candidates, key=lambda entry: seconds(entry.cost(size, nbytes), size, REFERENCE)).order
     costs = basis.costs(size)
     equal = [entry for entry in candidates if entry.order is order]
-    return min(equal, key=lambda entry: seconds(entry.cost(size, nbytes), costs))
+    return min(equal, key=lambda entry: seconds(entry.cost(size, nbytes), size, costs))
 
 
-def seconds(cost: Cost, costs: Costs) -> float:
-    """Time the model gives to what the busiest rank does: the closed form of what `predict` follows chunk by chunk."""
-    waiting = cost.rounds * costs.alpha_seconds + max(cost.rounds, cost.messages) * costs.message_seconds
+def seconds(cost: Cost, size: int, costs: Costs) -> float:
+    """Time the model gives to a collective of `size` ranks: the closed form of what `predict` follows chunk by chunk.
+
+    That of the busiest rank, or, where ranks share processors, that in which these can do the work of all, if it is longer.
+    """
+    messages = max(cost.rounds, cost.messages)
+    folding = cost.folded_bytes * costs.gamma_seconds_per_byte
     through_links = (cost.sent_bytes + cost.filling_bytes) * costs.beta_seconds_per_byte
-    return waiting + through_links + cost.folded_bytes * costs.gamma_seconds_per_byte
+    busy = messages * costs.message_seconds + through_links + folding
+    if costs.processors is not None:
+        all_messages, all_bytes = cost.all_messages or size * messages, cost.all_bytes or size * cost.sent_bytes
+        both_ends = 2 * (all_messages * costs.message_seconds + all_bytes * costs.beta_seconds_per_byte)
+        all_folding = folding * all_bytes / cost.sent_bytes if cost.sent_bytes else 0.0
+        busy = max(busy, (both_ends + all_folding) / costs.processors)
+    return cost.rounds * costs.alpha_seconds + busy
 
 
 def bytes_of(call: Call) -> int:
@@ -117,12 +127,12 @@ def explain(call: Call, size: int, basis: Basis = ANYWHERE) -> str:
         f"{call.signature} on {size} ranks: {chosen.name}, {chosen.order.value}{_why(call, applied)}",
         f"  by the cost table {basis.table.name!r}: {costs}",
     ]
-    for entry in sorted(basis.entries(call.operation), key=lambda entry: seconds(entry.cost(size, nbytes), costs)):
+    for entry in sorted(basis.entries(call.operation), key=lambda entry: seconds(entry.cost(size, nbytes), size, costs)):
         cost = entry.cost(size, nbytes)
         mark = "*" if entry is chosen or entry.name == chosen.name else " "
         lines.append(
             f"  {mark} {entry.name:<18} {cost.rounds:3g} rounds, {cost.sent_bytes:12,.0f} bytes sent, "
-            f"{cost.folded_bytes:12,.0f} folded: about {seconds(cost, costs) * 1e6:,.0f} us, {entry.order.value}"
+            f"{cost.folded_bytes:12,.0f} folded: about {seconds(cost, size, costs) * 1e6:,.0f} us, {entry.order.value}"
         )
     return "\n".join(lines)
 

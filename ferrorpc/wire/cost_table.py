@@ -1,13 +1,15 @@
 """The cost table: what messages and folding cost on each lane, as JSON that people and `ferrorpc bench --fit` write.
 
-    {"name": "four hosts, 10 Gbit/s",
+    {"version": 2, "name": "four hosts, 10 Gbit/s",
      "lanes": {"grpc": [{"ranks": 4, "alpha_seconds": 9e-5, "message_seconds": 2e-5,
                          "beta_seconds_per_byte": 6.5e-10, "gamma_seconds_per_byte": 1.5e-10}]}}
 
 A lane has a row for every number of ranks that was measured; for other numbers the row of the nearest one (by ratio) holds. A
-table that was measured on one host may say how many "processors" its ranks shared. Then more ranks than were measured are
-taken to share them too, and everything takes as much longer as each has less of them.
+table of one host says how many "processors" its ranks share. Its figures are then what things take of a processor, and how
+long a rank waits for one follows from what all of them do. Without it every rank has its links to itself.
 The coordinator publishes one table for each generation, so that all ranks choose by the same figures.
+
+Version 1, which says no version, is read too; but its "processors" stood for another model, and are refused.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 LANES: Final = ("grpc",)
 """Lanes that run plans. In shared memory sizes decide, not a table (collectives.arena.select)."""
+VERSION: Final = 2
 TABLE_BYTES_MAX: Final = 16 << 10
 RANKS_MAX: Final = 1 << 20
 _FIGURES: Final = ("alpha_seconds", "message_seconds", "beta_seconds_per_byte", "gamma_seconds_per_byte")
@@ -32,25 +35,28 @@ class Costs:
     """What things cost on one lane.
 
     Attributes:
-        alpha_seconds: from a sender's call to its receiver's wake, for a message of no bytes.
-        message_seconds: how long each message keeps its sender from the next.
+        alpha_seconds: what passes before a message reaches its receiver while nobody works on it: wires, wakes.
+        message_seconds: how long each message keeps its sender from the next, and its receiver likewise.
         beta_seconds_per_byte: of a message, on the link of its sender and on that of its receiver.
         gamma_seconds_per_byte: of folding one array into another.
+        processors: what all ranks share, each message and each fold keeping one of them; None where none is short.
     """
 
     alpha_seconds: float
     message_seconds: float
     beta_seconds_per_byte: float
     gamma_seconds_per_byte: float
+    processors: int | None = None
 
-    def times(self, factor: float) -> Costs:
-        """All of them multiplied."""
-        return Costs(*(getattr(self, name) * factor for name in _FIGURES)) if factor != 1 else self
+    def figures(self) -> dict[str, float]:
+        """Those that are measured, by name."""
+        return {name: getattr(self, name) for name in _FIGURES}
 
     def __str__(self) -> str:
+        shared = "" if self.processors is None else f", {self.processors} processors for all"
         return (
             f"{self.alpha_seconds * 1e6:.3g} us a round, {self.message_seconds * 1e6:.3g} us a message, "
-            f"{_rate(self.beta_seconds_per_byte)} a link, {_rate(self.gamma_seconds_per_byte)} folding"
+            f"{_rate(self.beta_seconds_per_byte)} a link, {_rate(self.gamma_seconds_per_byte)} folding{shared}"
         )
 
 
@@ -61,7 +67,7 @@ class CostTable:
     Attributes:
         name: whose figures these are, in words.
         lanes: lane -> number of ranks -> costs; each lane has one row or more.
-        processors: what all ranks shared when they were measured; None where each had its own.
+        processors: what all ranks share, however many they are; None where none is short.
     """
 
     name: str
@@ -69,23 +75,19 @@ class CostTable:
     processors: int | None = None
 
     def costs(self, lane: str, ranks: int) -> Costs:
-        """The costs of a lane in a group of so many ranks: measured there, or derived from the nearest number of ranks."""
+        """The costs of a lane in a group of so many ranks: measured there, or with the nearest number of ranks."""
         rows = self.lanes[lane]
         nearest = min(rows, key=lambda measured: (abs(math.log(measured / max(ranks, 1))), measured))
-        return rows[nearest].times(self._crowding(ranks) / self._crowding(nearest))
-
-    def _crowding(self, ranks: int) -> float:
-        """Ranks a processor, where there are more of them."""
-        return 1.0 if self.processors is None else max(1.0, ranks / self.processors)
+        return replace(rows[nearest], processors=self.processors)
 
     def text(self) -> str:
         """The table as `parse` reads it."""
         lanes = {
-            lane: [{"ranks": ranks, **asdict(costs)} for ranks, costs in sorted(rows.items())]
+            lane: [{"ranks": ranks, **costs.figures()} for ranks, costs in sorted(rows.items())]
             for lane, rows in self.lanes.items()
         }
         shared = {} if self.processors is None else {"processors": self.processors}
-        return json.dumps({"name": self.name, **shared, "lanes": lanes}, indent=1) + "\n"
+        return json.dumps({"version": VERSION, "name": self.name, **shared, "lanes": lanes}, indent=1) + "\n"
 
 
 def parse(text: str) -> CostTable:
@@ -100,8 +102,12 @@ def parse(text: str) -> CostTable:
         data = json.loads(text)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
-    known = isinstance(data, dict) and {"name", "lanes"} <= set(data) <= {"name", "lanes", "processors"}
-    _expect(known, "expected an object with name and lanes, and perhaps processors")
+    known = isinstance(data, dict) and {"name", "lanes"} <= set(data) <= {"version", "name", "lanes", "processors"}
+    _expect(known, "expected an object with version, name and lanes, and perhaps processors")
+    version = data.get("version", 1)
+    _expect(type(version) is int and 1 <= version <= VERSION, f"version is {version!r}, this is read up to {VERSION}")
+    outdated = version == 1 and "processors" in data
+    _expect(not outdated, "processors of version 1 stood for another model: measure again with `ferrorpc bench --fit`")
     _expect(isinstance(data["name"], str), "name is no text")
     processors = data.get("processors")
     sound = processors is None or (type(processors) is int and 1 <= processors <= RANKS_MAX)
@@ -125,7 +131,8 @@ def _rows(lane: str, rows: Any) -> dict[int, Costs]:
             value = row[name]
             sound = type(value) in (int, float) and 0 <= value <= _FIGURE_MAX
             _expect(sound, f"{where}: {name} is {value!r}, not a number from 0 to {_FIGURE_MAX:g}")
-        found[ranks] = Costs(*(float(row[name]) for name in _FIGURES))
+        alpha, message, beta, gamma = (float(row[name]) for name in _FIGURES)
+        found[ranks] = Costs(alpha, message, beta, gamma)
     return found
 
 

@@ -1,6 +1,8 @@
 """One rank of what times collectives by algorithm and size, started through the launcher (`fit.measure`).
 
 python -m ferrorpc.cli.bench.cases_worker RESULTS_FILE SECONDS OPERATION:ALGORITHM:BYTES [...]
+
+All cases take turns, again and again: a machine that is faster or slower for some seconds is so for all of them.
 """
 
 from __future__ import annotations
@@ -19,43 +21,51 @@ from ferrorpc.bootstrap.process_group import init_process_group
 from ferrorpc.group import ProcessGroup
 
 WARM_UPS: Final = 2
-REPETITIONS_MIN: Final = 3
-REPETITIONS_MAX: Final = 100
-BURST: Final = 4
-"""Operations one after the other in a repetition: how unevenly ranks leave the barrier before it counts for little then."""
+ROUNDS_MIN: Final = 3
+ROUNDS_MAX: Final = 100
+BURST_SECONDS: Final = 0.05
+"""Of operations one after the other: how unevenly ranks leave the barrier before them counts for little then."""
+BURST_MAX: Final = 32
 
 
 def main(results_file: str, seconds: str, *cases: str) -> None:
-    """Times all cases; rank 0 writes the medians of the slowest rank's time for one of a burst of operations."""
+    """Times all cases, alternating; rank 0 writes the medians of the slowest rank's time for one operation."""
     with init_process_group(backend="grpc", transport="grpc") as group:
-        found = [_timed(group, case, float(seconds)) for case in cases]
+        runs = [_operation(group, *_words(case)) for case in cases]
+        for _ in range(WARM_UPS):
+            once = _slowest(group, [_timed(group, run, 1) for run in runs])
+        bursts = [min(max(round(BURST_SECONDS / each), 1), BURST_MAX) for each in once]
+        a_round = sum(each * burst for each, burst in zip(once, bursts, strict=True))
+        rounds = min(max(int(float(seconds) * len(runs) / a_round), ROUNDS_MIN), ROUNDS_MAX)
+        times = [
+            _slowest(group, [_timed(group, run, burst) for run, burst in zip(runs, bursts, strict=True)]) for _ in range(rounds)
+        ]
         if group.rank == 0:
-            Path(results_file).write_text(json.dumps(found))
+            Path(results_file).write_text(json.dumps([statistics.median(case) for case in zip(*times, strict=True)]))
 
 
-def _timed(group: ProcessGroup, case: str, seconds: float) -> float:
-    operation, algorithm, nbytes = case.split(":")
-    run = _operation(group, operation, algorithm, int(nbytes) // 4)
-    for _ in range(WARM_UPS):
-        once = _slowest(group, run, 1)[0]
-    repetitions = min(max(int(seconds / max(BURST * once, 1e-6)), REPETITIONS_MIN), REPETITIONS_MAX)
-    return statistics.median(_slowest(group, run, repetitions))
+def _timed(group: ProcessGroup, run: Callable[[], Any], burst: int) -> float:
+    group.barrier()
+    started = time.perf_counter()
+    for _ in range(burst):
+        run()
+    return (time.perf_counter() - started) / burst
 
 
-def _slowest(group: ProcessGroup, run: Callable[[], Any], repetitions: int) -> list[float]:
-    times = []
-    for _ in range(repetitions):
-        group.barrier()
-        started = time.perf_counter()
-        for _ in range(BURST):
-            run()
-        times.append((time.perf_counter() - started) / BURST)
+def _slowest(group: ProcessGroup, times: list[float]) -> list[float]:
     return [float(each) for each in group.all_reduce(np.array(times), op="max")]
+
+
+def _words(case: str) -> tuple[str, str, int]:
+    operation, algorithm, nbytes = case.split(":")
+    return operation, algorithm, int(nbytes) // 4
 
 
 def _operation(group: ProcessGroup, operation: str, algorithm: str, count: int) -> Callable[[], Any]:
     """The call, with everything it needs allocated before."""
     x = np.zeros(count, np.float32)
+    if operation == "send":
+        return _there_and_back(group, x)
     if operation == "all_reduce":
         return lambda: group.all_reduce(x, out=x, algorithm=algorithm)
     if operation == "all_gather":
@@ -64,6 +74,21 @@ def _operation(group: ProcessGroup, operation: str, algorithm: str, count: int) 
     parts = np.array_split(x, group.size)
     result = np.empty_like(parts[group.rank])
     return lambda: group.reduce_scatter(parts, out=result, algorithm=algorithm)
+
+
+def _there_and_back(group: ProcessGroup, x: np.ndarray) -> Callable[[], Any]:
+    """Rank 0 sends to rank 1, which sends back what it got; the others have nothing to do."""
+    y = np.empty_like(x)
+
+    def asks() -> None:
+        group.send(x, 1)
+        group.recv(1, out=y)
+
+    def answers() -> None:
+        group.recv(0, out=y)
+        group.send(y, 0)
+
+    return (asks, answers, lambda: None)[min(group.rank, 2)]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from ferrorpc.collectives.algorithms import (
@@ -63,13 +64,53 @@ def _rabenseifner_cost(size: int, nbytes: int) -> Cost:
     return Cost(2 * rounds + 2 * uneven, (2 * half + uneven) * nbytes, (half + uneven) * nbytes)
 
 
+def _rooted_cost(size: int, nbytes: int) -> Cost:
+    """The root exchanges as many bytes with everyone else."""
+    there = size - 1
+    return Cost(1, there * nbytes, messages=there, all_messages=there, all_bytes=there * nbytes)
+
+
+def _tree_cost(size: int, nbytes: int) -> Cost:
+    rounds, edges = _log2(size), size - 1
+    return Cost(rounds, rounds * nbytes, all_messages=edges, all_bytes=edges * nbytes)
+
+
+def _tree_all_reduce_cost(size: int, nbytes: int) -> Cost:
+    """Up, and down again: the root's link is as busy inwards as it is outwards later."""
+    rounds, edges = _log2(size), size - 1
+    return Cost(2 * rounds, rounds * nbytes, rounds * nbytes, all_messages=2 * edges, all_bytes=2 * edges * nbytes)
+
+
 def _chain_cost(size: int, nbytes: int) -> Cost:
-    return Cost(size - 1, nbytes if size > 1 else 0, filling_bytes=max(size - 2, 0) * min(nbytes, CHUNK_BYTES))
+    edges = size - 1
+    filling = max(size - 2, 0) * min(nbytes, CHUNK_BYTES)
+    return Cost(edges, nbytes if edges else 0, filling_bytes=filling, all_messages=edges, all_bytes=edges * nbytes)
 
 
 def _broadcast_two_shot_cost(size: int, nbytes: int) -> Cost:
-    filling = _share(max(size - 1, 1)) * nbytes
-    return Cost(min(size - 1, 2), nbytes if size > 1 else 0, filling_bytes=filling, messages=2 * size - 3 if size > 1 else 0)
+    others = size - 1
+    if not others:
+        return Cost(0, 0)
+    filling = _share(others) * nbytes
+    return Cost(
+        min(others, 2),
+        nbytes,
+        filling_bytes=filling,
+        messages=2 * others - 1,
+        all_messages=others**2,
+        all_bytes=others * nbytes,
+    )
+
+
+def _scatter_all_gather_cost(size: int, nbytes: int) -> Cost:
+    """Down the tree each slice passes about half of its levels; round the ring each goes to everyone."""
+    others, depth = size - 1, _log2(size)
+    return Cost(
+        depth + others,
+        2 * _share(size) * nbytes,
+        all_messages=others * (size + 1),
+        all_bytes=(others + depth / 2) * nbytes,
+    )
 
 
 def _bruck_all_to_all_cost(size: int, nbytes: int) -> Cost:
@@ -112,7 +153,7 @@ _ALL_REDUCE: Final = (
     Entry(
         "tree",
         lambda call, rank, size: tree.all_reduce(_count(call), rank, size),
-        lambda size, nbytes: Cost(2 * _log2(size), _log2(size) * nbytes, _log2(size) * nbytes),
+        _tree_all_reduce_cost,
         Order.TREE,
     ),
 )
@@ -121,14 +162,14 @@ _REDUCE: Final = (
     Entry(
         "direct",
         lambda call, rank, size: direct.reduce(_count(call), rank, size, _root(call)),
-        lambda size, nbytes: Cost(1, (size - 1) * nbytes, (size - 1) * nbytes, messages=size - 1),
+        lambda size, nbytes: replace(_rooted_cost(size, nbytes), folded_bytes=(size - 1) * nbytes),
         Order.RANKS,
         compresses=True,
     ),
     Entry(
         "tree",
         lambda call, rank, size: tree.reduce(_count(call), rank, size, _root(call)),
-        lambda size, nbytes: Cost(_log2(size), _log2(size) * nbytes, _log2(size) * nbytes),
+        lambda size, nbytes: replace(_tree_cost(size, nbytes), folded_bytes=_log2(size) * nbytes),
         Order.TREE,
     ),
 )
@@ -153,12 +194,12 @@ _BROADCAST: Final = (
     Entry(
         "tree",
         lambda call, rank, size: tree.broadcast(rank, size, _root(call)),
-        lambda size, nbytes: Cost(_log2(size), _log2(size) * nbytes),
+        _tree_cost,
     ),
     Entry(
         "direct",
         lambda call, rank, size: direct.broadcast(rank, size, _root(call)),
-        lambda size, nbytes: Cost(1, (size - 1) * nbytes, messages=size - 1),
+        _rooted_cost,
     ),
     Entry("chain", lambda call, rank, size: chain.broadcast(rank, size, _root(call)), _chain_cost),
     Entry(
@@ -170,7 +211,7 @@ _BROADCAST: Final = (
     Entry(
         "scatter_all_gather",
         lambda call, rank, size: scatter_all_gather.broadcast(_count(call), rank, size, _root(call)),
-        lambda size, nbytes: Cost(_log2(size) + size - 1, 2 * _share(size) * nbytes),
+        _scatter_all_gather_cost,
         needs_size=True,
     ),
 )
@@ -225,12 +266,12 @@ _BARRIER: Final = (
 _GATHER: Final = Entry(
     "direct",
     lambda call, rank, size: direct.gather(rank, size, _root(call)),
-    lambda size, nbytes: Cost(1, (size - 1) * nbytes, messages=size - 1),
+    _rooted_cost,
 )
 _SCATTER: Final = Entry(
     "direct",
     lambda call, rank, size: direct.scatter(rank, size, _root(call)),
-    lambda size, nbytes: Cost(1, (size - 1) * nbytes, messages=size - 1),
+    _rooted_cost,
 )
 
 CATALOGUE: Final[dict[Operation, tuple[Entry, ...]]] = {

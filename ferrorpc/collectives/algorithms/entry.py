@@ -29,7 +29,7 @@ class Order(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the busiest rank does, in the terms of the alpha-beta-gamma model."""
+    """What the busiest rank does, in the terms of the alpha-beta-gamma model; and all together, where others do less."""
 
     rounds: float
     """Messages that wait for one another: times alpha."""
@@ -41,6 +41,10 @@ class Cost:
     """Bytes that pass other links before the busiest one can begin: times beta too."""
     messages: float = 0.0
     """Messages the busiest rank sends, or receives, one after another; 0 for one a round."""
+    all_messages: float = 0.0
+    """Messages that all ranks send together; 0 where each sends as many as the busiest."""
+    all_bytes: float = 0.0
+    """Bytes that all ranks send together; 0 where each sends as many as the busiest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from ferrorpc.cli.plan import command
+from ferrorpc.collectives.basis import packaged
 from ferrorpc.collectives.call import Operation
 from ferrorpc.errors import ConfigError, UsageError
 from ferrorpc.wire.cost_table import Costs, CostTable
@@ -49,7 +50,9 @@ def test_figures_are_those_of_the_model():
     assert figures["algorithm"] == "direct"
     assert direct["messages"] == 2
     assert direct["sent_bytes"] == 2000
-    assert direct["seconds"] == pytest.approx(90e-6 + 2000 * 0.65e-9)
+    costs = packaged().costs("grpc", 3)
+    expected = costs.alpha_seconds + 2 * costs.message_seconds + 2000 * costs.beta_seconds_per_byte
+    assert direct["seconds"] == pytest.approx(expected)
     assert direct["followed"]
 
 

@@ -20,8 +20,13 @@ TABLES = (None, SLOW_STARTS, SLOW_BYTES)
 BUSY = CostTable("busy senders", {"grpc": {2: Costs(0.0, 1.0, 0.0, 0.0)}})
 
 
-def test_the_packaged_table_can_be_read_and_is_what_the_order_of_summation_refers_to():
-    assert packaged().costs("grpc", 2) == REFERENCE
+def test_the_packaged_table_can_be_read_and_supposes_that_no_processor_is_short():
+    for ranks in (2, 64):
+        assert packaged().costs("grpc", ranks).processors is None
+
+
+def test_what_the_order_of_summation_refers_to_never_changes():
+    assert Costs(90e-6, 0.0, 0.65e-9, 0.15e-9) == REFERENCE
 
 
 @pytest.mark.parametrize("size", [2, 4, 16, 17, 24, 32, 33])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ferrorpc.collectives.algorithms.catalogue import CATALOGUE, CHUNK_BYTES
@@ -15,6 +17,8 @@ from ferrorpc.wire.cost_table import Costs
 
 ALPHA, MESSAGE, BETA, GAMMA = 1e-4, 1e-5, 1e-9, 2e-10
 COSTS = Costs(ALPHA, MESSAGE, BETA, GAMMA)
+FEW = 2
+"""Processors for all ranks."""
 MIB = 1 << 20
 
 
@@ -33,7 +37,7 @@ def test_one_message_takes_alpha_its_opening_and_its_bytes():
 
 def test_links_are_shared_one_message_after_the_other():
     assert time_of("broadcast", "direct", 4000, 5) == pytest.approx(ALPHA + 4 * (MESSAGE + 4000 * BETA))
-    assert time_of("gather", "direct", 4000, 5) == pytest.approx(ALPHA + MESSAGE + 4 * 4000 * BETA)
+    assert time_of("gather", "direct", 4000, 5) == pytest.approx(ALPHA + 4 * (MESSAGE + 4000 * BETA))
 
 
 def test_chunks_stream_through_a_chain():
@@ -69,6 +73,47 @@ def test_halves_travel_at_their_size_and_partial_sums_at_their_work_size():
     assert sent("tree") == 4096
 
 
+def crowded(processors: int, alpha: float = ALPHA) -> Costs:
+    return Costs(alpha, MESSAGE, BETA, GAMMA, processors)
+
+
+def test_where_processors_are_short_all_ranks_work_takes_its_time():
+    one_end = MESSAGE + 4000 * BETA
+    for size in (4, 7):
+        work = size * (size - 1) * 2 * one_end
+        for processors in (1, 2, 3):
+            found = time_of("all_gather", "direct", 4000, size, crowded(processors, 0.0))
+            assert work / processors <= found * (1 + 1e-9) < work / processors + 2 * one_end
+    assert time_of("broadcast", "direct", 4000, 2, crowded(1)) == pytest.approx(ALPHA + one_end)
+    assert time_of("broadcast", "direct", 4000, 2, crowded(1, 0.0)) == pytest.approx(2 * one_end)
+
+
+def test_folding_keeps_a_processor_too():
+    n, costs = 4000, Costs(0.0, 0.0, 0.0, GAMMA, 1)
+    assert time_of("reduce_scatter", "direct", 4 * n, 4, costs) == pytest.approx(4 * 3 * n * GAMMA)
+    assert time_of("reduce_scatter", "direct", 4 * n, 4, replace(costs, processors=None)) == pytest.approx(3 * n * GAMMA)
+
+
+@pytest.mark.parametrize("operation", list(Operation))
+def test_processors_enough_for_all_are_as_good_as_any_number(operation):
+    for found in Basis(hosts=(0, 0, 1, 1, 1)).entries(operation):
+        call = example(operation.value, 3 * MIB, 5)
+        free = predict(found, call, 5, COSTS).seconds
+        assert predict(found, call, 5, crowded(3 * 5)).seconds == free
+        assert predict(found, call, 5, crowded(2)).seconds >= free * (1 - 1e-9)
+
+
+def test_never_are_more_steps_under_way_than_there_are_processors_or_lanes():
+    prediction = predict(entry(Operation.ALL_REDUCE, "two_shot"), example("all_reduce", 5 * MIB, 5), 5, crowded(2))
+    steps = prediction.steps
+    assert steps is not None
+    spans = [(start, start + step.seconds, step) for start, step in zip(steps.starts, steps.all, strict=True) if step.seconds]
+    for start, _, step in spans:
+        beside = [other for begun, ended, other in spans if begun <= start < ended - 1e-12]
+        assert len(beside) <= 2
+        assert sum(other.place == step.place for other in beside) == 1
+
+
 LOOSE = {"tree", "pairwise", "scatter_all_gather", "bruck", "hierarchical"}
 """Whose busiest rank is not who everybody waits for, or whose rounds overlap."""
 PAIRS = [(operation, found.name) for operation, entries in CATALOGUE.items() for found in entries if found.name not in LOOSE]
@@ -77,12 +122,14 @@ PAIRS = [(operation, found.name) for operation, entries in CATALOGUE.items() for
 @pytest.mark.parametrize(("operation", "name"), PAIRS, ids=lambda value: str(getattr(value, "value", value)))
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("nbytes", [4096, 16 * MIB])
-def test_the_closed_form_is_near_what_is_followed(operation, name, size, nbytes):
-    costs = ANYWHERE.costs(size)
+@pytest.mark.parametrize("processors", [None, FEW])
+def test_the_closed_form_is_near_what_is_followed(operation, name, size, nbytes, processors):
+    costs = replace(ANYWHERE.costs(size), processors=processors)
     call = example(operation.value, nbytes, size)
     per_rank = nbytes // (size if operation is Operation.SCATTER else 1)
-    closed = seconds(entry(operation, name).cost(size, per_rank), costs)
-    assert 0.7 < predict(entry(operation, name), call, size, costs).seconds / closed < 1.4
+    closed = seconds(entry(operation, name).cost(size, per_rank), size, costs)
+    followed = predict(entry(operation, name), call, size, costs).seconds
+    assert 0.7 < followed / closed < (1.4 if processors is None else 1.5)
 
 
 @pytest.mark.parametrize("operation", list(Operation))

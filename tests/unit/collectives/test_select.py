@@ -60,7 +60,8 @@ def test_a_broadcast_goes_by_its_size_once_that_is_announced():
         assert is_announced(Call(Operation.BROADCAST, root=0), size)
         assert chosen(1000, size) == "tree"
     assert chosen(64 << 20, 4) == "chain"
-    assert chosen(1 << 20, 16) == "two_shot"
+    assert chosen(1 << 20, 3) == "two_shot"
+    assert chosen(1 << 20, 16) == "tree"
     assert chosen(256 << 10, 33) == "tree"
     assert chosen(8 << 20, 33) == "scatter_all_gather"
     assert chosen(256 << 20, 33) == "chain"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ferrorpc.wire.cost_table import LANES, TABLE_BYTES_MAX, Costs, CostTable, parse
+from ferrorpc.wire.cost_table import LANES, TABLE_BYTES_MAX, VERSION, Costs, CostTable, parse
 
 ROW = {
     "ranks": 4,
@@ -18,7 +18,7 @@ ROW = {
 
 
 def text(*rows: object, name: object = "mine", **more: object) -> str:
-    return json.dumps({"name": name, "lanes": {"grpc": list(rows)}, **more})
+    return json.dumps({"version": VERSION, "name": name, "lanes": {"grpc": list(rows)}, **more})
 
 
 def test_a_table_comes_back_as_it_was_written():
@@ -32,12 +32,22 @@ def test_the_nearest_number_of_ranks_by_ratio_holds():
     assert chosen == {1: 2, 2: 2, 5: 2, 6: 16, 16: 16, 1000: 16}
 
 
-def test_more_ranks_on_the_processors_that_were_shared_take_as_much_longer():
+def test_processors_are_those_that_all_ranks_share_however_many_they_are():
     table = parse(text({**ROW, "ranks": 4}, processors=2))
     assert parse(table.text()) == table
-    chosen = {ranks: table.costs("grpc", ranks).alpha_seconds for ranks in (1, 2, 4, 8)}
-    assert chosen == pytest.approx({1: 5e-5, 2: 5e-5, 4: 1e-4, 8: 2e-4})
-    assert table.costs("grpc", 8) == Costs(2e-4, 0.0, 2e-9, 4e-10)
+    for ranks in (1, 4, 8):
+        assert table.costs("grpc", ranks) == Costs(1e-4, 0.0, 1e-9, 2e-10, processors=2)
+    assert "2 processors for all" in str(table.costs("grpc", 4))
+
+
+def test_a_table_of_the_first_version_is_read_unless_its_processors_stand_for_another_model():
+    first = json.loads(text(ROW))
+    del first["version"]
+    table = parse(json.dumps(first))
+    assert table == parse(text(ROW))
+    assert json.loads(table.text())["version"] == VERSION
+    with pytest.raises(ValueError, match=r"processors of version 1.*--fit"):
+        parse(json.dumps({**first, "processors": 2}))
 
 
 @pytest.mark.parametrize(
@@ -47,6 +57,9 @@ def test_more_ranks_on_the_processors_that_were_shared_take_as_much_longer():
         ("[]", "name and lanes"),
         (text(ROW, extra=1), "name and lanes"),
         (text(ROW, name=1), "name is no text"),
+        (text(ROW, version=VERSION + 1), f"version is {VERSION + 1}, this is read up to {VERSION}"),
+        (text(ROW, version="2"), "version is '2'"),
+        (text(ROW, version=0), "version is 0"),
         (text(ROW, processors=0), "processors is 0"),
         (text(ROW, processors=True), "processors is True"),
         (json.dumps({"name": "x", "lanes": {"carrier pigeon": [ROW]}}), "exactly: grpc"),
