@@ -10,11 +10,11 @@ ring (never where the number of ranks is a power of two):
 
     17 ranks: 2.5 MB    48 ranks: 9.4 MB
 
-And under the packaged table, whose figures are the same: where two rounds of slices become cheaper than one message to
-everyone, and beyond 16 ranks where Rabenseifner's algorithm becomes cheaper than recursive doubling:
+And under the packaged table: where two rounds of slices become cheaper than one message to everyone, and beyond 16 ranks
+where Rabenseifner's algorithm becomes cheaper than recursive doubling:
 
-    2 ranks: 1.2 MB    4 ranks: 69 kB    8 ranks: 21 kB    16 ranks: 8.5 kB
-    17 ranks: 198 kB   32 ranks: 176 kB    64 ranks: 163 kB
+    2 ranks: 13 MB     4 ranks: 670 kB    8 ranks: 430 kB    16 ranks: 360 kB
+    17 ranks: 740 kB   32 ranks: 650 kB   64 ranks: 600 kB
 """
 
 from __future__ import annotations
