@@ -8,7 +8,13 @@ import sys
 
 from tests.integration.launching import environment
 
-CASES = ("all_gather:ring:64", "all_gather:direct:64", "reduce_scatter:direct:64", "all_reduce:two_shot:64")
+CASES = (
+    "all_gather:ring:64",
+    "all_gather:direct:64",
+    "reduce_scatter:direct:64",
+    "all_reduce:two_shot:64",
+    "send:there_and_back:64",
+)
 
 
 def test_every_case_is_timed_on_real_processes(tmp_path):

@@ -13,7 +13,7 @@ errors on those numbers give the next table. The way may change with the table, 
 Source. The figures are those of LogGP (Alexandrov et al., 1995): its latency, overhead and gap per byte; that ranks of one
 host work on shared processors is added here.
 
-Cost: some 20 s for each number of ranks.
+Cost: some 15 s for each number of ranks.
 """
 
 from __future__ import annotations
