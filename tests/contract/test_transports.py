@@ -289,16 +289,16 @@ class BoundedTransportContract(TransportContract):
         def send() -> bool:
             return first.transport.send(second.rank, KEY, header_of(1 << 30), accepted * size, payload, room)
 
-        while not full_since or time.monotonic() - full_since < 0.2:
+        # On a busy machine a lane may pause before it is full: it is once nothing moves for a while.
+        while not full_since or time.monotonic() - full_since < 0.3:
             if send():
                 accepted, full_since = accepted + 1, 0.0
                 assert accepted * size <= 100 << 20, "the lane takes everything"
+            elif told or not full_since:
+                told.clear()
+                full_since = time.monotonic()
             else:
-                full_since = full_since or time.monotonic()
                 time.sleep(0.01)
-        told.clear()
-        time.sleep(0.1)
-        assert told == []
         reading.set()
         wait_for(lambda: told, "room")
         time.sleep(0.1)
