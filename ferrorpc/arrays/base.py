@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from ferrorpc.arrays.staging import Staging
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import DType, TensorSpec
 
@@ -125,6 +126,11 @@ class Kind(ABC):
     def out_near(self, x: Any, spec: TensorSpec) -> Out:
         """As `out`, but results for a GPU's array are written there: `data` is one of its library's."""
         return self.out(x, spec)
+
+    @property
+    def staging(self) -> Staging:
+        """The way of a device's arrays to the host and back."""
+        raise AssertionError(f"{self.name} arrays are on the host already")
 
     def home(self, data: Any, spec: TensorSpec) -> np.ndarray[Any, Any]:
         """A copy on the host of a device array of this kind, in storage dtype."""

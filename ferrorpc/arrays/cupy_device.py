@@ -39,19 +39,21 @@ class CupyEvent:
 
 
 class CupyStream:
-    """One of CuPy's streams."""
+    """One of CuPy's streams, on the GPU with this number."""
 
-    __slots__ = ("_cupy", "own", "pointer")
+    __slots__ = ("_cupy", "_index", "own", "pointer")
 
-    def __init__(self, cupy: Any, stream: Any) -> None:
+    def __init__(self, cupy: Any, index: int, stream: Any) -> None:
         self._cupy = cupy
+        self._index = index
         self.own = stream
         self.pointer = int(stream.ptr)
 
     def record(self) -> Event:
         """As `Stream.record`."""
-        event = self._cupy.cuda.Event(disable_timing=True)
-        event.record(self.own)
+        with self._cupy.cuda.Device(self._index):  # an event marks streams of the GPU it was made on
+            event = self._cupy.cuda.Event(disable_timing=True)
+            event.record(self.own)
         return CupyEvent(event)
 
     def wait(self, event: Event) -> None:
@@ -95,18 +97,18 @@ class CupyDevice:
     def current(self) -> Stream:
         """As `Device.current`."""
         with self.here():
-            return CupyStream(self._cupy, self._cupy.cuda.get_current_stream())
+            return CupyStream(self._cupy, self.index, self._cupy.cuda.get_current_stream())
 
     def new_stream(self) -> Stream:
         """As `Device.new_stream`."""
         with self.here():
-            return CupyStream(self._cupy, self._cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY))
+            return CupyStream(self._cupy, self.index, self._cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY))
 
     def adopt(self, stream: Any) -> Stream:
         """As `Device.adopt`."""
         if isinstance(stream, int):
-            return CupyStream(self._cupy, self._cupy.cuda.ExternalStream(stream, self.index))
-        return CupyStream(self._cupy, stream)
+            return CupyStream(self._cupy, self.index, self._cupy.cuda.ExternalStream(stream, self.index))
+        return CupyStream(self._cupy, self.index, stream)
 
     def empty(self, shape: Sequence[int], storage: np.dtype[Any], stream: Stream | None = None) -> DeviceArray:
         """As `Device.empty`."""

@@ -1,8 +1,7 @@
 """CuPy arrays. CuPy is never imported here: who passes such an array has done so.
 
-For lanes that read host memory they are copied through the host, through pinned slots (staging.py); those copies are ordered
-after the caller's current stream and complete before they return. A backend that takes arrays where they are (NCCL) gets them
-by `view_near` and `out_near`: nothing is copied, and nothing waits.
+A backend that takes arrays where they are gets them by `view_near` and `out_near`: nothing is copied, and nothing waits. For
+others `view` and `out` copy them through pinned slots (staging.py), ordered after the caller's current stream.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from ferrorpc.arrays.base import Kind, Out, View, fit
 from ferrorpc.arrays.cupy_device import CupyDevice, device_of
 from ferrorpc.arrays.device import DeviceArray
 from ferrorpc.arrays.numpy_kind import NUMPY, dtype_in
+from ferrorpc.arrays.staging import Staging
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import DType, TensorSpec
 
@@ -42,9 +42,14 @@ class CupyKind(Kind):
         """Where they are."""
         return device_of(sys.modules["cupy"], self._index)
 
+    @property
+    def staging(self) -> Staging:
+        """As `Kind.staging`."""
+        return self.device.staging
+
     def view(self, x: Any) -> View:
         near = self.view_near(x)  # refused before anything is copied
-        return View(self, near.spec, self.device.staging.down(near.data), False, None)
+        return View(self, near.spec, self.staging.down(near.data), False, None)
 
     def view_near(self, x: Any) -> View:
         spec = self.spec(x)
@@ -61,7 +66,7 @@ class CupyKind(Kind):
         fit(self.spec(x), spec)
 
         def store(data: np.ndarray[Any, Any]) -> None:
-            self._assign(x, self.device.staging.up(data), spec)
+            self._assign(x, self.staging.up(data), spec)
 
         return Out(x, spec, None, store)
 
@@ -72,7 +77,7 @@ class CupyKind(Kind):
         return NearOut(self, x, spec)
 
     def wrap(self, data: Any, spec: TensorSpec) -> Any:
-        near = self.device.staging.up(data) if isinstance(data, np.ndarray) else data
+        near = self.staging.up(data) if isinstance(data, np.ndarray) else data
         return _typed(near.reshape(spec.shape), spec)
 
     def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> None:
@@ -83,7 +88,7 @@ class CupyKind(Kind):
 
     def home(self, data: DeviceArray, spec: TensorSpec) -> np.ndarray[Any, Any]:
         """A copy on the host of an array of this device, in storage dtype."""
-        return self.device.staging.down(data).reshape(spec.shape)
+        return self.staging.down(data).reshape(spec.shape)
 
     def _assign(self, x: Any, data: DeviceArray, spec: TensorSpec) -> None:
         with self.device.here():

@@ -9,14 +9,12 @@ mismatch, which is found and explained like any other. Where only the root does 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 from ferrorpc.arrays.device import is_host
 from ferrorpc.backends.base import Capabilities
 from ferrorpc.backends.nccl.api import reduction
 from ferrorpc.backends.nccl.backend import NcclBackend
-from ferrorpc.backends.nccl.execution import start_on_host
 from ferrorpc.collectives.arena.prepared import Arena
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution, Prepared
@@ -33,7 +31,7 @@ class HybridBackend(NcclBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(self.lanes.capabilities, device_arrays=True)
+        return self.lanes.capabilities
 
     @property
     def arena(self) -> Arena | None:
@@ -79,5 +77,5 @@ class HybridPrepared(Prepared):
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
         if self.near is None or all(is_host(array) for array in inputs):
-            return start_on_host(self.host, key, inputs, outputs, guard)
+            return self.host.start(key, inputs, outputs, guard)
         return self.near.start(key, inputs, outputs, guard)

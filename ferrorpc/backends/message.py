@@ -88,7 +88,7 @@ class MessageBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(shared_memory=self._arena is not None)
+        return Capabilities(shared_memory=self._arena is not None, device_arrays=True)
 
     @property
     def arena(self) -> Arena | None:
@@ -121,13 +121,13 @@ class MessageBackend(Backend):
         reports = [] if self.session is None else self.session.describe(ranks, DESCRIBE_SECONDS)
         return "; ".join(str(report) for report in reports)
 
-    def start_send(self, data: Array, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
+    def start_send(self, data: Any, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
         self._refuse_self(dst)
         with self._lock:
             number = self._sends.next(dst, tag)
         return SendExecution(self.transport, self.group_id, number, data, spec, self.world_ranks[dst], tag, guard)
 
-    def start_recv(self, src: int, tag: int, out: Array | None, spec: TensorSpec | None, guard: Guard) -> Execution:
+    def start_recv(self, src: int, tag: int, out: Any, spec: TensorSpec | None, guard: Guard) -> Execution:
         self._refuse_self(src)
         return RecvExecution(self.transport, self.group_id, self.world_ranks[src], tag, out, spec, guard)
 

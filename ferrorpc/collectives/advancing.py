@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.collectives.execution import Execution
+from ferrorpc.collectives.ferry import Ferry
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
 
@@ -34,10 +35,16 @@ _thread = _Thread()
 
 
 class Advancing(Execution):
-    """An execution with a turn. Subclasses say in `step` what can be done, and give out `poke` to those who may have news."""
+    """An execution with a turn. Subclasses say in `step` what can be done, and give out `poke` to those who may have news.
 
-    def __init__(self, guard: Guard) -> None:
+    Args:
+        ferry: carries its arrays where some are on a device. A GPU wakes nobody, so its driver looks again and again.
+    """
+
+    def __init__(self, guard: Guard, ferry: Ferry | None = None) -> None:
         self.guard = guard
+        self.ferry = ferry
+        self.polling = None if ferry is None else ferry.polling
         self.results: list[np.ndarray[Any, Any]] = []
         self.specs: list[TensorSpec] = []
         self._turn = threading.Lock()
@@ -58,6 +65,28 @@ class Advancing(Execution):
         """Frees what the operation held; called once, and nothing of it is called after."""
 
     def advance(self) -> bool:
+        ferry = self.ferry
+        if ferry is None:
+            return self._driven_on()
+        ferry.land()
+        over = self._driven_on()
+        ferry.rise()
+        brought = ferry.brought(self.results) if over else None
+        if brought is None:
+            return False
+        self.results = brought
+        return True
+
+    @property
+    def position(self) -> int:  # type: ignore[override]
+        """How far its arrays have come from a device and there."""
+        return 0 if self.ferry is None else self.ferry.position
+
+    def arrive(self) -> None:
+        if self.ferry is not None:
+            self.ferry.arrive()
+
+    def _driven_on(self) -> bool:
         self._driven = True
         self.poke()
         self._driven = False
@@ -111,5 +140,8 @@ class Advancing(Execution):
         with self._turn:
             finished, self._finished = self._finished, True
             self._ended = self._told = True
+        self._failure = None  # it refers to whom it was raised in: with this in a circle, arrays would outlive the operation
         if not finished:
             self.leave()
+            if self.ferry is not None:
+                self.ferry.finish()

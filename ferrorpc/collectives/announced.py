@@ -13,13 +13,15 @@ from typing import Any, Final
 
 import numpy as np
 
+from ferrorpc.arrays.device import is_host
 from ferrorpc.collectives import select
 from ferrorpc.collectives.algorithms import tree
 from ferrorpc.collectives.algorithms.plan import Plan
 from ferrorpc.collectives.basis import Basis
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.collectives.select import ANYWHERE
+from ferrorpc.collectives.ferry import ferry_for, home
+from ferrorpc.collectives.select import ANYWHERE, bytes_of
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import DType, TensorSpec
@@ -64,6 +66,7 @@ class AnnouncedPrepared(Prepared):
         if call.root is None:
             raise AssertionError(f"{call.operation.value} was called without a root")
         self.is_root = rank == call.root
+        self.is_inline = self.is_root and bytes_of(call) <= notice.INLINE_BYTES
         self.call = call
         self._rank = rank
         self._size = size
@@ -83,7 +86,7 @@ class AnnouncedPrepared(Prepared):
             found = self._known[spec] = self._run(call, select.plan_for(call, self._rank, self._size, self._basis))
         return found
 
-    def start(self, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard) -> Execution:
+    def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
         return AnnouncedExecution(self, key, inputs, outputs, guard)
 
 
@@ -91,16 +94,21 @@ class AnnouncedExecution(Execution):
     """The notice, then the array if it did not come along."""
 
     def __init__(
-        self, prepared: AnnouncedPrepared, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard
+        self, prepared: AnnouncedPrepared, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard
     ) -> None:
         self.guard = guard
         self.results: list[Array] = []
         self.specs: list[TensorSpec] = []
         self._prepared = prepared
         self._key = key
-        self._inputs = inputs
-        self._outputs = outputs
-        brought = [notice.pack(prepared.call.inputs[0], inputs[0])] if prepared.is_root else []
+        if prepared.is_inline:
+            inputs = [home(each) for each in inputs]
+        # What is on a device is ordered after the stream of this thread, which may not be the one that goes on.
+        self._ferry = ferry_for(inputs, outputs, 1)
+        self._inputs: Sequence[Any] = inputs if self._ferry is None else self._ferry.sources
+        self._outputs: Sequence[Any] | None = outputs if self._ferry is None else self._ferry.targets
+        self.polling = None if self._ferry is None else self._ferry.polling
+        brought = [notice.pack(prepared.call.inputs[0], self._inputs[0])] if prepared.is_root else []
         self._phases = [prepared.opening.start(key, brought, None, guard)]
 
     @property
@@ -123,12 +131,20 @@ class AnnouncedExecution(Execution):
             self._phases.append(self._prepared.known(spec).start(self._key, self._inputs, self._outputs, self.guard))
 
     def _kept(self, data: Array) -> Array:
-        """The array in the caller's memory where that fits, else in memory of its own."""
-        given = self._outputs[0] if self._outputs else None
+        """The array in the caller's memory where that is on the host and fits, else in memory of its own."""
+        given: Array | None = self._outputs[0] if self._outputs and is_host(self._outputs[0]) else None
         if given is None or given.shape != data.shape or given.dtype != data.dtype:
             return data.copy()
         given[...] = data
         return given
+
+    @property
+    def position(self) -> int:  # type: ignore[override]
+        """As that of its phase."""
+        return len(self._phases) + self._phase.position
+
+    def arrive(self) -> None:
+        self._phase.arrive()
 
     @property
     def label(self) -> str:
@@ -149,3 +165,5 @@ class AnnouncedExecution(Execution):
     def finish(self) -> None:
         for phase in self._phases:
             phase.finish()
+        if self._ferry is not None:
+            self._ferry.finish()

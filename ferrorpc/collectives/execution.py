@@ -75,6 +75,10 @@ class Execution(ABC):
     def timeout_error(self) -> FerroError:
         """The error of this operation's deadline: CollectiveTimeoutError, or BarrierTimeoutError for a barrier."""
 
+    def arrive(self) -> None:
+        """Once complete: the calling thread's current stream goes on after those of its results that are on a device."""
+        return
+
     @abstractmethod
     def finish(self) -> None:
         """Frees what the operation held, after success or failure. Idempotent."""
@@ -96,7 +100,8 @@ class Prepared(ABC):
         Args:
             key: its identity; all ranks of the group start it under the same key.
             inputs: C-contiguous arrays matching `call.inputs`, in storage dtypes (bfloat16 as uint16). Read only, and
-                unchanged until the execution is complete, unless they are also outputs.
+                unchanged until the execution is complete, unless they are also outputs. Some may be on a device, if the
+                backend says that it takes such (`Capabilities.device_arrays`).
             outputs: C-contiguous arrays for the results, possibly the inputs themselves; None to allocate them.
             guard: deadline and latch.
         """

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final
 
 import numpy as np
@@ -21,8 +21,9 @@ from ferrorpc.collectives.advancing import Advancing
 from ferrorpc.collectives.algorithms.plan import Fold, FoldUnder, Plan, Receive, Send
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.collectives.ferry import ferried, ferry_for
 from ferrorpc.collectives.flow import FAR, bound, steps_of
-from ferrorpc.collectives.fusion import Reduce, Task, fused
+from ferrorpc.collectives.fusion import Land, Lift, Reduce, Task, fused
 from ferrorpc.collectives.outgoing import CODED_VALUES, Encoded, Outgoing
 from ferrorpc.collectives.workspace import Rules, Workspace
 from ferrorpc.errors import BarrierTimeoutError, CodecError, CollectiveTimeoutError, FerroError
@@ -37,6 +38,31 @@ Take = Receive | Fold | FoldUnder
 
 _LOCAL_ELEMENTS: Final = CODED_VALUES
 """Elements that an action without a message does at a time; a multiple of a codec's blocks."""
+
+
+class Layout:
+    """A plan's actions as they are run, and what hangs together with what.
+
+    Args:
+        ranks: world rank of each group rank.
+        rank: own group rank.
+    """
+
+    def __init__(self, call: Call, plan: Plan, tasks: tuple[Task, ...], rank: int, ranks: tuple[int, ...]) -> None:
+        self.tasks = tasks
+        self.rules = Rules(call, plan, tasks, rank, len(ranks))
+        self.steps = steps_of(tasks, call.operation, rank)
+        self.sources = [_sources(task, ranks) for task in tasks]
+        """For each task the messages it awaits, as (world rank, slot)."""
+        self.takers = {place: index for index, places in enumerate(self.sources) for place in places}
+        """Which task awaits a message."""
+        self.landing = [index for index, task in enumerate(tasks) if isinstance(task, Land)]
+
+
+def _sources(task: Task, ranks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    if isinstance(task, Reduce):
+        return tuple((ranks[message.peer], message.slot) for message in task.messages)
+    return ((ranks[task.peer], task.slot),) if isinstance(task, Take) else ()
 
 
 class PlanPrepared(Prepared):
@@ -60,23 +86,19 @@ class PlanPrepared(Prepared):
         self.transport = transport
         self.describe = describe
         self.ranks = tuple(ranks)
+        self.rank = rank
         self.call = call
         self.plan = plan
         self.signature = call.signature
-        self.tasks = fused(plan)
-        self.rules = Rules(call, plan, self.tasks, rank, len(self.ranks))
-        self.steps = steps_of(self.tasks, call.operation, rank)
-        self.sources = [self._sources(task) for task in self.tasks]
-        """For each task the messages it awaits, as (world rank, slot)."""
-        self.takers = {place: index for index, places in enumerate(self.sources) for place in places}
-        """Which task awaits a message."""
+        self.layout = Layout(call, plan, fused(plan), rank, self.ranks)
 
-    def _sources(self, task: Task) -> tuple[tuple[int, int], ...]:
-        if isinstance(task, Reduce):
-            return tuple((self.ranks[message.peer], message.slot) for message in task.messages)
-        return ((self.ranks[task.peer], task.slot),) if isinstance(task, Take) else ()
+    @cached_property
+    def ferried(self) -> Layout:
+        """For arrays of which some are on a device."""
+        tasks = ferried(self.layout.tasks, len(self.call.inputs))
+        return Layout(self.call, self.plan, tasks, self.rank, self.ranks)
 
-    def start(self, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard) -> Execution:
+    def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
         return PlanExecution(self, key, inputs, outputs, guard)
 
 
@@ -84,16 +106,19 @@ class PlanExecution(Advancing):
     """One run of a prepared plan."""
 
     def __init__(
-        self, prepared: PlanPrepared, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard
+        self, prepared: PlanPrepared, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard
     ) -> None:
-        super().__init__(guard)
-        count = len(prepared.tasks)
+        ferry = ferry_for(inputs, outputs, prepared.plan.out_items)
+        super().__init__(guard, ferry)
+        self._layout = layout = prepared.layout if ferry is None else prepared.ferried
+        count = len(layout.tasks)
         self._prepared = prepared
         self._transport = prepared.transport
         self._key = key
-        self._tasks = prepared.tasks
-        self._steps = prepared.steps
-        self._workspace = Workspace(prepared.rules, inputs, outputs)
+        self._tasks = layout.tasks
+        self._steps = layout.steps
+        arrays = (inputs, outputs) if ferry is None else (ferry.inputs, ferry.outputs)
+        self._workspace = Workspace(layout.rules, *arrays)
         self._box: Box | None = None
         self._done = [0] * count
         """How many elements of its region each action has done; FAR once it is complete."""
@@ -134,7 +159,7 @@ class PlanExecution(Advancing):
         while box.ungranted:
             source, slot = box.ungranted.popleft()
             self._transport.grant(source, self._key, slot)
-        takers, ready = self._prepared.takers, self._ready
+        takers, ready = self._layout.takers, self._ready
         while box.news:
             index = takers.get(box.news.popleft())
             if index is not None:
@@ -142,6 +167,9 @@ class PlanExecution(Advancing):
         if self._room or len(box.granted) != self._credit:
             self._room, self._credit = False, len(box.granted)
             ready.extend(self._outgoing)
+        if self.ferry is not None and self.ferry.news:
+            self.ferry.news = False
+            ready.extend(self._layout.landing)
         return bool(ready)
 
     def _do(self, index: int, box: Box) -> bool:
@@ -157,7 +185,25 @@ class PlanExecution(Advancing):
             return self._take(index, task, box, limit)
         if isinstance(task, Reduce):
             return self._reduce(index, task, box, limit)
+        if isinstance(task, Land | Lift):
+            return self._carry(index, task, limit)
         return self._compute(index, limit)
+
+    def _carry(self, index: int, task: Land | Lift, limit: int) -> bool:
+        """Takes note of what has come down, or says what may go up."""
+        ferry, first = self.ferry, self._done[index]
+        if ferry is None:
+            raise AssertionError(f"{self.label} has arrays on a device and nothing that carries them")
+        if isinstance(task, Land):
+            self._done[index] = ferry.landed(task.region.item)
+            return self._done[index] > first
+        count = self._workspace.elements(task)
+        last = min(limit, count)
+        if first < last:
+            start, data = task.region.start, self._workspace.array(task.region)
+            ferry.lift(task.region.item, data, start + first, start + last)
+        self._done[index] = FAR if last == count else last
+        return self._done[index] > first
 
     def _send(self, index: int, action: Send, box: Box, limit: int) -> bool:
         outgoing = self._outgoing.get(index)
@@ -175,7 +221,7 @@ class PlanExecution(Advancing):
     def _message(self, index: int, action: Send) -> Outgoing:
         prepared, workspace = self._prepared, self._workspace
         spec, values = workspace.outgoing(action.region)
-        peer, codec = prepared.ranks[action.peer], prepared.rules.codec
+        peer, codec = prepared.ranks[action.peer], self._layout.rules.codec
         if codec is None or not values.size:
             header = Header(action.slot, prepared.signature, spec.dtype, spec.shape, values.nbytes)
             return Outgoing(peer, header, values)
@@ -190,7 +236,7 @@ class PlanExecution(Advancing):
 
     def _take(self, index: int, task: Take, box: Box, limit: int) -> bool:
         """The next chunk of a message."""
-        queue = box.frames.get(self._prepared.sources[index][0])
+        queue = box.frames.get(self._layout.sources[index][0])
         if not queue:
             return False
         frame = queue[0]
@@ -210,7 +256,7 @@ class PlanExecution(Advancing):
 
     def _reduce(self, index: int, task: Reduce, box: Box, limit: int) -> bool:
         """The next elements of a reduction: those of which every message has brought a chunk."""
-        queues = [box.frames.get(place) for place in self._prepared.sources[index]]
+        queues = [box.frames.get(place) for place in self._layout.sources[index]]
         frames = [queue[0] for queue in queues if queue]
         if len(frames) < len(queues):
             return False
@@ -235,7 +281,7 @@ class PlanExecution(Advancing):
 
     def _extent(self, task: Take | Reduce, frame: Frame) -> tuple[int, int]:
         """The elements of its message that a chunk holds."""
-        size_bytes, codec = len(frame.payload), self._prepared.rules.codec
+        size_bytes, codec = len(frame.payload), self._layout.rules.codec
         if codec is None or not size_bytes:
             itemsize = frame.header.dtype.itemsize
             if size_bytes % itemsize or frame.offset % itemsize:
@@ -251,11 +297,11 @@ class PlanExecution(Advancing):
 
     def _dtype(self, frame: Frame) -> DType:
         """Of its values, once decoded."""
-        return frame.header.dtype if self._prepared.rules.codec is None else DType.FLOAT32
+        return frame.header.dtype if self._layout.rules.codec is None else DType.FLOAT32
 
     def _values(self, frame: Frame, start: int, end: int) -> Array:
         """A chunk's elements: a view of what was received, or decoded from it."""
-        codec = self._prepared.rules.codec
+        codec = self._layout.rules.codec
         if codec is None:
             return np.frombuffer(frame.payload, frame.header.dtype.storage)
         return codec.decode(np.frombuffer(frame.payload, np.uint8), end - start)
@@ -285,7 +331,7 @@ class PlanExecution(Advancing):
                 continue
             if index in self._outgoing and isinstance(task, Send):
                 due.add(prepared.ranks[task.peer])
-            due.update(rank for rank, slot in prepared.sources[index] if not box.frames.get((rank, slot)))
+            due.update(rank for rank, slot in self._layout.sources[index] if not box.frames.get((rank, slot)))
         return sorted(due)
 
     def waiting_on(self) -> list[int]:
@@ -316,6 +362,8 @@ class PlanExecution(Advancing):
                 parts.append(f"rank {rank} (not there yet: {last})")
             else:
                 parts.append(f"rank {rank} (is in it too)")
+        if self.ferry is not None and not self.ferry.has_landed:
+            parts.append("this rank's own GPU")
         return f"{self.label} waits for {', '.join(parts) or 'its own lane'}"
 
     def timeout_error(self) -> FerroError:

@@ -35,8 +35,22 @@ class Reduce:
         return [operand for operand in self.operands if isinstance(operand, Incoming)]
 
 
-Task: TypeAlias = Action | Reduce
-"""What an executor does: an action of the plan, or several of them as one."""
+@dataclass(frozen=True, slots=True)
+class Land:
+    """IN region = what comes down from a GPU."""
+
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Lift:
+    """What is in an OUT region goes up to a GPU."""
+
+    region: Region
+
+
+Task: TypeAlias = Action | Reduce | Land | Lift
+"""What an executor does: an action of the plan, several of them as one, or what brings arrays from a GPU and there."""
 
 
 def fused(plan: Plan) -> tuple[Task, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.collectives.advancing import Advancing
+from ferrorpc.collectives.ferry import ferry_for
 from ferrorpc.collectives.flow import FAR
 from ferrorpc.collectives.outgoing import Outgoing
 from ferrorpc.errors import CodecError, CollectiveTimeoutError, FerroError, TensorMismatchError
@@ -33,18 +34,19 @@ class SendNumbers:
 
 
 class SendExecution(Advancing):
-    """One send. `peer` is a world rank."""
+    """One send. `peer` is a world rank; `data` may be on a device."""
 
     def __init__(
-        self, transport: Transport, group: int, number: int, data: Array, spec: TensorSpec, peer: int, tag: int, guard: Guard
+        self, transport: Transport, group: int, number: int, data: Any, spec: TensorSpec, peer: int, tag: int, guard: Guard
     ) -> None:
-        super().__init__(guard)
+        super().__init__(guard, ferry_for([data], None, 0))
         self._transport = transport
         self._key = Key(group, POINT_TO_POINT, number)
         self._peer = peer
         self._tag = tag
         self._box: Box | None = None
-        self._outgoing = Outgoing(peer, Header(tag, "send", spec.dtype, spec.shape, data.nbytes), data.reshape(-1))
+        here = data if self.ferry is None else self.ferry.inputs[0]
+        self._outgoing = Outgoing(peer, Header(tag, "send", spec.dtype, spec.shape, here.nbytes), here.reshape(-1))
         self._spec = spec
 
     @property
@@ -58,7 +60,8 @@ class SendExecution(Advancing):
             box.wake = self.poke
             self._transport.mailbox.start_sending(self._key, self._peer, self._tag, box)
         # Room is news for the driver, which has nothing else to do: the lane's writer, who tells it, is to write what is there.
-        while outgoing.send(self._transport, self._key, box, FAR, self.wake):
+        limit = FAR if self.ferry is None else self.ferry.landed(0)
+        while outgoing.send(self._transport, self._key, box, limit, self.wake):
             if outgoing.done == outgoing.count:
                 return True
         return False
@@ -70,6 +73,8 @@ class SendExecution(Advancing):
         """Nothing to ask: a receiver that has not called recv yet is not in an operation."""
 
     def explain(self) -> str:
+        if self.ferry is not None and not self.ferry.has_landed:
+            return f"{self.label} waits for this rank's own GPU"
         return f"{self.label} waits for rank {self._peer} to call recv(src={self._transport.rank}, tag={self._tag})"
 
     def timeout_error(self) -> FerroError:
@@ -81,19 +86,22 @@ class SendExecution(Advancing):
 
 
 class RecvExecution(Advancing):
-    """One recv. `peer` is a world rank. A timeout, or an `out` that does not fit, leaves the message for the next recv."""
+    """One recv. `peer` is a world rank; `out` may be on a device.
+
+    A timeout, or an `out` that does not fit, leaves the message for the next recv.
+    """
 
     timeout_breaks = False
 
     def __init__(
-        self, transport: Transport, group: int, peer: int, tag: int, out: Array | None, spec: TensorSpec | None, guard: Guard
+        self, transport: Transport, group: int, peer: int, tag: int, out: Any, spec: TensorSpec | None, guard: Guard
     ) -> None:
-        super().__init__(guard)
+        super().__init__(guard, None if out is None else ferry_for([], [out], 1))
         self._transport = transport
         self._group = group
         self._peer = peer
         self._tag = tag
-        self._out = out
+        self._out: Array | None = out if self.ferry is None else None
         self._spec = spec
         self._taken = np.empty(0, np.uint8)
         """The bytes of `out`, of which the first `_received` are here."""
@@ -117,8 +125,12 @@ class RecvExecution(Advancing):
             return False
         if self._received < 0:
             self._begin(message, post.number)
+        first = self._received
         while message.frames:
             self._take(message.frames.popleft())
+        if self.ferry is not None and self._received > first:
+            size_bytes = self.results[0].itemsize
+            self.ferry.lift(0, self.results[0], first // size_bytes, self._received // size_bytes)
         if self._received < message.header.total:
             return False
         self._transport.mailbox.take(self._group, self._peer, self._tag, post)

@@ -81,10 +81,10 @@ class Workspace:
 
     Args:
         inputs: C-contiguous storage arrays.
-        outputs: arrays to write results into where they fit, or None to allocate.
+        outputs: arrays to write results into where they fit, None in place of one or of all to allocate.
     """
 
-    def __init__(self, rules: Rules, inputs: Sequence[Array], outputs: Sequence[Array] | None) -> None:
+    def __init__(self, rules: Rules, inputs: Sequence[Array], outputs: Sequence[Array | None] | None) -> None:
         self._rules = rules
         self._inputs = inputs
         self._given = outputs
@@ -99,7 +99,7 @@ class Workspace:
         """The array for a result: the caller's where it fits, else a new one."""
         if self._given is not None and item < len(self._given):
             given = self._given[item]
-            if given.shape == spec.shape and given.dtype == spec.dtype.storage:
+            if given is not None and given.shape == spec.shape and given.dtype == spec.dtype.storage:
                 return given
         return np.empty(spec.shape, spec.dtype.storage)
 
@@ -212,6 +212,10 @@ class Workspace:
         if self._rules.kernel is None:
             raise AssertionError(f"{self._rules.call.signature} reduces nothing")
         return self._rules.kernel
+
+    def array(self, region: Region) -> Array:
+        """The whole array that a region is part of."""
+        return self._item(region)[0]
 
     def elements(self, action: Task) -> int:
         """How many elements an action goes through whose arrays are known."""

@@ -40,6 +40,7 @@ class Result(ABC):
 
     def of(self, execution: Execution) -> Any:
         """What the caller gets, from a complete execution."""
+        execution.arrive()
         return self.give(execution.results, execution.specs, execution.label)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
-from ferrorpc.arrays.staging import Staging, wait_for
+from ferrorpc.arrays.staging import Staging, until_true
 from ferrorpc.errors import CollectiveTimeoutError
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing.gpu.machine import FREED, Machine
@@ -86,5 +86,5 @@ def test_a_copy_that_the_gpu_never_comes_to_ends_in_its_deadline(cupy: StandIn) 
     cupy.gpu.stream(stream.pointer).enqueue(lambda: False)
     event = stream.record()
     with pytest.raises(CollectiveTimeoutError, match=r"within 0\.02 s"):
-        wait_for(event, SYSTEM_CLOCK, 0.02)
+        until_true(lambda: event.done, SYSTEM_CLOCK, 0.02)
     cupy.gpu.stream(stream.pointer).tasks.clear()

@@ -16,8 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.arrays.device import Device, is_host
-from ferrorpc.arrays.kinds import kind_of
+from ferrorpc.arrays.device import Device
 from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.backends.nccl.api import NcclApi, required
@@ -187,11 +186,10 @@ class NcclBackend(RawOperations, Backend):
 
     def start_send(self, data: Any, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
         """By the host lanes, whose messages have tags and wait for nobody; a GPU's array goes through pinned memory."""
-        host = data if is_host(data) else kind_of(data).home(data, spec)
-        return self.lanes.start_send(host, spec, dst, tag, guard)
+        return self.lanes.start_send(data, spec, dst, tag, guard)
 
     def start_recv(self, src: int, tag: int, out: Any, spec: TensorSpec | None, guard: Guard) -> Execution:
-        return self.lanes.start_recv(src, tag, out if out is None or is_host(out) else None, spec, guard)
+        return self.lanes.start_recv(src, tag, out, spec, guard)
 
     def send(self, data: np.ndarray[Any, Any], dst: int, tag: int = 0) -> None:
         self.lanes.send(data, dst, tag)

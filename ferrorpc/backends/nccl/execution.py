@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ferrorpc.arrays.device import DeviceArray, Event, is_host
-from ferrorpc.arrays.kinds import copy_into, kind_of
+from ferrorpc.arrays.kinds import copy_into
 from ferrorpc.backends.nccl.announcement import DESCRIBED, Announced, announcing_call, key_beside, pack, unpack
 from ferrorpc.backends.nccl.api import DataType, Op, State, failed
 from ferrorpc.backends.nccl.flight import Airborne
@@ -182,7 +182,8 @@ class NcclExecution(Airborne):
         if on_host is not None and root is not None and heard[root].on_host:
             with self._lineup.lock:
                 self._lineup.passed(self, self._number)
-            self._diverted = start_on_host(on_host, self._key, self._inputs, self._outputs, self.guard)
+            outputs = self._outputs if self._on_host else None
+            self._diverted = on_host.start(self._key, self._inputs, outputs, self.guard)
         return True
 
     def _advance_on_host(self, execution: Execution) -> bool:
@@ -353,20 +354,6 @@ class NcclExecution(Airborne):
             self._backend.lanes.transport.mailbox.leave(self._key)
         self._sources, self._scratch, self._launch = [], [], None
         self._backend.landed(self)
-
-
-def start_on_host(
-    prepared: Prepared, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard
-) -> Execution:
-    """Starts a call of the host lanes with arrays wherever they are; results for a GPU go there once they are here."""
-    here = [array if is_host(array) else _home(array) for array in inputs]
-    targets = outputs if outputs is not None and all(is_host(array) for array in outputs) else None
-    return prepared.start(key, here, targets, guard)
-
-
-def _home(array: DeviceArray) -> Array:
-    found = kind_of(array)
-    return found.home(array, found.spec(array))
 
 
 def _fits(wanted: Any, spec: TensorSpec) -> bool:

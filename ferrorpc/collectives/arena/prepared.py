@@ -5,14 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from functools import cached_property
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from ferrorpc.arrays.device import is_host
 from ferrorpc.collectives.arena.board import CHUNK_BITS, SIGNATURE, STAGED, TEXT, Array, Bank, Board, Channel
 from ferrorpc.collectives.arena.execution import ArenaExecution
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.collectives.ferry import home
 from ferrorpc.errors import CodecError, CollectiveMismatchError, UsageError
 from ferrorpc.guard import Guard
 from ferrorpc.kernels.reduction import kernel
@@ -147,7 +149,10 @@ class ArenaPrepared(Prepared):
             taken_bytes[rank] += nbytes
         return channel, self.steps(channel, before, base, inputs, outputs)
 
-    def start(self, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard) -> Execution:
+    def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
+        inputs = [home(each) for each in inputs]
+        if outputs is not None and not all(map(is_host, outputs)):
+            outputs = None
         channel, steps = self.begin(self.arena.bank(key.stream), key.number, inputs, outputs)
         return ArenaExecution(self, key, channel, steps, guard)
 

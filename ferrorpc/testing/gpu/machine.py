@@ -165,6 +165,8 @@ class Machine:
     Attributes:
         gpus: by number.
         faults: what went wrong in tasks; a test that ends with any has found a bug.
+        copying: asked when a copy between host and GPU is next in its stream: ("down" or "up", number of the GPU, bytes); false
+            puts it off until its stream is looked at again. So a test can say what has to come before what.
     """
 
     def __init__(self, count: int = 1) -> None:
@@ -172,6 +174,7 @@ class Machine:
         self.moved = threading.Condition(self.lock)
         self.pinned = Memory()
         self.faults: list[Exception] = []
+        self.copying: Callable[[str, int, int], bool] = lambda direction, gpu, size_bytes: True
         self._pointers = 0x5000
         self.gpus = [Gpu(self, index, f"GPU-fake-{index:04d}") for index in range(count)]
 
@@ -214,6 +217,8 @@ class Machine:
             early = None if is_pinned else host_bytes(source, size_bytes).copy()
 
             def run() -> bool:
+                if not self.copying("up", gpu.index, size_bytes):
+                    return False
                 gpu.bytes_at(target, size_bytes)[:] = self._pinned_at(source, size_bytes) if early is None else early
                 return True
 
@@ -225,6 +230,8 @@ class Machine:
             is_pinned = self.pinned.find(target, size_bytes) is not None
 
             def run() -> bool:
+                if not self.copying("down", gpu.index, size_bytes):
+                    return False
                 there = self._pinned_at(target, size_bytes) if is_pinned else host_bytes(target, size_bytes)
                 there[:] = gpu.bytes_at(source, size_bytes)
                 return True

@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 
 from ferrorpc.arrays.cupy_device import forget
-from ferrorpc.testing.gpu.machine import FakeEvent, FakeStream, Gpu, Machine
+from ferrorpc.testing.gpu.machine import FakeEvent, FakeStream, Gpu, GpuFault, Machine
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
 
@@ -234,9 +234,13 @@ class _Event:
 
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
         self.fake = FakeEvent(self.cupy.machine)
+        self._gpu = self.cupy.gpu
 
     def record(self, stream: _Stream | None = None) -> None:
-        self.fake.record(self.cupy.stream if stream is None else stream.fake)
+        fake = self.cupy.stream if stream is None else stream.fake
+        if fake.gpu is not self._gpu:
+            raise GpuFault(f"an event of GPU {self._gpu.index} cannot mark a stream of GPU {fake.gpu.index}")
+        self.fake.record(fake)
 
     @property
     def done(self) -> bool:
