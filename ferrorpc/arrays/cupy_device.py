@@ -8,8 +8,8 @@ from __future__ import annotations
 import ctypes
 import importlib
 import threading
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ import numpy as np
 from ferrorpc.arrays.device import DeviceArray, Event, Stream
 from ferrorpc.arrays.staging import Staging
 from ferrorpc.errors import BackendUnavailableError
+from ferrorpc.kernels.cuda.launcher import DeviceKernels
 
 INSTALL: Final = "pip install 'ferrorpc[gpu]' (CUDA 12) or 'ferrorpc[gpu-cuda13]' (CUDA 13)"
 _HIGHEST_PRIORITY: Final = -5
@@ -75,6 +76,18 @@ class CupyDevice:
     def here(self) -> Any:
         """A context in which it is the current device."""
         return self._cupy.cuda.Device(self.index)
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """As `Device.on`."""
+        with self.here(), _as_current(stream):
+            yield
+
+    @cached_property
+    def kernels(self) -> DeviceKernels:
+        """As `Device.kernels`."""
+        with self.here():
+            return DeviceKernels(self._cupy)
 
     @cached_property
     def staging(self) -> Staging:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from ferrorpc.kernels.cuda.launcher import DeviceKernels
 
 DeviceArray: TypeAlias = Any
 """An array in a GPU's memory."""
@@ -48,6 +51,13 @@ class Device(Protocol):
 
     def here(self) -> AbstractContextManager[Any]:
         """A context in which it is the calling thread's current device."""
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """A context in which it is the calling thread's current device, and the stream its current one."""
+
+    @property
+    def kernels(self) -> DeviceKernels:
+        """The library's CUDA kernels, compiled when first asked for."""
 
     @property
     def staging(self) -> Any:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -155,10 +156,11 @@ class Descent:
 
     def finish(self) -> None:
         """Nobody wants it any more: frees what it holds, once the GPU is past it."""
+        until = self._clock.now() + ABANDON_SECONDS
         while self._flying:
             slot, _, _, mark = self._flying.popleft()
             try:
-                until_true(lambda mark=mark: mark.done, self._clock, ABANDON_SECONDS)  # type: ignore[misc]
+                until_true(partial(_is_done, mark), self._clock, max(0.0, until - self._clock.now()))
                 self._ring.give_back(slot)
             except CollectiveTimeoutError:
                 self._ring.give_back(slot, mark)
@@ -268,18 +270,20 @@ class Staging:
     """
 
     def __init__(self, device: Device, clock: Clock = SYSTEM_CLOCK, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
-        self._device = device
+        self.device = device
+        self.kernels = device.new_stream()
+        """Where kernels run that make what goes down, or take what came up."""
         self._clock = clock
         self.descents = Ring(device, slot_bytes, slots)
         self.ascents = Ring(device, slot_bytes, slots)
 
     def descent(self, source: DeviceArray) -> Descent:
         """A C-contiguous device array, on its way to the host."""
-        return Descent(self._device, self.descents, self._clock, source)
+        return Descent(self.device, self.descents, self._clock, source)
 
     def ascent(self, target: DeviceArray | None = None) -> Ascent:
         """The way of a result to the device; to `target` where that fits it."""
-        return Ascent(self._device, self.ascents, target)
+        return Ascent(self.device, self.ascents, target)
 
     def down(self, source: DeviceArray) -> Array:
         """A copy of a C-contiguous device array on the host, in storage dtype. Complete when it returns.
@@ -332,6 +336,10 @@ def until_true(look: Callable[[], bool], clock: Clock, seconds: float) -> None:
             message = f"the GPU did not come to a copy within {seconds:g} s"
             raise CollectiveTimeoutError([], message, hint="look at what the caller's stream holds")
         parker.park(min(until, now + NAP_SECONDS))
+
+
+def _is_done(mark: Event) -> bool:
+    return mark.done
 
 
 def _flat_bytes(array: DeviceArray) -> DeviceArray:

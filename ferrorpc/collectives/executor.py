@@ -21,7 +21,7 @@ from ferrorpc.collectives.advancing import Advancing
 from ferrorpc.collectives.algorithms.plan import Fold, FoldUnder, Plan, Receive, Send
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.collectives.ferry import ferried, ferry_for
+from ferrorpc.collectives.ferry import Ferry, ferried, ferry_for
 from ferrorpc.collectives.flow import FAR, bound, steps_of
 from ferrorpc.collectives.fusion import Land, Lift, Reduce, Task, fused
 from ferrorpc.collectives.outgoing import CODED_VALUES, Encoded, Outgoing
@@ -31,6 +31,7 @@ from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import ABSENT, Box
 from ferrorpc.types import DType, TensorSpec
+from ferrorpc.wire.codecs import Codec
 from ferrorpc.wire.frames import Frame, Header, Key
 
 Array = np.ndarray[Any, Any]
@@ -99,26 +100,44 @@ class PlanPrepared(Prepared):
         return Layout(self.call, self.plan, tasks, self.rank, self.ranks)
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
-        return PlanExecution(self, key, inputs, outputs, guard)
+        if self.layout.rules.codec is not None:
+            from ferrorpc.collectives import near
+
+            if near.suits(self.layout, inputs, outputs):
+                return near.start(self, key, inputs, outputs, guard)
+        ferry = ferry_for(inputs, outputs, self.plan.out_items)
+        if ferry is None:
+            return PlanExecution(self, key, self.layout, Workspace(self.layout.rules, inputs, outputs), guard)
+        workspace = Workspace(self.ferried.rules, ferry.inputs, ferry.outputs)
+        return PlanExecution(self, key, self.ferried, workspace, guard, ferry)
 
 
 class PlanExecution(Advancing):
-    """One run of a prepared plan."""
+    """One run of a prepared plan.
+
+    Args:
+        layout: its actions.
+        workspace: the arrays.
+    """
 
     def __init__(
-        self, prepared: PlanPrepared, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard
+        self,
+        prepared: PlanPrepared,
+        key: Key,
+        layout: Layout,
+        workspace: Workspace,
+        guard: Guard,
+        ferry: Ferry | None = None,
     ) -> None:
-        ferry = ferry_for(inputs, outputs, prepared.plan.out_items)
         super().__init__(guard, ferry)
-        self._layout = layout = prepared.layout if ferry is None else prepared.ferried
+        self._layout = layout
         count = len(layout.tasks)
         self._prepared = prepared
         self._transport = prepared.transport
         self._key = key
         self._tasks = layout.tasks
         self._steps = layout.steps
-        arrays = (inputs, outputs) if ferry is None else (ferry.inputs, ferry.outputs)
-        self._workspace = Workspace(layout.rules, *arrays)
+        self._workspace = workspace
         self._box: Box | None = None
         self._done = [0] * count
         """How many elements of its region each action has done; FAR once it is complete."""
@@ -136,9 +155,7 @@ class PlanExecution(Advancing):
         return f"{self._prepared.signature} #{self._key.number}"
 
     def step(self) -> bool:
-        box = self._box
-        if box is None:
-            box = self._box = self._transport.mailbox.enter(self._key, self._prepared.signature, self.poke)
+        box = self._entered()
         ready, done, steps = self._ready, self._done, self._steps
         while self._left and (ready or self._collect(box)):
             index = ready.popleft()
@@ -153,6 +170,11 @@ class PlanExecution(Advancing):
             return False
         self.results, self.specs = self._workspace.results
         return True
+
+    def _entered(self) -> Box:
+        if self._box is None:
+            self._box = self._transport.mailbox.enter(self._key, self._prepared.signature, self.poke)
+        return self._box
 
     def _collect(self, box: Box) -> bool:
         """Gives what grants are asked for, and finds the actions for which there is news. False when there is none."""
@@ -227,7 +249,11 @@ class PlanExecution(Advancing):
             return Outgoing(peer, header, values)
         total = codec.encoded_bytes(values.size)
         header = Header(action.slot, prepared.signature, DType.UINT8, (total,), total)
-        return Encoded(peer, header, values, codec, partial(workspace.encoded, index))
+        return self._encoded(index, peer, header, values, codec)
+
+    def _encoded(self, index: int, peer: int, header: Header, values: Any, codec: Codec) -> Encoded:
+        """A message in the codec's bytes."""
+        return Encoded(peer, header, values, codec, partial(self._workspace.encoded, index))
 
     def _has_room(self) -> None:
         # For the driver, which has nothing else to do: the lane's writer, who tells this, is to write what is there.
@@ -246,11 +272,11 @@ class PlanExecution(Advancing):
         start, last = self._extent(task, frame)
         if start != first:
             raise self._out_of_turn(frame, first)
-        if last > limit:
+        if last > limit or (first < last and not self._risen(index, frame)):
             return False
         queue.popleft()
         if first < last:
-            self._workspace.accept(task, self._dtype(frame), first, self._values(frame, start, last))
+            self._workspace.accept(task, self._dtype(frame), first, self._part(frame, start, last, first, last))
         self._done[index] = FAR if frame.offset + len(frame.payload) == frame.header.total else last
         return True
 
@@ -266,13 +292,13 @@ class PlanExecution(Advancing):
                 self._workspace.expect(task.region, _spec(frame))
         extents = [self._extent(task, frame) for frame in frames]
         last = min(extent[1] for extent in extents)
-        if last > limit:
+        if last > limit or not all(self._risen(index, frame) for frame in frames):
             return False
         parts = []
         for frame, queue, (start, end) in zip(frames, queues, extents, strict=True):
             if not start <= first < end:
                 raise self._out_of_turn(frame, first)
-            parts.append((self._dtype(frame), self._values(frame, start, end)[first - start : last - start]))
+            parts.append((self._dtype(frame), self._part(frame, start, end, first, last)))
             if end == last and queue:
                 queue.popleft()
         self._workspace.reduce(task, parts, first, last)
@@ -299,12 +325,18 @@ class PlanExecution(Advancing):
         """Of its values, once decoded."""
         return frame.header.dtype if self._layout.rules.codec is None else DType.FLOAT32
 
-    def _values(self, frame: Frame, start: int, end: int) -> Array:
-        """A chunk's elements: a view of what was received, or decoded from it."""
+    def _risen(self, index: int, frame: Frame) -> bool:
+        """Whether a chunk is where action `index` can take it."""
+        return True
+
+    def _part(self, frame: Frame, start: int, end: int, first: int, last: int) -> Array:
+        """Elements [first, last) of a chunk that holds [start, end): a view of what was received, or decoded from it."""
         codec = self._layout.rules.codec
         if codec is None:
-            return np.frombuffer(frame.payload, frame.header.dtype.storage)
-        return codec.decode(np.frombuffer(frame.payload, np.uint8), end - start)
+            values = np.frombuffer(frame.payload, frame.header.dtype.storage)
+        else:
+            values = codec.decode(np.frombuffer(frame.payload, np.uint8), end - start)
+        return values[first - start : last - start]
 
     def _out_of_turn(self, frame: Frame, first: int) -> CodecError:
         return CodecError(f"{self.label}: chunk at byte {frame.offset} came where element {first} was due")

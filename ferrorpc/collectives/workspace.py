@@ -230,9 +230,12 @@ class Workspace:
             return
         target = self._flat(action.region)[first:last]
         if isinstance(action, Quantise):
-            target[...] = self._codec.decode(self.encoded(index, first, last), last - first)
+            self._quantise(index, first, last, target)
         elif isinstance(action, Load | FoldOwn | Finish | Copy):
             self._compute(action, target, self._flat(action.source)[first:last])
+
+    def _quantise(self, index: int, first: int, last: int, target: Array) -> None:
+        target[...] = self._codec.decode(self.encoded(index, first, last), last - first)
 
     def _compute(self, action: Load | FoldOwn | Finish | Copy, target: Array, source: Array) -> None:
         in_work = action.source.buffer is Buffer.WORK

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from benchmarks.gpu import copies, one_rank, staged_pair
 from ferrorpc.arrays.cupy_device import device_of
@@ -33,8 +34,9 @@ def test_copies(cupy: StandIn, kernels: HostKernels) -> None:
     assert all(np.isfinite(speed) for speed in speeds.values())
 
 
-def test_a_staged_pair(cupy: StandIn) -> None:
+@pytest.mark.parametrize("wire", staged_pair.WIRES)
+def test_a_staged_pair(cupy: StandIn, wire: str | None) -> None:
     def body(group: Any) -> tuple[float, float]:
-        return staged_pair.compare(cupy, group, 1 << 16, 2)
+        return staged_pair.compare(cupy, group, 1 << 16, 2, wire)
 
     assert all(min(times) > 0 for times in run_world(2, body, clock=SYSTEM_CLOCK))

@@ -5,11 +5,12 @@ On host arrays, which go to the GPU and back. The fake adds in an order of its o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from ferrorpc.backends.base import Backend
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.api import Features, reduction
 from ferrorpc.backends.nccl.backend import NcclBackend
@@ -18,11 +19,11 @@ from ferrorpc.group import ProcessGroup
 from ferrorpc.testing import BackendContract, run_groups
 from ferrorpc.testing.contract_base import on_some_sizes
 from ferrorpc.testing.gpu.machine import Machine
-from ferrorpc.testing.gpu.stand_in import stand_in
+from ferrorpc.testing.gpu.stand_in import StandIn, stand_in
 from ferrorpc.testing.reference import operators
 from ferrorpc.types import DType, ReduceOp
 from tests.gpu.on_gpu import OnGpu
-from tests.gpu.worlds import nccl_backends
+from tests.gpu.worlds import host_lanes, nccl_backends
 
 
 class TestNccl(BackendContract):
@@ -91,13 +92,26 @@ class TestHybridOnGpuArrays(TestHybrid):
         return on_gpus(HybridBackend, size, fn)
 
 
+class TestStagedGpuArrays(BackendContract):
+    """GPU arrays where there is no NCCL: through pinned memory and the host lanes, bit for bit as host arrays."""
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        with stand_in(Machine(size)) as cupy:
+            return with_gpu_arrays(cupy, host_lanes(size), fn)
+
+
 def on_gpus(kind: type[NcclBackend], size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
     """fn on every rank, with a group that puts every array on the rank's GPU first."""
     with stand_in(Machine(size)) as cupy:
+        return with_gpu_arrays(cupy, nccl_backends(cupy, size, kind=kind), fn)
 
-        def body(group: ProcessGroup) -> Any:
-            with cupy.cuda.Device(group.rank):
-                stand_for: Any = OnGpu(group, cupy)
-                return fn(stand_for)
 
-        return run_groups([ProcessGroup(backend) for backend in nccl_backends(cupy, size, kind=kind)], body)
+def with_gpu_arrays(cupy: StandIn, backends: Sequence[Backend], fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+    """fn on every rank of these backends."""
+
+    def body(group: ProcessGroup) -> Any:
+        with cupy.cuda.Device(group.rank):
+            stand_for: Any = OnGpu(group, cupy)
+            return fn(stand_for)
+
+    return run_groups([ProcessGroup(backend) for backend in backends], body)

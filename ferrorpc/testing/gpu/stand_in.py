@@ -21,6 +21,7 @@ from typing import Any, Self
 import numpy as np
 
 from ferrorpc.arrays.cupy_device import forget
+from ferrorpc.testing.gpu.kernels import raw_module
 from ferrorpc.testing.gpu.machine import FakeEvent, FakeStream, Gpu, GpuFault, Machine
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
@@ -32,6 +33,8 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.device = 0
         self.streams: dict[int, FakeStream] = {}
+        self.before: list[FakeStream | None] = []
+        """The streams that were current outside each `with stream:` that it is in."""
 
 
 class _Block:
@@ -153,6 +156,7 @@ class StandIn(ModuleType):
         self.thread = _Thread()
         self.ndarray = type("ndarray", (Array,), {"cupy": self})
         self.cuda = _cuda(self)
+        self.RawModule = raw_module(self)
 
     @property
     def gpu(self) -> Gpu:
@@ -256,7 +260,6 @@ class _Stream:
         gpu = self.cupy.gpu
         self.fake = gpu.default if null else gpu.new_stream(priority or 0, non_blocking)
         self.ptr = self.fake.pointer
-        self._before: list[FakeStream | None] = []
 
     def wait_event(self, event: _Event) -> None:
         event.fake.hold(self.fake)
@@ -266,12 +269,13 @@ class _Stream:
 
     def __enter__(self) -> Self:
         thread = self.cupy.thread
-        self._before.append(thread.streams.get(thread.device))
+        thread.before.append(thread.streams.get(thread.device))
         thread.streams[thread.device] = self.fake
         return self
 
     def __exit__(self, *error: object) -> None:
-        thread, before = self.cupy.thread, self._before.pop()
+        thread = self.cupy.thread
+        before = thread.before.pop()
         if before is None:
             del thread.streams[thread.device]
         else:
@@ -285,7 +289,6 @@ class _ExternalStream(_Stream):
         gpu = self.cupy.gpu if device_id < 0 else self.cupy.machine.gpus[device_id]
         self.fake = gpu.stream(ptr)
         self.ptr = ptr
-        self._before = []
 
 
 def _cuda(cupy: StandIn) -> SimpleNamespace:

@@ -1,0 +1,302 @@
+"""Compressed reductions of arrays on a GPU: encoded there, decoded there and added there.
+
+Idea. What of such an operation has to leave the GPU is what goes on the wire, and what has to come there is what the wire
+brought. So only encoded bytes go through pinned memory, two to four times fewer than the arrays have, and the sums, too, are
+the GPU's. The plan is the one for host arrays, and so is the executor; only what an action does to its elements is a kernel.
+Kernels and host agree bit for bit on codecs and on the left fold (kernels/cuda/reference.py), so ranks whose arrays are on the
+host and ranks whose arrays are here may take part in one operation.
+
+Streams. All kernels of a device go through one stream, in the order in which actions are done: "done" means queued. It is
+entered once the caller's stream has come to where it was at the call, so no operation holds up another's kernels. The caller's
+stream goes on after the last of them.
+
+Cost, for n bytes of float32 on p ranks, encoded to m: two_shot brings m down, and 2 m (p-1)/p up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ferrorpc.arrays.device import Device, DeviceArray, Event, is_host
+from ferrorpc.arrays.kinds import kind_of
+from ferrorpc.arrays.staging import Ascent, Descent, Staging
+from ferrorpc.collectives.algorithms.plan import Copy, Finish, Fold, FoldOwn, FoldUnder, Load, Quantise, Receive, Region, Send
+from ferrorpc.collectives.executor import Layout, PlanExecution
+from ferrorpc.collectives.fusion import Reduce
+from ferrorpc.collectives.outgoing import CODED_VALUES, Encoded
+from ferrorpc.collectives.polling import Polling
+from ferrorpc.collectives.workspace import Rules, Workspace
+from ferrorpc.guard import Guard
+from ferrorpc.kernels.cuda import codecs
+from ferrorpc.transports.base import Transport
+from ferrorpc.transports.mailbox import Box
+from ferrorpc.types import DType, ReduceOp, TensorSpec
+from ferrorpc.wire.codecs import Codec
+from ferrorpc.wire.frames import Frame, Header, Key
+
+if TYPE_CHECKING:
+    from ferrorpc.collectives.executor import PlanPrepared
+
+OPERATORS: Final = (ReduceOp.SUM, ReduceOp.MEAN)
+"""Those for which there is a kernel."""
+ACTIONS: Final = (Send, Reduce, Quantise, Receive, Copy)
+"""What plans consist of that may compress."""
+AHEAD_CHUNKS: Final = 3
+"""Chunks of a message that are encoded and brought down while the one before them waits to be sent."""
+
+Array = np.ndarray[Any, Any]
+
+
+def suits(layout: Layout, inputs: Sequence[Any], outputs: Sequence[Any] | None) -> bool:
+    """Whether a call with these arrays can run here: compressed, with an operator there is a kernel for, all on one device."""
+    rules = layout.rules
+    if rules.codec is None or rules.call.op not in OPERATORS or rules.codec.name not in codecs.NAMES:
+        return False
+    if not all(isinstance(task, ACTIONS) for task in layout.tasks):
+        return False
+    arrays = (*inputs, *(outputs or ()))
+    return not any(map(is_host, arrays)) and len({kind_of(array) for array in arrays}) == 1
+
+
+def start(
+    prepared: PlanPrepared, key: Key, inputs: Sequence[DeviceArray], outputs: Sequence[DeviceArray] | None, guard: Guard
+) -> NearExecution:
+    """A new execution of a call that suits; as `Prepared.start`."""
+    workspace = NearWorkspace(prepared.layout.rules, inputs, outputs, kind_of(inputs[0]).staging)
+    return NearExecution(prepared, key, workspace, guard)
+
+
+class Encoding:
+    """A chunk in the codec's bytes: on the device, and on its way from there."""
+
+    __slots__ = ("descent", "encoded", "users")
+
+    def __init__(self, encoded: DeviceArray, descent: Descent, users: int) -> None:
+        self.encoded = encoded
+        self.descent = descent
+        self.users = users
+        """Actions that still have to take it."""
+
+
+class NearWorkspace(Workspace):
+    """IN and OUT of one run, on a device.
+
+    Args:
+        staging: the device's.
+    """
+
+    def __init__(
+        self, rules: Rules, inputs: Sequence[DeviceArray], outputs: Sequence[DeviceArray] | None, staging: Staging
+    ) -> None:
+        self.device: Device = staging.device
+        self.caller = self.device.current()
+        super().__init__(rules, inputs, outputs)
+        self._staging = staging
+        self._stream = staging.kernels
+        self._kernels = self.device.kernels
+        self._near_codec = codecs.DeviceCodec(self._kernels, self._codec.name)
+        self._chunks: dict[tuple[int, int], Encoding] = {}
+        self._rising: dict[tuple[int, int, int], Ascent] = {}
+        self.begins: Event = self.caller.record()
+        self.mark: Event | None = None
+
+    def _room(self, item: int, spec: TensorSpec) -> Any:
+        given = None if self._given is None or item >= len(self._given) else self._given[item]
+        if given is not None and given.shape == spec.shape and given.dtype == spec.dtype.storage:
+            return given
+        return self.device.empty(spec.shape, spec.dtype.storage, self.caller)
+
+    def look(self) -> int:
+        """Brings on what comes down; how many chunks moved."""
+        return sum(each.descent.advance() for each in self._chunks.values())
+
+    def encoding(self, index: int, first: int, last: int) -> Encoding:
+        """Elements [first, last) of the region of action `index`, encoded for the first of those that take the same."""
+        group, users = self._rules.sharing[index]
+        found = self._chunks.get((group, first))
+        if found is None:
+            values = self._flat(self._rules.tasks[index].region)[first:last]
+            encoded = self.device.empty((self._codec.encoded_bytes(last - first),), np.dtype(np.uint8), self._stream)
+            with self.device.on(self._stream):
+                self._near_codec.encode(values, encoded)
+                descent = self._staging.descent(encoded)
+            found = self._chunks[group, first] = Encoding(encoded, descent, users)
+        return found
+
+    def _taken(self, index: int, first: int, found: Encoding) -> None:
+        """One of its users has taken it."""
+        found.users -= 1
+        if not found.users:
+            del self._chunks[self._rules.sharing[index][0], first]
+            found.descent.finish()
+
+    def encoded(self, index: int, first: int, last: int) -> Array:
+        found = self.encoding(index, first, last)
+        if not found.descent.is_complete:
+            raise AssertionError(f"a chunk of {self._rules.call.signature} was taken before it was here")
+        self._taken(index, first, found)
+        return found.descent.data
+
+    def rise(self, frame: Frame) -> bool:
+        """Takes a chunk that has come to the device; whether it is queued."""
+        place = _place(frame)
+        ascent = self._rising.get(place)
+        if ascent is None:
+            payload = np.frombuffer(frame.payload, np.uint8)
+            with self.device.on(self._stream):
+                ascent = self._rising[place] = self._staging.ascent()
+            ascent.allow(payload, 0, payload.size)
+        ascent.advance()
+        return ascent.is_complete
+
+    def risen(self, frame: Frame) -> DeviceArray:
+        """A chunk that has been taken there, for kernels that are launched from now on."""
+        ascent = self._rising.pop(_place(frame))
+        with self.device.on(self._stream):
+            ascent.arrive()
+        return ascent.target
+
+    def accept(self, action: Receive | Fold | FoldUnder, dtype: DType, first: int, data: Any) -> None:
+        count = self._decoded_count(action, first)
+        with self.device.on(self._stream):
+            self._near_codec.decode(data, self._flat(action.region)[first : first + count])
+
+    def _decoded_count(self, action: Receive | Fold | FoldUnder, first: int) -> int:
+        """Elements of the chunk that begins there."""
+        return min(CODED_VALUES, self.elements(action) - first)
+
+    def reduce(self, task: Reduce, messages: Sequence[tuple[DType, Any]], first: int, last: int) -> None:
+        come = iter(messages)
+        with self.device.on(self._stream):
+            parts = []
+            for operand in task.operands:
+                if isinstance(operand, Region):
+                    parts.append(self._flat(operand)[first:last])
+                    continue
+                parts.append(self.device.empty((last - first,), np.dtype(np.float32), self._stream))
+                self._near_codec.decode(next(come)[1], parts[-1])
+            target = self._flat(task.region)[first:last]
+            self._kernels.sum_peers(parts, target, DType.FLOAT32, self._rules.call.op is ReduceOp.MEAN)
+
+    def _quantise(self, index: int, first: int, last: int, target: Any) -> None:
+        found = self.encoding(index, first, last)
+        with self.device.on(self._stream):
+            self._near_codec.decode(found.encoded, target)
+        self._taken(index, first, found)
+
+    def _compute(self, action: Load | FoldOwn | Finish | Copy, target: Any, source: Any) -> None:
+        self.device.copy(target, source, self._stream)
+
+    def close(self) -> None:
+        """No more kernels: the caller's stream goes on after them, and after what was abandoned."""
+        for encoding in self._chunks.values():
+            encoding.descent.finish()
+        for ascent in self._rising.values():
+            ascent.finish()
+        self._chunks.clear()
+        self._rising.clear()
+        if self.mark is None:
+            self.mark = self._stream.record()
+            self.caller.wait(self.mark)
+
+
+class NearOutgoing(Encoded):
+    """A message whose chunks are encoded on a device, some of them ahead."""
+
+    __slots__ = ("_index", "_workspace")
+
+    def __init__(
+        self, workspace: NearWorkspace, index: int, peer: int, header: Header, values: DeviceArray, codec: Codec
+    ) -> None:
+        super().__init__(peer, header, values, codec, partial(workspace.encoded, index))
+        self._workspace = workspace
+        self._index = index
+
+    def send(self, transport: Transport, key: Key, box: Box, bound: int, room: Callable[[], None]) -> bool:
+        ready, limit = True, min(bound, self.count)
+        for first in range(self.done, min(limit, self.done + (1 + AHEAD_CHUNKS) * CODED_VALUES), CODED_VALUES):
+            last = min(first + CODED_VALUES, self.count)
+            if last > limit or (self._refused is not None and self._refused[0] == first):
+                continue
+            encoding = self._workspace.encoding(self._index, first, last)
+            if first == self.done:
+                ready = encoding.descent.is_complete
+        return ready and super().send(transport, key, box, bound, room)
+
+
+class NearExecution(PlanExecution):
+    """One run of a prepared plan whose arrays are on a device. Only its driver launches anything."""
+
+    _workspace: NearWorkspace
+
+    def __init__(self, prepared: PlanPrepared, key: Key, workspace: NearWorkspace, guard: Guard) -> None:
+        super().__init__(prepared, key, prepared.layout, workspace, guard)
+        self.polling = Polling(1)
+        self._driver = 0
+        self._begun = False
+        self._moves = 0
+        self._deferred: set[int] = set()
+        """Actions whose chunks wait for room in pinned memory."""
+
+    @property
+    def position(self) -> int:  # type: ignore[override]
+        """Changes whenever the device has got further."""
+        return self._moves
+
+    def advance(self) -> bool:
+        self._driver = threading.get_ident()
+        self._moves += self._workspace.look()
+        over = super().advance()
+        self._driver = 0
+        if over:
+            self._workspace.close()
+        return over
+
+    def poke(self) -> None:
+        if self._driver == threading.get_ident():
+            super().poke()
+        else:
+            self.wake()
+
+    def step(self) -> bool:
+        self._entered()
+        if not self._begun:
+            self._begun = self._workspace.begins.done
+            if not self._begun:
+                return False
+        self._ready.extend(self._outgoing)
+        self._ready.extend(self._deferred)
+        self._deferred.clear()
+        return super().step()
+
+    def _encoded(self, index: int, peer: int, header: Header, values: Any, codec: Codec) -> Encoded:
+        return NearOutgoing(self._workspace, index, peer, header, values, codec)
+
+    def _risen(self, index: int, frame: Frame) -> bool:
+        if self._workspace.rise(frame):
+            self._moves += 1
+            return True
+        self._deferred.add(index)
+        return False
+
+    def _part(self, frame: Frame, start: int, end: int, first: int, last: int) -> Any:
+        if (start, end) != (first, last):
+            raise self._out_of_turn(frame, first)
+        return self._workspace.risen(frame)
+
+    def arrive(self) -> None:
+        if self._workspace.mark is not None:
+            self._workspace.device.current().wait(self._workspace.mark)
+
+    def leave(self) -> None:
+        super().leave()
+        self._workspace.close()
+
+
+def _place(frame: Frame) -> tuple[int, int, int]:
+    return frame.source, frame.header.slot, frame.offset

@@ -1,0 +1,50 @@
+"""The codecs of compressed messages on a GPU: the bytes of wire/codecs.py, made and read by the CUDA kernels.
+
+Each is launched in the current stream; nothing waits. Arrays are C-contiguous and on the current device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from ferrorpc.kernels.cuda.launcher import DeviceKernels
+from ferrorpc.kernels.cuda.reference import BLOCK_VALUES
+from ferrorpc.types import DType
+
+HALVES: Final = {"bf16": DType.BFLOAT16, "f16": DType.FLOAT16}
+BLOCKS: Final = "int8"
+NAMES: Final = (*HALVES, BLOCKS)
+
+
+class DeviceCodec:
+    """One codec.
+
+    Args:
+        name: of NAMES.
+    """
+
+    def __init__(self, kernels: DeviceKernels, name: str) -> None:
+        self._kernels = kernels
+        self._half = HALVES.get(name)
+
+    def encode(self, values: Any, encoded: Any) -> None:
+        """encoded (uint8) = values (float32) as bytes."""
+        if self._half is not None:
+            self._kernels.pack([values], [0], encoded, DType.FLOAT32, self._half)
+        else:
+            self._kernels.quantise_int8(values, *_parts(encoded, values.size))
+
+    def decode(self, encoded: Any, values: Any) -> None:
+        """values (float32) = what the bytes hold."""
+        if self._half is not None:
+            self._kernels.unpack([values], [0], encoded, self._half, DType.FLOAT32)
+        else:
+            self._kernels.dequantise_int8(*_parts(encoded, values.size), values)
+
+
+def _parts(encoded: Any, count: int) -> tuple[Any, Any]:
+    """Scales and integers of encoded blocks, as views."""
+    scale_bytes = 4 * -(-count // BLOCK_VALUES)
+    return encoded[:scale_bytes].view(np.float32), encoded[scale_bytes:].view(np.int8)

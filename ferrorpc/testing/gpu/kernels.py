@@ -1,0 +1,103 @@
+"""`cupy.RawModule` for the library's own kernels on fake GPUs: each launch is queued, and computes what the reference says.
+
+That the CUDA text has the bits of the reference is shown elsewhere, by running it as C++ on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from ferrorpc.kernels.cuda import reference
+from ferrorpc.kernels.cuda.program import KERNELS
+from ferrorpc.testing.gpu.machine import Gpu
+from ferrorpc.types import DType
+
+DTYPES: Final = {name: dtype for dtype, name in reference.NAMES.items()}
+
+Array = np.ndarray[Any, Any]
+
+
+class Kernel:
+    """One kernel of one GPU. Its arguments are addresses and numbers, as the CUDA text has them."""
+
+    def __init__(self, gpu: Gpu, name: str) -> None:
+        self._gpu = gpu
+        verb, _, types = name.partition("_")
+        self._name = name
+        self._types = [DTYPES[each] for each in types.split("_")] if verb in ("pack", "unpack") else []
+
+    def __call__(self, *arguments: Any) -> None:
+        known = {"quantise_int8": self._quantise, "dequantise_int8": self._dequantise}
+        if self._types:
+            (self._pack if self._name.startswith("pack") else self._unpack)(*arguments)
+        else:
+            known.get(self._name, self._sum)(*arguments)
+
+    def _at(self, address: int, count: int, storage: Any) -> Array:
+        """So many elements of the GPU's memory from there."""
+        dtype = np.dtype(storage)
+        return self._gpu.bytes_at(int(address), int(count) * dtype.itemsize).view(dtype)
+
+    def _rows(self, arrays: int, starts: int, counts: int, rows: int) -> Any:
+        tables = (self._at(arrays, rows, np.uint64), self._at(starts, rows, np.int64), self._at(counts, rows, np.int64))
+        return zip(*(table.tolist() for table in tables), strict=True)
+
+    def _pack(self, arrays: int, starts: int, counts: int, bucket: int, scale: float, rows: int) -> None:
+        of, to = self._types
+        for address, start, count in self._rows(arrays, starts, counts, rows):
+            place = self._at(bucket + start * to.itemsize, count, to.storage)
+            reference.pack([self._at(address, count, of.storage)], [0], place, of, to, scale)
+
+    def _unpack(self, arrays: int, starts: int, counts: int, bucket: int, scale: float, rows: int) -> None:
+        of, to = self._types
+        for address, start, count in self._rows(arrays, starts, counts, rows):
+            place = self._at(bucket + start * of.itemsize, count, of.storage)
+            reference.unpack([self._at(address, count, to.storage)], [0], place, of, to, scale)
+
+    def _quantise(self, values: int, count: int, scales: int, integers: int, rows: int) -> None:
+        found = reference.quantise_int8(self._at(values, count, np.float32))
+        self._at(scales, len(found[0]), np.float32)[:] = found[0]
+        self._at(integers, count, np.int8)[:] = found[1]
+
+    def _dequantise(self, scales: int, integers: int, count: int, values: int, rows: int) -> None:
+        blocks = -(-count // reference.BLOCK_VALUES)
+        found = reference.dequantise_int8(self._at(scales, blocks, np.float32), self._at(integers, count, np.int8))
+        self._at(values, count, np.float32)[:] = found
+
+    def _sum(self, peers: int, size: int, count: int, out: int, divisor: float, rows: int) -> None:
+        dtype: DType = DTYPES[self._name.removeprefix("sum_peers_")]
+        arrays = [self._at(address, count, dtype.storage) for address in self._at(peers, size, np.uint64).tolist()]
+        self._at(out, count, dtype.storage)[:] = reference.sum_peers(arrays, dtype, mean=divisor != 1)
+
+
+def raw_module(cupy: Any) -> Callable[..., Any]:
+    """`RawModule` for that stand-in."""
+
+    class RawModule:
+        """Of which only the library's own kernels are known."""
+
+        def __init__(self, code: str, options: tuple[str, ...] = ()) -> None:
+            self._gpu = cupy.gpu
+
+        def get_function(self, name: str) -> Callable[..., None]:
+            """A kernel by name."""
+            if name not in KERNELS:
+                raise ValueError(f"no kernel is called {name}")
+            kernel = Kernel(self._gpu, name)
+
+            def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+                ready = [each.item() if isinstance(each, np.generic) else each.data.ptr for each in arguments]
+                rows = (*grid, 1)[1]
+
+                def run() -> bool:
+                    kernel(*ready, rows)
+                    return True
+
+                cupy.stream.enqueue(run)
+
+            return launch
+
+    return RawModule
