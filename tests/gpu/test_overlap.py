@@ -11,14 +11,19 @@ import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.arrays.staging import Staging
+from ferrorpc.collectives.arena.all_reduce import TwoShot
+from ferrorpc.collectives.arena.select import prepare
+from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError
 from ferrorpc.group import ProcessGroup
-from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import run_world
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.testing.reference import check_same, reduced
 from ferrorpc.transports.inproc import InprocTransport
-from ferrorpc.types import DType, ReduceOp
+from ferrorpc.types import DType, ReduceOp, TensorSpec
+from ferrorpc.wire.frames import Key
+from tests.unit.collectives.shared_world import SharedWorld
 
 SLOT = 256 << 10
 SLOTS = 3
@@ -325,3 +330,32 @@ def test_a_peer_that_dies_in_mid_operation_leaves_nothing_behind(
     world(2, cupy, body)
     assert blocks[1] == blocks[0]
     assert cupy.machine.pinned.live_blocks <= 2 * SLOTS * 2
+
+
+def test_shared_memory_overlaps_too(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither GPU gives its last chunk before a sum went up to the other."""
+    events = Events(cupy, monkeypatch)
+    events.clear({"down 0": (CHUNKS - 1, "up 1"), "down 1": (CHUNKS - 1, "up 0")})
+    call = Call(Operation.ALL_REDUCE, (TensorSpec(DType.FLOAT32, (COUNT,)),), ReduceOp.SUM)
+    total = floats(COUNT, 0) + floats(COUNT, 1)
+    with SharedWorld(2) as ranks:
+        executions, outs = [], []
+        for rank, arena in enumerate(ranks.arenas):
+            with cupy.cuda.Device(rank):
+                x = cupy.asarray(floats(COUNT, rank))
+                outs.append(cupy.asarray(np.zeros(COUNT, np.float32)) if rank else x)
+                prepared = prepare(arena, call)
+                assert isinstance(prepared, TwoShot)
+                guard = Guard(SYSTEM_CLOCK, Latch(), SECONDS)
+                executions.append(prepared.start(Key(0, 0, 1), [x], [outs[rank]], guard))
+        left = list(executions)
+        until = SYSTEM_CLOCK.now() + SECONDS
+        while left and SYSTEM_CLOCK.now() < until:
+            left = [execution for execution in left if not execution.advance()]
+        assert not left
+        for rank, execution in enumerate(executions):
+            with cupy.cuda.Device(rank):
+                execution.arrive()
+                assert execution.results[0] is outs[rank]
+                same(cupy, outs[rank], total, f"rank {rank}")
+            execution.finish()

@@ -5,7 +5,7 @@ result: one wait. A large one is cut into chunks that fit the cache, and each ch
 one's own slice of it, copy the others' slices. The ring holds two chunks, so that staging runs ahead of copying. An array that
 lies in the segment already (`group.empty`) is not staged but read in place, and a result that is written to such an array is
 copied from there; such an operation ends when the others have read what they need, because the caller may then write to its
-arrays again.
+arrays again. An array that comes down from a device is staged as it comes, and a result that goes there goes up chunk by chunk.
 
 Source. The symmetric and the distributed form of DeepSpeed's all_reduce for CPUs (2024); chunking, reading in place and the
 fixed order of the fold are added here.
@@ -17,13 +17,18 @@ copy and n to fold; in registered memory n (p-1)/p to copy and n to fold. Memory
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 from ferrorpc.collectives.algorithms.cut import slices
 from ferrorpc.collectives.arena.board import LEFT, REDUCED, RESULT, RING, SIGNATURE, SOURCE, STAGED, Array, Channel
+from ferrorpc.collectives.arena.execution import ArenaExecution
 from ferrorpc.collectives.arena.prepared import Arena, ArenaPrepared, Steps, fold_of
 from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.execution import Execution
+from ferrorpc.collectives.ferry import Ferry, ferry_for
+from ferrorpc.guard import Guard
+from ferrorpc.wire.frames import Key
 
 CHUNK_BYTES: Final = 1 << 20
 RING_CHUNKS: Final = 2
@@ -91,14 +96,30 @@ class TwoShot(ArenaPrepared):
         cuts = slices(self.count, self.arena.size)
         return sum(last - first for first, last in (cuts[peer], cuts[self.arena.rank])) * self.storage.itemsize
 
+    def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
+        ferry = ferry_for(inputs, outputs, 1)
+        if ferry is None:
+            return super().start(key, inputs, outputs, guard)
+        channel, before, base = self.turn(self.arena.bank(key.stream), key.number)
+        here = None if ferry.outputs is None else [each for each in ferry.outputs if each is not None]
+        steps = self.steps(channel, before, base, ferry.inputs, here, ferry)
+        return ArenaExecution(self, key, channel, steps, guard, ferry)
+
     def steps(
-        self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
+        self,
+        channel: Channel,
+        before: int,
+        base: int,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array] | None,
+        ferry: Ferry | None = None,
     ) -> Steps:
         yield from channel.enter(before)
         results = self.room(outputs)
         run = _TwoShotRun(self, channel, inputs[0].reshape(-1), results[0].reshape(-1))
         line, chunks = channel.line, self.chunks
         self.sign(channel)
+        yield from self._landed(ferry, 0)
         staged = line[STAGED] = base + (chunks if run.source_offset else run.stage(0))
         for chunk in range(chunks):
             passed = base + chunk + 1
@@ -111,15 +132,23 @@ class TwoShot(ArenaPrepared):
             if staged == passed < base + chunks:
                 if chunk:
                     yield from channel.await_others(LEFT, passed - 1)
+                yield from self._landed(ferry, chunk + 1)
                 staged = line[STAGED] = base + run.stage(chunk + 1)
             yield from channel.await_others(REDUCED, passed)
             run.copy(chunk)
             line[LEFT] = passed
+            if ferry is not None:
+                ferry.lift(0, results[0], chunk * self.chunk, min((chunk + 1) * self.chunk, self.count))
         if run.is_read_in_place:
             yield from channel.await_others(LEFT, base + chunks)
         # What was read in place from a rank that failed meanwhile may not be what it brought: its line says so.
         yield from channel.await_others(STAGED, base + chunks)
         return results, self.specs
+
+    def _landed(self, ferry: Ferry | None, chunk: int) -> Iterator[int]:
+        """Waits until a chunk has come down from a device."""
+        while ferry is not None and ferry.landed(0) < min((chunk + 1) * self.chunk, self.count):
+            yield ferry.position
 
 
 class _TwoShotRun:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ferrorpc.collectives.arena.board import STAGED, Array, Channel
 from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.execution import Execution
+from ferrorpc.collectives.ferry import Ferry
 from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
@@ -21,10 +22,14 @@ class ArenaExecution(Execution):
 
     Args:
         steps: the operation, as far as it has come.
+        ferry: carries its arrays where some are on a device.
     """
 
-    def __init__(self, prepared: ArenaPrepared, key: Key, channel: Channel, steps: Steps, guard: Guard) -> None:
+    def __init__(
+        self, prepared: ArenaPrepared, key: Key, channel: Channel, steps: Steps, guard: Guard, ferry: Ferry | None = None
+    ) -> None:
         self.guard = guard
+        self.ferry = ferry
         self.results: list[Array] = []
         self.specs: list[TensorSpec] = []
         self.polling = prepared.arena.polling
@@ -40,14 +45,30 @@ class ArenaExecution(Execution):
         return f"{self._prepared.signature} #{self._key.number}"
 
     def advance(self) -> bool:
+        if self.ferry is None:
+            return self._stepped()
+        self.ferry.land()
+        over = self._complete or self._stepped()
+        self.ferry.rise()
+        brought = self.ferry.brought(self.results) if over else None
+        if brought is None:
+            return False
+        self.results = brought
+        return True
+
+    def _stepped(self) -> bool:
         try:
-            self.position = next(self._steps)
+            self.position = next(self._steps) + (0 if self.ferry is None else self.ferry.position)
         except StopIteration as end:
             results, self.specs = end.value
             self.results = list(results)
             self._complete = True
             return True
         return False
+
+    def arrive(self) -> None:
+        if self.ferry is not None:
+            self.ferry.arrive()
 
     def waiting_on(self) -> list[int]:
         channel = self._channel
@@ -99,3 +120,5 @@ class ArenaExecution(Execution):
         if self._entered:
             self._entered = False
             self._prepared.arena.transport.mailbox.leave(self._key)
+        if self.ferry is not None:
+            self.ferry.finish()

@@ -130,7 +130,12 @@ class ArenaPrepared(Prepared):
         """
 
     def begin(self, bank: Bank, number: int, inputs: Sequence[Array], outputs: Sequence[Array] | None) -> tuple[Channel, Steps]:
-        """Takes the operation's turn on its channel.
+        """Takes the operation's turn on its channel. Raises as `turn`."""
+        channel, before, base = self.turn(bank, number)
+        return channel, self.steps(channel, before, base, inputs, outputs)
+
+    def turn(self, bank: Bank, number: int) -> tuple[Channel, int, int]:
+        """Takes an operation's turn on its channel; what `steps` is to know of it.
 
         Raises:
             UsageError: a later one has had its turn, so the ranks' order would not be the same.
@@ -147,7 +152,7 @@ class ArenaPrepared(Prepared):
         taken_bytes = self.arena.board.taken_bytes
         for rank, nbytes in self._given:
             taken_bytes[rank] += nbytes
-        return channel, self.steps(channel, before, base, inputs, outputs)
+        return channel, before, base
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
         inputs = [home(each) for each in inputs]
