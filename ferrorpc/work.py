@@ -39,6 +39,8 @@ class Work(Generic[Result]):
         self.bring: Callable[[Any], Result] | None = None
         """Makes the result of what the operation left, on the thread that waits first: arrays on a GPU belong to a stream, and
         every thread has its own. Set before the handle is handed out."""
+        self.settle: Callable[[Any, float], None] | None = None
+        """Waits until a result that a GPU makes is there, or that clock time. Set before the handle is handed out."""
 
     def done(self) -> bool:
         """Whether the operation has ended, well or badly."""
@@ -66,10 +68,11 @@ class Work(Generic[Result]):
             CollectiveTimeoutError: it still runs after `timeout`; it goes on, and wait may be called again.
             FerroError: whatever ended the operation.
         """
+        until = FOREVER if timeout is None else self._clock.now() + timeout
         if not self._done:
             began = self._clock.now()
             try:
-                self._park(FOREVER if timeout is None else began + timeout, timeout)
+                self._park(until, timeout)
             finally:
                 if self.waited is not None:
                     self.waited(self._clock.now() - began)
@@ -79,6 +82,8 @@ class Work(Generic[Result]):
             raise error
         if self.bring is not None:
             self._bring_once()
+        if host and self.settle is not None:
+            self.settle(self._result, until)
         return self._result  # type: ignore[return-value]
 
     def _bring_once(self) -> None:

@@ -285,6 +285,14 @@ class Staging:
         """The way of a result to the device; to `target` where that fits it."""
         return Ascent(self.device, self.ascents, target)
 
+    def settle(self, clock: Clock, until: float) -> None:
+        """Waits until the GPU has done what the calling thread's current stream holds, or clock time `until`.
+
+        Raises:
+            CollectiveTimeoutError: it has not.
+        """
+        until_true(partial(_is_done, self.device.current().record()), clock, until - clock.now())
+
     def down(self, source: DeviceArray) -> Array:
         """A copy of a C-contiguous device array on the host, in storage dtype. Complete when it returns.
 
@@ -333,7 +341,7 @@ def until_true(look: Callable[[], bool], clock: Clock, seconds: float) -> None:
     while not look():
         now = clock.now()
         if now >= until:
-            message = f"the GPU did not come to a copy within {seconds:g} s"
+            message = f"the GPU did not come to the end of a copy within {seconds:g} s"
             raise CollectiveTimeoutError([], message, hint="look at what the caller's stream holds")
         parker.park(min(until, now + NAP_SECONDS))
 

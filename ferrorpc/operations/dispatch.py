@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from ferrorpc.arrays.base import View
@@ -19,7 +20,7 @@ from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.errors import FerroError, GroupClosedError
 from ferrorpc.guard import FOREVER, Guard
-from ferrorpc.operations.results import NOTHING, Result
+from ferrorpc.operations.results import NOTHING, Result, settle
 from ferrorpc.telemetry import telemetry
 from ferrorpc.wire.frames import Key
 from ferrorpc.work import Work
@@ -155,6 +156,7 @@ class Dispatch:
         if result.on_device:
             work = self.backend.submit(execution, _as_it_is)
             work.bring = result.of
+            work.settle = partial(settle, self.backend.clock)
         else:
             work = self.backend.submit(execution, result.of)
         if ended is not None:

@@ -12,6 +12,7 @@ from ferrorpc.arrays.base import Kind, Out, View
 from ferrorpc.arrays.kinds import copy_into, given_back, kind_of, spec_of, split, view_out
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.errors import TensorMismatchError
+from ferrorpc.guard import Clock
 from ferrorpc.types import TensorSpec
 
 Array = np.ndarray[Any, Any]
@@ -164,6 +165,18 @@ class IntoWhole(Result):
     def shares(self, source: View) -> bool:
         """Whether it is, or holds, memory of `source`."""
         return self._out.touches(source)
+
+
+def settle(clock: Clock, result: Any, until: float) -> None:
+    """Waits until what the current stream holds for a result on a device is done, or clock time `until`.
+
+    Raises:
+        CollectiveTimeoutError: it was not.
+    """
+    for each in result if isinstance(result, list | tuple) else (result,):
+        kind = kind_of(each)
+        if kind.on_device:
+            kind.staging.settle(clock, until)
 
 
 def _check(found: TensorSpec, wanted: TensorSpec, label: str) -> None:

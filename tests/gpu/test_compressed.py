@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from ferrorpc.arrays.cupy_device import CupyDevice, device_of
-from ferrorpc.arrays.staging import Staging
 from ferrorpc.collectives import near
 from ferrorpc.errors import PeerLostError, TensorMismatchError
 from ferrorpc.group import ProcessGroup
@@ -19,6 +18,7 @@ from ferrorpc.testing import run_world
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.testing.reference import check_same
 from ferrorpc.wire.codecs import codec
+from tests.gpu.events import Events, with_small_slots
 from tests.gpu.host_kernels import HostKernels
 from tests.gpu.test_launcher import RawModule
 
@@ -34,13 +34,7 @@ Array = np.ndarray[Any, Any]
 @pytest.fixture(autouse=True)
 def small_slots(cupy: StandIn) -> Iterator[None]:
     """Slots smaller than an encoded chunk."""
-    for index in range(4):
-        device = device_of(cupy, index)
-        vars(device)["staging"] = Staging(device, slot_bytes=SLOT, slots=SLOTS)
-    yield
-    for index in range(4):
-        staging = device_of(cupy, index).staging
-        assert staging.descents.taken + staging.ascents.taken == 0
+    yield from with_small_slots(cupy, SLOT, SLOTS)
 
 
 class Traffic:
@@ -189,19 +183,30 @@ def test_a_late_stream_holds_up_its_own_operation_alone(cupy: StandIn) -> None:
     world(2, cupy, body)
 
 
-def test_a_peer_that_dies_leaves_nothing_behind(cupy: StandIn) -> None:
+@pytest.mark.parametrize("held", ["down 0", "up 0", "down 1"])
+def test_a_peer_that_dies_leaves_nothing_behind(cupy: StandIn, monkeypatch: pytest.MonkeyPatch, held: str) -> None:
+    """Whether the GPU is still at copies to the host, at kernels that wait for copies from there, or at nothing."""
+    events = Events(cupy, monkeypatch)
     blocks: list[int] = []
 
     def body(group: ProcessGroup) -> None:
-        count = 4 * CODED
         memory = cupy.machine.gpus[0].memory
+        x = cupy.asarray(floats(4 * CODED, group.rank))
+        cupy.cuda.get_current_stream().synchronize()
         group.barrier()
+        if group.rank == 0:
+            cupy.machine.settle()
+            blocks.append(memory.live_blocks - 1)
+            events.clear({"down 1": (3, "released"), held: (1, "released")})
+        group.barrier()
+        parker, until = SYSTEM_CLOCK.parker(), SYSTEM_CLOCK.now() + SECONDS
         if group.rank == 1:
-            SYSTEM_CLOCK.parker().park(SYSTEM_CLOCK.now() + 0.1)
+            group.all_reduce(x, wire="int8", async_op=True)
+            while held not in events.refused or "down 0" not in {*events.seen, *events.refused}:  # rank 0 is in it
+                assert SYSTEM_CLOCK.now() < until
+                parker.park(SYSTEM_CLOCK.now() + 0.01)
+                cupy.machine.step()
             return group.session.leave("ValueError: bad batch")
-        cupy.machine.settle()
-        blocks.append(memory.live_blocks)
-        x = cupy.asarray(floats(count, 0))
         cause = ""
         try:  # not pytest.raises, which refers to what it caught in a circle
             group.all_reduce(x, wire="int8")
@@ -209,10 +214,12 @@ def test_a_peer_that_dies_leaves_nothing_behind(cupy: StandIn) -> None:
             cause = error.message
         assert "bad batch" in cause
         del x
-        parker, until = SYSTEM_CLOCK.parker(), SYSTEM_CLOCK.now() + SECONDS
+        cupy.machine.settle()
+        events.clear({})
         while memory.live_blocks > blocks[0] and SYSTEM_CLOCK.now() < until:
-            cupy.machine.settle()
             parker.park(SYSTEM_CLOCK.now() + 0.01)
+            device_of(cupy, 0).staging.down(cupy.asarray(floats(8, 0)))  # what is still read is let go of by the next copy
+            cupy.machine.settle()
         blocks.append(memory.live_blocks)
         return None
 

@@ -20,14 +20,14 @@ from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import run_world
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.testing.reference import check_same, reduced
-from ferrorpc.transports.inproc import InprocTransport
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
+from tests.gpu.events import Events, with_small_slots
 from tests.unit.collectives.shared_world import SharedWorld
 
 SLOT = 256 << 10
 SLOTS = 3
-SECONDS = 5.0
+SECONDS = 10.0
 MIB = 1 << 20
 CHUNK = MIB // 4
 """Elements of float32 that travel together."""
@@ -39,11 +39,7 @@ Array = np.ndarray[Any, Any]
 @pytest.fixture(autouse=True)
 def small_slots(cupy: StandIn) -> Iterator[None]:
     """Every GPU's slots are smaller than what travels together, so that edges of both kinds fall everywhere."""
-    for index in range(4):
-        device = device_of(cupy, index)
-        vars(device)["staging"] = Staging(device, slot_bytes=SLOT, slots=SLOTS)
-    yield
-    assert [staging(cupy, index).descents.taken + staging(cupy, index).ascents.taken for index in range(4)] == [0] * 4
+    yield from with_small_slots(cupy, SLOT, SLOTS)
 
 
 def staging(cupy: StandIn, index: int) -> Staging:
@@ -156,43 +152,6 @@ def test_arrays_of_both_sorts_in_one_operation(cupy: StandIn) -> None:
     world(2, cupy, body)
 
 
-class Events:
-    """What happened, in order: "down 0" when a chunk has left GPU 0, "sent 0" when rank 0 has sent one, "up 0" when one has
-    come to GPU 0. A copy waits until `first` has happened, if it is the last of its kind."""
-
-    def __init__(self, cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: list[str] = []
-        self.puts_off: dict[str, tuple[int, str]] = {}
-        """Event -> how many of it may happen before another one has."""
-        self._lock = threading.Lock()
-        cupy.machine.copying = self._copying
-        send = InprocTransport.send
-
-        def sending(transport: InprocTransport, *args: Any) -> bool:
-            if args[4] is not None:
-                self._note(f"sent {transport.rank}")
-            return send(transport, *args)
-
-        monkeypatch.setattr(InprocTransport, "send", sending)
-
-    def clear(self, puts_off: dict[str, tuple[int, str]]) -> None:
-        """From now on."""
-        with self._lock:
-            self.seen, self.puts_off = [], puts_off
-
-    def _copying(self, direction: str, gpu: int, size_bytes: int) -> bool:
-        return self._note(f"{direction} {gpu}")
-
-    def _note(self, event: str) -> bool:
-        with self._lock:
-            if event in self.puts_off:
-                most, first = self.puts_off[event]
-                if self.seen.count(event) >= most and first not in self.seen:
-                    return False
-            self.seen.append(event)
-            return True
-
-
 CHUNKS = 12
 """Of a slot each: three messages' worth."""
 COUNT = CHUNKS * SLOT // 4
@@ -277,6 +236,17 @@ def test_nothing_leaves_before_the_callers_stream_has_made_it(cupy: StandIn, mon
     world(2, cupy, body)
 
 
+def test_who_waits_on_the_host_finds_the_result_on_the_gpu(cupy: StandIn) -> None:
+    """Nothing else moves the fake GPU's queue: what it holds then is what is read here."""
+
+    def body(group: ProcessGroup) -> None:
+        found = group.all_reduce(cupy.asarray(floats(COUNT, group.rank)), async_op=True).wait(host=True)
+        there = cupy.machine.gpus[group.rank].bytes_at(found.data.ptr, found.nbytes)
+        check_same(there.view(np.float32).copy(), floats(COUNT, 0) + floats(COUNT, 1), "what lies there")
+
+    world(2, cupy, body)
+
+
 def test_a_stream_that_never_comes_to_the_array_ends_in_the_deadline(cupy: StandIn) -> None:
     def body(group: ProcessGroup) -> None:
         x = cupy.asarray(floats(COUNT, 0))
@@ -291,25 +261,32 @@ def test_a_stream_that_never_comes_to_the_array_ends_in_the_deadline(cupy: Stand
     world(2, cupy, body)
 
 
-@pytest.mark.parametrize("held", ["down", "nothing"])
+@pytest.mark.parametrize("held", ["down 0", "up 0", "down 1"])
 def test_a_peer_that_dies_in_mid_operation_leaves_nothing_behind(
     cupy: StandIn, monkeypatch: pytest.MonkeyPatch, held: str
 ) -> None:
-    """Neither slots nor memory of the GPU, whether its copies are through or still under way."""
+    """Neither slots nor memory of the GPU, whether it is still at copies to the host, to the device, or at none."""
     events = Events(cupy, monkeypatch)
     blocks: list[int] = []
 
     def body(group: ProcessGroup) -> None:
         memory = cupy.machine.gpus[0].memory
+        x = cupy.asarray(floats(COUNT, group.rank))
+        cupy.cuda.get_current_stream().synchronize()
+        group.barrier()
+        if group.rank == 0:
+            cupy.machine.settle()
+            blocks.append(memory.live_blocks - 1)
+            events.clear({"down 1": (CHUNKS - 1, "released"), held: (5, "released")})
         group.barrier()
         if group.rank == 1:
-            while not events.seen.count("down 0"):
+            group.all_reduce(x, async_op=True)
+            parker, until = SYSTEM_CLOCK.parker(), SYSTEM_CLOCK.now() + SECONDS
+            while held not in events.refused or "down 0" not in {*events.seen, *events.refused}:  # rank 0 is in it
+                assert SYSTEM_CLOCK.now() < until
+                parker.park(SYSTEM_CLOCK.now() + 0.01)
                 cupy.machine.step()
             return group.session.leave("ValueError: bad batch")
-        cupy.machine.settle()
-        blocks.append(memory.live_blocks)
-        events.clear({"down 0": (5, "released")} if held == "down" else {})
-        x = cupy.asarray(floats(COUNT, 0))
         out = cupy.asarray(floats(COUNT, 1))
         cause = ""
         try:  # not pytest.raises, which refers to what it caught in a circle

@@ -165,8 +165,9 @@ class Machine:
     Attributes:
         gpus: by number.
         faults: what went wrong in tasks; a test that ends with any has found a bug.
-        copying: asked when a copy between host and GPU is next in its stream: ("down" or "up", number of the GPU, bytes); false
-            puts it off until its stream is looked at again. So a test can say what has to come before what.
+        copying: asked when a copy between pinned memory and a GPU is next in its stream, with "down" or "up", the number of the
+            GPU and how many bytes; false puts it off until its stream is looked at again. So a test can say what has to come
+            before what.
     """
 
     def __init__(self, count: int = 1) -> None:
@@ -217,7 +218,7 @@ class Machine:
             early = None if is_pinned else host_bytes(source, size_bytes).copy()
 
             def run() -> bool:
-                if not self.copying("up", gpu.index, size_bytes):
+                if early is None and not self.copying("up", gpu.index, size_bytes):
                     return False
                 gpu.bytes_at(target, size_bytes)[:] = self._pinned_at(source, size_bytes) if early is None else early
                 return True
@@ -230,7 +231,7 @@ class Machine:
             is_pinned = self.pinned.find(target, size_bytes) is not None
 
             def run() -> bool:
-                if not self.copying("down", gpu.index, size_bytes):
+                if is_pinned and not self.copying("down", gpu.index, size_bytes):
                     return False
                 there = self._pinned_at(target, size_bytes) if is_pinned else host_bytes(target, size_bytes)
                 there[:] = gpu.bytes_at(source, size_bytes)

@@ -1,0 +1,68 @@
+"""What happens in which order where GPU arrays go over host lanes, and what is made to wait for what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.staging import Staging
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.testing.gpu.stand_in import StandIn
+from ferrorpc.transports.inproc import InprocTransport
+
+
+def with_small_slots(cupy: StandIn, slot_bytes: int, slots: int, gpus: int = 4) -> Iterator[None]:
+    """For a fixture: pinned memory of that size, all of which has to be free again in the end."""
+    stagings = [Staging(device_of(cupy, index), slot_bytes=slot_bytes, slots=slots) for index in range(gpus)]
+    for index, staging in enumerate(stagings):
+        vars(device_of(cupy, index))["staging"] = staging
+    yield
+    rings = [ring for staging in stagings for ring in (staging.descents, staging.ascents)]
+    parker, until = SYSTEM_CLOCK.parker(), SYSTEM_CLOCK.now() + 10
+    while any(ring.taken for ring in rings) and SYSTEM_CLOCK.now() < until:  # a progress thread may just be ending what failed
+        parker.park(SYSTEM_CLOCK.now() + 0.01)
+    assert [ring.taken for ring in rings] == [0] * len(rings)
+
+
+class Events:
+    """What happened, in order: "down 0" when a chunk has left GPU 0, "sent 0" when rank 0 has sent one, "up 0" when one has
+    come to GPU 0. A copy waits until `first` has happened, if it is the last of its kind."""
+
+    def __init__(self, cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[str] = []
+        self.refused: set[str] = set()
+        """What was put off."""
+        self.puts_off: dict[str, tuple[int, str]] = {}
+        """Event -> how many of it may happen before another one has."""
+        self._lock = threading.Lock()
+        cupy.machine.copying = self._copying
+        send = InprocTransport.send
+
+        def sending(transport: InprocTransport, *args: Any) -> bool:
+            if args[4] is not None:
+                self._note(f"sent {transport.rank}")
+            return send(transport, *args)
+
+        monkeypatch.setattr(InprocTransport, "send", sending)
+
+    def clear(self, puts_off: dict[str, tuple[int, str]]) -> None:
+        """From now on."""
+        with self._lock:
+            self.seen, self.refused, self.puts_off = [], set(), puts_off
+
+    def _copying(self, direction: str, gpu: int, size_bytes: int) -> bool:
+        return self._note(f"{direction} {gpu}")
+
+    def _note(self, event: str) -> bool:
+        with self._lock:
+            if event in self.puts_off:
+                most, first = self.puts_off[event]
+                if self.seen.count(event) >= most and first not in self.seen:
+                    self.refused.add(event)
+                    return False
+            self.seen.append(event)
+            return True
