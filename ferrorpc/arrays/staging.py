@@ -22,7 +22,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -160,7 +159,7 @@ class Descent:
         while self._flying:
             slot, _, _, mark = self._flying.popleft()
             try:
-                until_true(partial(_is_done, mark), self._clock, max(0.0, until - self._clock.now()))
+                wait_for(mark, self._clock, max(0.0, until - self._clock.now()))
                 self._ring.give_back(slot)
             except CollectiveTimeoutError:
                 self._ring.give_back(slot, mark)
@@ -291,7 +290,7 @@ class Staging:
         Raises:
             CollectiveTimeoutError: it has not.
         """
-        until_true(partial(_is_done, self.device.current().record()), clock, until - clock.now())
+        wait_for(self.device.current().record(), clock, until - clock.now())
 
     def down(self, source: DeviceArray) -> Array:
         """A copy of a C-contiguous device array on the host, in storage dtype. Complete when it returns.
@@ -328,6 +327,11 @@ class Staging:
         return ascent.target
 
 
+def wait_for(event: Event, clock: Clock, seconds: float) -> None:
+    """Returns once the GPU has come past an event. Raises as `until_true`."""
+    until_true(lambda: event.done, clock, seconds)
+
+
 def until_true(look: Callable[[], bool], clock: Clock, seconds: float) -> None:
     """Returns once a look at the GPU is true.
 
@@ -344,10 +348,6 @@ def until_true(look: Callable[[], bool], clock: Clock, seconds: float) -> None:
             message = f"the GPU did not come to the end of a copy within {seconds:g} s"
             raise CollectiveTimeoutError([], message, hint="look at what the caller's stream holds")
         parker.park(min(until, now + NAP_SECONDS))
-
-
-def _is_done(mark: Event) -> bool:
-    return mark.done
 
 
 def _flat_bytes(array: DeviceArray) -> DeviceArray:

@@ -250,9 +250,11 @@ class NearExecution(PlanExecution):
 
     def advance(self) -> bool:
         self._driver = threading.get_ident()
-        self._moves += self._workspace.look()
-        over = super().advance()
-        self._driver = 0
+        try:
+            self._moves += self._workspace.look()
+            over = super().advance()
+        finally:
+            self._driver = 0
         if over:
             self._workspace.close()
         return over

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
-from ferrorpc.arrays.staging import Staging, until_true
+from ferrorpc.arrays.staging import Staging, wait_for
 from ferrorpc.errors import CollectiveTimeoutError
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing.gpu.machine import FREED, Machine
@@ -86,5 +88,53 @@ def test_a_copy_that_the_gpu_never_comes_to_ends_in_its_deadline(cupy: StandIn) 
     cupy.gpu.stream(stream.pointer).enqueue(lambda: False)
     event = stream.record()
     with pytest.raises(CollectiveTimeoutError, match=r"within 0\.02 s"):
-        until_true(lambda: event.done, SYSTEM_CLOCK, 0.02)
+        wait_for(event, SYSTEM_CLOCK, 0.02)
     cupy.gpu.stream(stream.pointer).tasks.clear()
+
+
+def test_parts_of_a_result_go_up_in_whatever_order_they_are_ready(cupy: StandIn) -> None:
+    staging = small(cupy)
+    values = np.random.default_rng(3).integers(0, 255, 7 * SLOT + 9, np.uint8)
+    cuts = [0, 5, SLOT, 3 * SLOT + 1, 3 * SLOT + 2, 7 * SLOT, values.size]
+    parts = list(itertools.pairwise(cuts))
+    ascent = staging.ascent()
+    for start, stop in (*parts[3:], *parts[:2], parts[2]):
+        assert not ascent.is_complete
+        ascent.allow(values, start, stop)
+        for _ in range(100):
+            ascent.advance()
+            cupy.machine.step()
+    assert ascent.is_complete
+    ascent.arrive()
+    assert cupy.asnumpy(ascent.target).tobytes() == values.tobytes()
+
+
+def test_two_arrays_share_the_slots_and_come_down_side_by_side(cupy: StandIn) -> None:
+    staging = small(cupy)
+    arrays = [np.arange(10 * SLOT, dtype=np.uint8) + salt for salt in range(2)]
+    descents = [staging.descent(cupy.asarray(array)) for array in arrays]
+    looks = 0
+    while not all(descent.is_complete for descent in descents):
+        for descent, array in zip(descents, arrays, strict=True):
+            descent.advance()
+            assert descent.data[: descent.here].tobytes() == array[: descent.here].tobytes()
+        looks += 1
+        assert looks < 1000
+    assert staging.descents.taken == 0
+    assert cupy.machine.pinned.live_blocks <= 3
+
+
+def test_an_array_that_is_late_leaves_the_slots_to_others(cupy: StandIn) -> None:
+    staging = small(cupy)
+    x, y = (cupy.asarray(np.full(10 * SLOT, salt, np.uint8)) for salt in range(2))
+    stuck = cupy.cuda.Stream(non_blocking=True)
+    stuck.fake.enqueue(lambda: False)
+    with stuck:
+        late = staging.descent(x)
+    for _ in range(20):
+        assert not late.advance()
+    assert staging.down(y).tobytes() == bytes([1]) * 10 * SLOT
+    stuck.fake.tasks.popleft()
+    while not late.is_complete:
+        late.advance()
+    assert late.data.tobytes() == bytes(10 * SLOT)

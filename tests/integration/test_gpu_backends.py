@@ -10,6 +10,7 @@ import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.backends import gpu, registry
+from ferrorpc.backends.grpc import GrpcBackend
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.registry import Place
@@ -79,13 +80,13 @@ class Job:
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
-@pytest.mark.parametrize("backend", ["nccl", "auto"])
+@pytest.mark.parametrize("backend", ["nccl", "auto", "grpc"])
 def test_gpu_arrays_and_host_arrays_in_one_program(
     service: Service, cupy: StandIn, monkeypatch: pytest.MonkeyPatch, backend: str, transport: str
 ) -> None:
     job = Job(service, cupy, f"mixed-{backend}-{transport}")
     backends = job.backends(backend, transport, monkeypatch)
-    assert {type(each) for each in backends} == {HybridBackend if backend == "auto" else NcclBackend}
+    assert {type(each) for each in backends} == {{"nccl": NcclBackend, "auto": HybridBackend, "grpc": GrpcBackend}[backend]}
 
     def body(group: ProcessGroup) -> None:
         for turn in range(3):
@@ -100,7 +101,28 @@ def test_gpu_arrays_and_host_arrays_in_one_program(
         np.testing.assert_array_equal(even.all_reduce(np.ones(3)), np.full(3, 2.0))
 
     run_groups([ProcessGroup(each, timeout=SECONDS) for each in backends], body)
-    assert job.nccl.minted == 1
+    assert job.nccl.minted == (backend != "grpc")
+    job.close()
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
+def test_arrays_of_many_chunks_have_the_bits_of_host_arrays(
+    service: Service, cupy: StandIn, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """More than goes before it is asked for, and more than pinned memory holds."""
+    job = Job(service, cupy, f"large-{transport}")
+
+    def body(group: ProcessGroup) -> None:
+        x = np.random.default_rng(group.rank).standard_normal(6 * (1 << 20) + 3).astype(np.float32)
+        with cupy.cuda.Device(group.rank):
+            there = cupy.asarray(x)
+            for wire in (None, "int8"):
+                found = group.all_reduce(there, wire=wire, async_op=True).wait(host=True)
+                assert cupy.asnumpy(found).tobytes() == group.all_reduce(x, wire=wire).tobytes()
+            for one, other in zip(group.all_gather(there), group.all_gather(x), strict=True):
+                assert cupy.asnumpy(one).tobytes() == other.tobytes()
+
+    run_groups([ProcessGroup(each, timeout=SECONDS) for each in job.backends("grpc", transport, monkeypatch)], body)
     job.close()
 
 
