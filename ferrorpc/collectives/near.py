@@ -281,7 +281,6 @@ class NearExecution(PlanExecution):
 
     def _risen(self, index: int, frame: Frame) -> bool:
         if self._workspace.rise(frame):
-            self._moves += 1
             return True
         self._deferred.add(index)
         return False
@@ -289,6 +288,7 @@ class NearExecution(PlanExecution):
     def _part(self, frame: Frame, start: int, end: int, first: int, last: int) -> Any:
         if (start, end) != (first, last):
             raise self._out_of_turn(frame, first)
+        self._moves += 1
         return self._workspace.risen(frame)
 
     def arrive(self) -> None:
