@@ -224,4 +224,4 @@ def test_a_peer_that_dies_leaves_nothing_behind(cupy: StandIn, monkeypatch: pyte
         return None
 
     world(2, cupy, body)
-    assert blocks[1] == blocks[0]
+    assert blocks[1] <= blocks[0]  # the other rank may have let go of its own array, too

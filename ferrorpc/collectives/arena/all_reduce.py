@@ -100,9 +100,8 @@ class TwoShot(ArenaPrepared):
         ferry = ferry_for(inputs, outputs, 1)
         if ferry is None:
             return super().start(key, inputs, outputs, guard)
-        channel, before, base = self.turn(self.arena.bank(key.stream), key.number)
         here = None if ferry.outputs is None else [each for each in ferry.outputs if each is not None]
-        steps = self.steps(channel, before, base, ferry.inputs, here, ferry)
+        channel, steps = self.begin(self.arena.bank(key.stream), key.number, ferry.inputs, here, ferry)
         return ArenaExecution(self, key, channel, steps, guard, ferry)
 
     def steps(

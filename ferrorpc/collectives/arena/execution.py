@@ -38,6 +38,7 @@ class ArenaExecution(Execution):
         self._channel = channel
         self._steps = steps
         self._complete = False
+        self._reached = 0
         self._entered = False
 
     @property
@@ -45,26 +46,27 @@ class ArenaExecution(Execution):
         return f"{self._prepared.signature} #{self._key.number}"
 
     def advance(self) -> bool:
-        if self.ferry is None:
-            return self._stepped()
-        self.ferry.land()
-        over = self._complete or self._stepped()
-        self.ferry.rise()
-        brought = self.ferry.brought(self.results) if over else None
+        ferry = self.ferry
+        if ferry is not None:
+            ferry.land()
+        if not self._complete:
+            try:
+                self.position = self._reached = next(self._steps)
+            except StopIteration as end:
+                results, self.specs = end.value
+                self.results = list(results)
+                self._complete = True
+        return self._complete if ferry is None else self._brought(ferry)
+
+    def _brought(self, ferry: Ferry) -> bool:
+        """Takes on what goes up to a device; whether the operation is complete and its results are on their way."""
+        ferry.rise()
+        self.position = self._reached + ferry.position
+        brought = ferry.brought(self.results) if self._complete else None
         if brought is None:
             return False
         self.results = brought
         return True
-
-    def _stepped(self) -> bool:
-        try:
-            self.position = next(self._steps) + (0 if self.ferry is None else self.ferry.position)
-        except StopIteration as end:
-            results, self.specs = end.value
-            self.results = list(results)
-            self._complete = True
-            return True
-        return False
 
     def arrive(self) -> None:
         if self.ferry is not None:

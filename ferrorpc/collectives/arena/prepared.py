@@ -102,6 +102,7 @@ class ArenaPrepared(Prepared):
         self.call = call
         self.signature = call.signature
         self._digest, self._text = arena.board.sign(self.signature)
+        self._taken_bytes = arena.board.taken_bytes
         self.specs: list[TensorSpec] = []
 
     @abstractmethod
@@ -129,13 +130,13 @@ class ArenaPrepared(Prepared):
             outputs: where results go if they fit; None for new arrays.
         """
 
-    def begin(self, bank: Bank, number: int, inputs: Sequence[Array], outputs: Sequence[Array] | None) -> tuple[Channel, Steps]:
-        """Takes the operation's turn on its channel. Raises as `turn`."""
-        channel, before, base = self.turn(bank, number)
-        return channel, self.steps(channel, before, base, inputs, outputs)
+    def begin(
+        self, bank: Bank, number: int, inputs: Sequence[Array], outputs: Sequence[Array] | None, *more: Any
+    ) -> tuple[Channel, Steps]:
+        """Takes the operation's turn on its channel.
 
-    def turn(self, bank: Bank, number: int) -> tuple[Channel, int, int]:
-        """Takes an operation's turn on its channel; what `steps` is to know of it.
+        Args:
+            more: what the algorithm's `steps` takes beyond the others.
 
         Raises:
             UsageError: a later one has had its turn, so the ranks' order would not be the same.
@@ -149,13 +150,14 @@ class ArenaPrepared(Prepared):
                 hint=f"start operations with equal number % {len(bank.channels)} in ascending order, each once",
             )
         channel.last = last
-        taken_bytes = self.arena.board.taken_bytes
+        taken_bytes = self._taken_bytes
         for rank, nbytes in self._given:
             taken_bytes[rank] += nbytes
-        return channel, before, base
+        return channel, self.steps(channel, before, base, inputs, outputs, *more)
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
-        inputs = [home(each) for each in inputs]
+        if not all(map(is_host, inputs)):
+            inputs = [home(each) for each in inputs]
         if outputs is not None and not all(map(is_host, outputs)):
             outputs = None
         channel, steps = self.begin(self.arena.bank(key.stream), key.number, inputs, outputs)
