@@ -18,13 +18,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ferrorpc.agreement import agree
-from ferrorpc.ddp.bucket import Layout, lay_out
+from ferrorpc.arrays.base import View
+from ferrorpc.arrays.cupy_kind import CupyKind
+from ferrorpc.arrays.kinds import kind_of, view
+from ferrorpc.ddp.bucket import Layout, Slot, lay_out
+from ferrorpc.ddp.device_memory import DeviceMemory, Gpu
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.lane import Lane, Traffic
-from ferrorpc.ddp.memory import BucketMemory
+from ferrorpc.ddp.memory import HostMemory, Memory
+from ferrorpc.ddp.placement import place_of
 from ferrorpc.ddp.round import Round
 from ferrorpc.ddp.steps import Steps
 from ferrorpc.errors import TensorMismatchError, UsageError
@@ -47,9 +52,11 @@ class Reducer:
         order: names in the order in which gradients are expected; None for the reverse of registration.
         hook: how buckets of float32 and of half types are summed; None for as they are. With a hook, rounds without a weight
             weigh 1.
+        kind: of the arrays of the GPU where the buckets are to lie; None for the host.
 
     Raises:
-        UsageError: a bad cap or order, or a dtype that has no mean.
+        UsageError: a bad cap or order.
+        TensorMismatchError: a dtype that has no mean.
         CollectiveMismatchError: ranks hold different parameters.
     """
 
@@ -61,6 +68,7 @@ class Reducer:
         what: str,
         order: Sequence[str] | None = None,
         hook: Hook | None = None,
+        kind: CupyKind | None = None,
     ) -> None:
         for name, spec in parameters:
             why_not = refusal(ReduceOp.MEAN, spec.dtype)
@@ -72,14 +80,39 @@ class Reducer:
         self.hook = hook
         self.traffic = Traffic(group.size)
         self.steps = Steps(group)
-        self.memory = [BucketMemory(bucket, group) for bucket in self.layout.buckets]
         self._operations = 1 if hook is None else 1 + hook.operations
         # A bucket's operations of one kind start round after round: that is the promise which shared memory needs.
-        self._stream = group.stream(channels=max(1, len(self.memory) * self._operations))
+        self._stream = group.stream(channels=max(1, len(self.layout.buckets) * self._operations))
         self.clock = self._stream.clock
+        self.kind = kind
+        self.memory = self._memory(group)
         self.number = self._stream.number
         self._rounds = 0
         self._usual_weight: float | None = None
+
+    def _memory(self, group: ProcessGroup) -> list[Memory]:
+        if self.kind is None:
+            return [HostMemory(bucket, group) for bucket in self.layout.buckets]
+        gpu = Gpu(self.kind, self.clock)
+        return [DeviceMemory(bucket, gpu) for bucket in self.layout.buckets]
+
+    def view(self, gradient: Any, what: str) -> View:
+        """Reads a gradient where the buckets are.
+
+        Args:
+            what: for errors.
+
+        Raises:
+            TensorMismatchError: its dtype has no mean, or the buckets are on a GPU and it is not.
+        """
+        if self.kind is None:
+            return view(gradient)
+        if kind_of(gradient) is not self.kind:
+            raise TensorMismatchError(
+                f"{what} is on {place_of(gradient)}, but its bucket is on GPU {self.kind.device.index}",
+                hint="compute it there, or give all as arrays on the host from the beginning",
+            )
+        return view(gradient, near=True)
 
     def begin(self, weight: float | None = None) -> Round:
         """The next round. Every rank begins the same rounds in the same order, all with a weight or all without.
@@ -94,6 +127,11 @@ class Reducer:
         if weight is None:
             weight = self._usual_weight if self.hook is None else 1.0
         return Round(self, number, weight)
+
+    def at(self, name: str) -> tuple[Memory, Slot]:
+        """Where a gradient lies. What is there belongs to a round until the next one begins."""
+        slot = self.layout.slots[name]
+        return self.memory[slot.bucket], slot
 
     def lane(self, number: int, bucket: int) -> Lane:
         """The operations of a bucket in round `number`: the header's and the hook's where there is one."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ferrorpc.arrays.base import View
-from ferrorpc.arrays.kinds import kind_of, spec_of, view, view_out
+from ferrorpc.arrays.base import Out, View
+from ferrorpc.arrays.kinds import kind_of, spec_of, view_out
+from ferrorpc.ddp.bucket import Slot
 from ferrorpc.ddp.buffers import Buffers, named_buffers
 from ferrorpc.ddp.drift import compare
 from ferrorpc.ddp.hooks.base import Hook
-from ferrorpc.ddp.memory import Array
 from ferrorpc.ddp.parameter import HasGradient
+from ferrorpc.ddp.placement import gpu_of
 from ferrorpc.ddp.reducer import Reducer
 from ferrorpc.ddp.round import Round
 from ferrorpc.ddp.share import share
@@ -40,6 +41,7 @@ class Replica:
 
     Raises:
         UsageError: the module has no named_parameters(), or one of them is a bare array.
+        TensorMismatchError: parameters lie on several devices; without a hook, which has all buckets on the host.
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
     """
 
@@ -65,7 +67,8 @@ class Replica:
         self._known = named_parameters(module)
         self.parameters = {name: parameter for name, parameter in self._known.items() if _trains(parameter)}
         specs = [(name, _spec(name, parameter.data)) for name, parameter in self.parameters.items()]
-        self.reducer = Reducer(specs, group, bucket_cap_mb, "parameters", hook=hook)
+        kind = gpu_of({name: parameter.data for name, parameter in self.parameters.items()}) if hook is None else None
+        self.reducer = Reducer(specs, group, bucket_cap_mb, "parameters", hook=hook, kind=kind)
         self._buffers = Buffers(module, group, buffers)
         self._aliases: dict[str, Any] = {}
         self._is_uneven = False
@@ -133,14 +136,14 @@ class Replica:
             self._buffers.begin()
         return current
 
-    def contribute(self, current: Round, name: str, used: bool = True) -> None:
-        """Puts a parameter's gradient into the round; it must have one. Raises as `gradient`."""
-        current.put(name, self.gradient(name), used)
+    def contribute(self, current: Round, name: str, used: bool = True, stays: bool = False) -> None:
+        """Puts a parameter's gradient into the round; it must have one. `stays` as for `Round.put`. Raises as `gradient`."""
+        current.put(name, self.gradient(name), used, stays)
         self._give_alias(name)
 
     def gradient(self, name: str) -> View:
-        """Reads a parameter's gradient. Raises TensorMismatchError when its dtype or shape is not the parameter's."""
-        got = view(self.parameters[name].grad)
+        """Reads a parameter's gradient. Raises TensorMismatchError when its dtype, shape or place is not the parameter's."""
+        got = self.reducer.view(self.parameters[name].grad, f"the gradient of {name!r}")
         wanted = self.reducer.layout.slots[name].spec
         if got.spec != wanted:
             raise TensorMismatchError(f"the gradient of {name!r} is {got.spec}, but the parameter was {wanted}")
@@ -158,37 +161,50 @@ class Replica:
         self._store(current)
         for name, before in kept.items():
             if not current.used(name):
-                current.place(name)[...] = before
+                memory, slot = self.reducer.at(name)
+                memory.restore(slot, before)
         self._buffers.finish()
         if not self._weights_differ:
             self._compare_in_turn(current)
 
-    def _contribute_others(self, current: Round, used: Collection[str]) -> dict[str, Array]:
+    def _contribute_others(self, current: Round, used: Collection[str]) -> dict[str, Any]:
         """Those that were not contributed. What was there before of each that is not used and lies in its bucket."""
-        kept: dict[str, Array] = {}
+        kept: dict[str, Any] = {}
         for name, parameter in reversed(self.parameters.items()):
             if parameter.grad is None or current.has(name):
                 continue
             if name not in used and parameter.grad is self._aliases.get(name):
-                kept[name] = current.place(name).copy()
-            self.contribute(current, name, name in used)
+                memory, slot = self.reducer.at(name)
+                kept[name] = memory.keep(slot)
+            self.contribute(current, name, name in used, stays=True)
         return kept
 
     def _store(self, current: Round) -> None:
-        for name, parameter in self.parameters.items():
-            if current.used(name) and not self._give_alias(name):
-                spec = self.reducer.layout.slots[name].spec
-                _write_gradient(parameter, spec, current.place(name).reshape(spec.shape))
+        for memory in self.reducer.memory:
+            used = [slot for slot in memory.bucket.slots if current.used(slot.name) and not self._give_alias(slot.name)]
+            targets = [self._target(slot) for slot in used]
+            memory.read(used, [target.data for target in targets])
+            for target in targets:
+                target.commit()
+
+    def _target(self, slot: Slot) -> Out:
+        """Where a parameter's mean goes: its gradient; a new one where there is none, or it cannot be written."""
+        parameter, near = self.parameters[slot.name], self.reducer.kind is not None
+        if parameter.grad is not None:
+            # Read-only, broadcast, or a number: its dtype and shape were checked before.
+            with suppress(TensorMismatchError, UsageError):
+                return view_out(parameter.grad, slot.spec, near)
+        parameter.grad = kind_of(parameter.data).empty(slot.spec.shape, slot.spec.dtype)
+        return view_out(parameter.grad, slot.spec, near)
 
     def alias(self, name: str) -> Any | None:
-        """The bucket's memory as a gradient of a parameter. None where its kind of array is not on the host, or there are to
-        be no such views."""
+        """The bucket's memory as a gradient of a parameter. None where its kind of array is elsewhere, or there are to be no
+        such views."""
         if not self._views:
             return None
         if name not in self._aliases:
-            slot = self.reducer.layout.slots[name]
-            place = self.reducer.memory[slot.bucket].place(slot)
-            self._aliases[name] = kind_of(self.parameters[name].data).alias(place, slot.spec)
+            memory, slot = self.reducer.at(name)
+            self._aliases[name] = memory.alias(slot, kind_of(self.parameters[name].data))
         return self._aliases[name]
 
     def _give_alias(self, name: str) -> bool:
@@ -221,20 +237,6 @@ class Replica:
             self.share(root)
         else:
             share(named_buffers(self.module), self.group, root)
-
-
-def _write_gradient(parameter: HasGradient, spec: TensorSpec, mean: Array) -> None:
-    """Into the gradient that is there; a new one where there is none, or it cannot be written."""
-    if parameter.grad is not None:
-        try:
-            place = view_out(parameter.grad, spec)
-        except (TensorMismatchError, UsageError):
-            pass  # read-only, broadcast, or a number: its dtype and shape were checked before
-        else:
-            place.data[...] = mean
-            place.commit()
-            return
-    parameter.grad = kind_of(parameter.data).wrap(mean.copy(), spec)
 
 
 def _trains(parameter: Any) -> bool:

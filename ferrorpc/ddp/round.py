@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ferrorpc.arrays.base import View
+from ferrorpc.arrays.base import Kind, View
 from ferrorpc.ddp.bucket import Bucket, Slot
 from ferrorpc.ddp.hooks.base import Part
-from ferrorpc.ddp.memory import Array, BucketMemory
+from ferrorpc.ddp.memory import Memory
 from ferrorpc.ddp.steps import Step
 from ferrorpc.errors import UsageError
 from ferrorpc.guard import FOREVER, Clock, Parker
-from ferrorpc.kernels.reduction import kernel
 from ferrorpc.types import ReduceOp
 from ferrorpc.work import Work
 
@@ -70,7 +69,7 @@ class Flight:
 
 
 class Round:
-    """One mean. `put` each gradient, or write it to its `place` and `put` that; then `finish`.
+    """One mean. `put` each gradient, or write it to its place in the bucket and `put` that; then `finish`.
 
     Args:
         number: of this round, from 0.
@@ -88,7 +87,7 @@ class Round:
         self._used: set[str] = set()
         self._began = reducer.clock.now()
         for memory in reducer.memory:
-            self._travelling(memory)[: memory.bucket.weight] = 1  # flags: who does not use one says so
+            memory.begin(weight)
 
     @property
     def is_complete(self) -> bool:
@@ -99,19 +98,17 @@ class Round:
         """Whether this gradient was put."""
         return name in self._put
 
-    def put(self, name: str, gradient: View | None, used: bool = True) -> None:
+    def put(self, name: str, gradient: View | None, used: bool = True, stays: bool = False) -> None:
         """This rank's gradient of one parameter, once a round. The last one of a bucket sends it on its way.
 
         Args:
-            gradient: None counts as zeros. It is copied unless it lies in its place already.
+            gradient: where the bucket is; None counts as zeros. It is copied unless it lies in its place already.
             used: whether this rank has used the parameter.
+            stays: it does not change before the other gradients of its bucket are put, so all may be copied at once.
         """
-        slot = self._reducer.layout.slots[name]
-        memory = self._reducer.memory[slot.bucket]
+        memory, slot = self._reducer.at(name)
         counts = gradient is not None and self.weight != 0
-        self._write(slot, memory, gradient if counts else None)
-        if not (counts and used):
-            self._travelling(memory)[slot.flag] = 0
+        memory.write(slot, gradient if counts else None, used, stays)
         self.put_place(slot)
 
     def put_place(self, slot: Slot) -> None:
@@ -124,34 +121,12 @@ class Round:
             for flight in self._flights:
                 self._advance(flight)
 
-    def _travelling(self, memory: BucketMemory) -> Array:
-        """What the messages carry: weighted halves are not rounded before they are divided."""
-        return memory.array if self.weight is None else memory.wide
+    def _send(self, memory: Memory) -> None:
+        operations = self._operations(memory.bucket, memory.leave())
+        self._flights.append(Flight(memory.bucket, operations, self._reducer.clock, self._parker))
 
-    def _write(self, slot: Slot, memory: BucketMemory, gradient: View | None) -> None:
-        target = memory.place(slot)
-        if gradient is None:
-            self._travelling(memory)[slot.start : slot.stop] = 0
-            return
-        if self.weight is None:
-            if not _is_same(gradient.data, target):
-                source = gradient.data if gradient.origin is None else gradient.origin
-                np.copyto(target.reshape(slot.spec.shape), source)
-            return
-        wide = memory.wide[slot.start : slot.stop]
-        if not _is_same(gradient.data, wide):
-            kernel(ReduceOp.SUM, slot.spec.dtype, 1).load(wide, gradient.data.reshape(-1))
-        if self.weight != 1:
-            with np.errstate(all="ignore"):
-                np.multiply(wide, _real(wide)(self.weight), out=wide)
-
-    def _send(self, memory: BucketMemory) -> None:
-        array = self._travelling(memory)
-        array[memory.bucket.weight] = 0 if self.weight is None else self.weight
-        self._flights.append(Flight(memory.bucket, self._operations(memory, array), self._reducer.clock, self._parker))
-
-    def _operations(self, memory: BucketMemory, array: Array) -> Generator[Work[Any], Any, None]:
-        bucket, hook = memory.bucket, self._reducer.hook
+    def _operations(self, bucket: Bucket, array: Any) -> Generator[Work[Any], Any, None]:
+        hook = self._reducer.hook
         lane = self._reducer.lane(self.number, bucket.index)
         if hook is None or array.dtype != np.float32:
             yield lane.all_reduce(array, ReduceOp.MEAN if self.weight is None else ReduceOp.SUM)
@@ -212,30 +187,30 @@ class Round:
         for flight in self._flights:
             flight.abandon()
 
-    def _settle(self, memory: BucketMemory) -> float:
-        """A bucket has come home: notes who was used, divides by the weights. Returns what those sum to."""
-        bucket, array = memory.bucket, self._travelling(memory)
-        flags = (array[: bucket.weight] != 0).tolist()
-        self._used.update(slot.name for slot, flag in zip(bucket.slots, flags, strict=True) if flag)
-        if self.weight is None:
-            return float(self._reducer.size)
-        total = float(array[bucket.weight].real)
-        if total == 0 or not math.isfinite(total):
-            return total
-        with np.errstate(all="ignore"):
-            np.divide(array[bucket.header :], _real(array)(total), out=array[bucket.header :])
-        memory.narrow()
-        return total
+    def _settle(self, memory: Memory) -> float:
+        """A bucket has come home: notes who was used. Returns what the weights sum to."""
+        home = memory.settle()
+        self._used.update(home.used)
+        return float(self._reducer.size) if home.total is None else home.total
 
     def used(self, name: str) -> bool:
         """After `finish`: whether any rank has used the parameter. Where none has, there is no mean."""
         return name in self._used
 
-    def place(self, name: str) -> Array:
-        """Where a gradient may be written before it is put, and where its mean is after `finish`: one-dimensional, storage
-        dtype. It is the bucket's memory, and belongs to the next round as soon as that begins."""
-        slot = self._reducer.layout.slots[name]
-        return self._reducer.memory[slot.bucket].place(slot)
+    def means(self, kinds: Mapping[str, Kind], as_views: bool) -> dict[str, Any]:
+        """After `finish`: name -> mean, as an array of its kind; None where no rank has used it.
+
+        Args:
+            as_views: they lie in the bucket, where their kind permits. They belong to the next round then.
+        """
+        found: dict[str, Any] = dict.fromkeys(self._reducer.layout.slots)
+        for memory in self._reducer.memory:
+            used = [slot for slot in memory.bucket.slots if slot.name in self._used]
+            if as_views:
+                found.update({slot.name: memory.alias(slot, kinds[slot.name]) for slot in used})
+            rest = [slot for slot in used if found[slot.name] is None]
+            found.update(zip([slot.name for slot in rest], memory.copies(rest, kinds), strict=True))
+        return found
 
 
 def matrices(bucket: Bucket) -> tuple[tuple[int, int, int], ...]:
@@ -257,13 +232,3 @@ def _told(bucket: Bucket) -> str:
 
 def _observe(work: Work[Any]) -> None:
     work.exception()
-
-
-def _is_same(one: Array, other: Array) -> bool:
-    """Whether two C-contiguous arrays of equal length and dtype are the same memory."""
-    return bool(one.__array_interface__["data"] == other.__array_interface__["data"])
-
-
-def _real(array: Array) -> type[np.floating[Any]]:
-    """The real type of an array's precision: weights are never complex."""
-    return np.float32 if array.dtype in (np.float32, np.complex64) else np.float64

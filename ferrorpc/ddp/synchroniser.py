@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ferrorpc.arrays.base import Kind, View
-from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of, view
+from ferrorpc.arrays.base import View
+from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of
+from ferrorpc.ddp.bucket import Slot
 from ferrorpc.ddp.drift import compare
 from ferrorpc.ddp.hooks.base import Hook
+from ferrorpc.ddp.memory import Memory
+from ferrorpc.ddp.placement import gpu_of
 from ferrorpc.ddp.pytree import flatten, rebuild
 from ferrorpc.ddp.reducer import Reducer
 from ferrorpc.ddp.round import Round
@@ -32,16 +33,18 @@ class GradientSynchronizer:
 
     Args:
         like: a tree (dicts, lists, tuples, named tuples) of arrays or `TensorSpec`s, as the gradients will be. Leaves are named
-            by their paths: "layer3/weight".
+            by their paths: "layer3/weight". Where all are CuPy arrays of one GPU the buckets lie there, else on the host.
         group: every rank constructs its synchroniser at the same point of its program, with the same tree.
         bucket_cap_mb: how many MiB of gradients a bucket may hold; the first one holds at most 1 MiB.
         order: paths in the order in which gradients become ready; None for the reverse of the tree's.
         gradient_as_bucket_view: the means are given out as they lie in the buckets, without a copy. They are overwritten in the
             next step.
-        hook: what buckets travel as: see `ferrorpc.hooks`. With one, steps without a weight weigh 1.
+        hook: what buckets travel as: see `ferrorpc.hooks`. With one, steps without a weight weigh 1, and buckets lie on the
+            host.
 
     Raises:
-        UsageError: two leaves of one name, or a dtype that has no mean.
+        UsageError: two leaves of one name.
+        TensorMismatchError: a dtype that has no mean, or leaves on several devices; the latter not with a hook.
         CollectiveMismatchError: ranks gave different trees; the message says where they differ.
     """
 
@@ -60,7 +63,8 @@ class GradientSynchronizer:
         leaves = flatten(like)
         self._specs = {name: leaf if isinstance(leaf, TensorSpec) else spec_of(leaf) for name, leaf in leaves.items()}
         self._kinds = {name: NUMPY if isinstance(leaf, TensorSpec) else kind_of(leaf) for name, leaf in leaves.items()}
-        self._reducer = Reducer(list(self._specs.items()), group, bucket_cap_mb, "gradients", order, hook)
+        kind = gpu_of(leaves) if hook is None else None
+        self._reducer = Reducer(list(self._specs.items()), group, bucket_cap_mb, "gradients", order, hook, kind)
         self._group = group
         self._open: SynchronizerStep | None = None
 
@@ -74,7 +78,7 @@ class GradientSynchronizer:
 
         Raises:
             UsageError: leaves are missing or unknown, or a weight is negative. Nothing was sent then.
-            TensorMismatchError: a leaf's dtype or shape is not that of `like`. Nothing was sent then.
+            TensorMismatchError: a leaf's dtype, shape or GPU is not that of `like`. Nothing was sent then.
         """
         everything = flatten(grads, with_none=True).items()
         leaves = {name: leaf for name, leaf in everything if leaf is not None or name in self._specs}
@@ -83,7 +87,7 @@ class GradientSynchronizer:
         with self.step(weight) as step:
             for name in reversed(self._specs):
                 if name in views:
-                    step._put(name, views[name])
+                    step._put(name, views[name], stays=True)
         return rebuild(grads, step._leaves)
 
     def step(self, weight: float | None = None) -> SynchronizerStep:
@@ -116,7 +120,7 @@ class GradientSynchronizer:
 
         def followed(current: Round) -> None:
             if follow is not None:
-                follow(rebuild(self._like, self._means(current, self._kinds)))
+                follow(rebuild(self._like, current.means(self._kinds, self._views)))
 
         with self._reducer.uneven(followed):
             yield
@@ -142,17 +146,6 @@ class GradientSynchronizer:
         """
         compare(flatten(weights), self._group, self._reducer.number, "now")
 
-    def _means(self, current: Round, kinds: Mapping[str, Kind]) -> dict[str, Any]:
-        """Name -> mean, None where nobody used it."""
-        means: dict[str, Any] = {}
-        for name, spec in self._specs.items():
-            means[name] = None
-            if current.used(name):
-                place, kind = current.place(name).reshape(spec.shape), kinds[name]
-                shared = kind.alias(place, spec) if self._views else None
-                means[name] = kind.wrap(place.copy(), spec) if shared is None else shared
-        return means
-
     def _check_names(self, names: Mapping[str, Any]) -> None:
         missing = [name for name in self._specs if name not in names]
         unknown = [name for name in names if name not in self._specs]
@@ -161,7 +154,7 @@ class GradientSynchronizer:
             raise UsageError(f"the gradients are not those of `like`; {'; '.join(parts)}", hint="pass each leaf, or None")
 
     def _read(self, name: str, grad: Any) -> View:
-        got = view(grad)
+        got = self._reducer.view(grad, f"gradient {name!r}")
         if got.spec != self._specs[name]:
             raise TensorMismatchError(f"gradient {name!r} is {got.spec}, but `like` has {self._specs[name]}")
         return got
@@ -179,36 +172,32 @@ class SynchronizerStep:
 
     def place(self, name: str) -> Any:
         """The memory of one gradient in its bucket, its contents undefined: compute the gradient there (`out=`) and call
-        `ready(name)`, and it is never copied. An array of the kind that `like` has; None where that is on a device.
+        `ready(name)`, and it is never copied. An array of the kind that `like` has; None where the bucket is elsewhere.
 
         Raises:
             UsageError: an unknown name, one that was ready before, or a step that is over.
         """
-        spec = self._check(name)
-        return self._kinds[name].alias(self._round.place(name), spec)
+        memory, slot = self._check(name)
+        return memory.alias(slot, self._kinds[name])
 
     def add(self, name: str, part: Any) -> None:
         """A part of a gradient, such as a microbatch's: parts add up until it is `ready`. Raises as `ready`."""
-        spec = self._check(name)
+        memory, slot = self._check(name)
         got = self._owner._read(name, part)
         self._kinds[name] = got.kind
-        total, given = (NUMPY.typed(data.reshape(spec.shape), spec) for data in (self._round.place(name), got.data))
-        if name in self._added:
-            with np.errstate(all="ignore"):
-                np.add(total, given, out=total)
-        else:
-            np.copyto(total, given)
+        memory.add(slot, got, is_first=name not in self._added)
         self._added.add(name)
 
     def ready(self, name: str, grad: Any = None) -> None:
-        """This rank's gradient of one leaf is complete. It is copied: the array may be changed as soon as this returns.
+        """This rank's gradient of one leaf is complete. It is copied: the array may be changed as soon as this returns (on a
+        GPU: by what comes later in the current stream).
 
         Args:
             grad: the gradient, or its last part where others were added; None if all was added, or computed in its `place`.
 
         Raises:
             UsageError: an unknown name, one that was ready before, or a step that is over.
-            TensorMismatchError: dtype or shape are not those of `like`.
+            TensorMismatchError: dtype, shape or GPU are not those of `like`.
         """
         self._check(name)
         if grad is not None and name not in self._added:
@@ -218,7 +207,7 @@ class SynchronizerStep:
             self.add(name, grad)
         self._put_place(name)
 
-    def _check(self, name: str) -> TensorSpec:
+    def _check(self, name: str) -> tuple[Memory, Slot]:
         specs = self._owner._specs
         if name not in specs:
             raise UsageError(f"there is no gradient {name!r}", hint=f"names are {', '.join(list(specs)[:8])}")
@@ -226,15 +215,16 @@ class SynchronizerStep:
             raise UsageError("this step is over", hint="begin a new one with sync.step()")
         if self._round.has(name):
             raise UsageError(f"gradient {name!r} was ready before in this step", hint="add() its parts, then ready()")
-        return specs[name]
+        return self._owner._reducer.at(name)
 
-    def _put(self, name: str, got: View) -> None:
+    def _put(self, name: str, got: View, stays: bool = False) -> None:
         self._kinds[name] = got.kind
-        self._round.put(name, got)
+        self._round.put(name, got, stays=stays)
 
     def _put_place(self, name: str) -> None:
         """What lies in its place already."""
-        self._put(name, View(self._kinds[name], self._owner._specs[name], self._round.place(name), True, None))
+        memory, slot = self._owner._reducer.at(name)
+        self._put(name, View(self._kinds[name], slot.spec, memory.place(slot), True, None))
 
     @property
     def _leaves(self) -> dict[str, Any]:
@@ -261,4 +251,4 @@ class SynchronizerStep:
             if not self._round.has(name):
                 self._put_place(name)
         self._round.finish()
-        self._means = self._owner._means(self._round, self._kinds)
+        self._means = self._round.means(self._kinds, self._owner._views)

@@ -10,7 +10,6 @@ arrays it queues on the current stream; only `asnumpy`, `get` and `synchronize` 
 
 from __future__ import annotations
 
-import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ferrorpc.arrays.cupy_device import forget
 from ferrorpc.testing.gpu.kernels import raw_module
@@ -70,8 +70,8 @@ class _Pinned:
             self._machine.pinned.free(self.ptr)
 
 
-class Array:
-    """A `cupy.ndarray`: where it lies, never what is in it."""
+class Array(NDArrayOperatorsMixin):
+    """A `cupy.ndarray`: where it lies, never what is in it. NumPy's ufuncs, called with one, run on its GPU."""
 
     cupy: StandIn
 
@@ -98,14 +98,58 @@ class Array:
             return self.copy().reshape(*shape)
         return self._derived(self._layout.reshape(*shape))
 
+    @property
+    def T(self) -> Array:
+        """The same memory with its axes in reverse."""
+        return self._derived(self._layout.T)
+
     def __getitem__(self, place: Any) -> Array:
         places = place if isinstance(place, tuple) else (place,)
-        return self._derived(self._layout[places if Ellipsis in places else (*places, ...)])
+        if any(isinstance(each, Array) for each in places):
+            return self.cupy.apply(lambda x, *found: x[found], [self, *places])
+        return self._derived(self._layout[places if any(each is Ellipsis for each in places) else (*places, ...)])
 
     def __setitem__(self, place: Any, value: Any) -> None:
-        target = self[place]
-        operands = [value] if isinstance(value, Array) else []
-        self.cupy.launch(lambda *xs: xs[0] if xs else value, operands, target)
+        places = place if isinstance(place, tuple) else (place,)
+        if isinstance(value, np.ndarray) and value.ndim:
+            raise TypeError("CuPy takes no NumPy arrays for its own: use cupy.asarray")
+        if any(isinstance(each, Array) for each in places):
+            self.cupy.launch(_scattered, [self, value, *places], self)
+        else:
+            self.cupy.launch(lambda x: x, [value], self[place])
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: tuple[Any, ...] = (), **named: Any) -> Any:
+        if method != "__call__" or named:
+            return NotImplemented
+        if any(isinstance(each, np.ndarray) for each in inputs):
+            raise TypeError("CuPy takes no NumPy arrays for its own: use cupy.asarray")
+        return self.cupy.apply(ufunc, inputs, *out)
+
+    def sum(self, axis: int | None = None, keepdims: bool = False) -> Array:
+        """As NumPy's."""
+        return self.cupy.apply(lambda x: x.sum(axis=axis, keepdims=keepdims), [self])
+
+    def max(self, axis: int | None = None, keepdims: bool = False) -> Array:
+        """As NumPy's."""
+        return self.cupy.apply(lambda x: x.max(axis=axis, keepdims=keepdims), [self])
+
+    def mean(self) -> Array:
+        """As NumPy's, of all elements."""
+        return self.cupy.apply(lambda x: x.mean(), [self])
+
+    def argmax(self, axis: int | None = None) -> Array:
+        """As NumPy's."""
+        return self.cupy.apply(lambda x: x.argmax(axis=axis), [self])
+
+    def tobytes(self) -> bytes:
+        """As NumPy's: waits."""
+        return self.get().tobytes()
+
+    def __float__(self) -> float:
+        return float(self.get())
+
+    def __int__(self) -> int:
+        return int(self.get())
 
     def copy(self) -> Array:
         """A C-contiguous copy."""
@@ -129,24 +173,6 @@ class Array:
         return np.ndarray(self.shape, self.dtype, memory, start, self.strides)
 
 
-def _binary(name: str) -> Callable[[Array, Any], Array]:
-    apply = getattr(operator, name)
-
-    def method(self: Array, other: Any) -> Array:
-        operands = [self, other] if isinstance(other, Array) else [self]
-        example = [np.ones(x.shape, x.dtype) for x in operands]
-        shape = apply(*example) if len(example) == 2 else apply(example[0], other)
-        out: Array = self.cupy.empty(shape.shape, shape.dtype)
-        self.cupy.launch(apply if len(operands) == 2 else lambda x: apply(x, other), operands, out)
-        return out
-
-    return method
-
-
-for _name in ("add", "sub", "mul", "truediv"):
-    setattr(Array, f"__{_name}__", _binary(_name))
-
-
 class StandIn(ModuleType):
     """The module."""
 
@@ -157,6 +183,7 @@ class StandIn(ModuleType):
         self.ndarray = type("ndarray", (Array,), {"cupy": self})
         self.cuda = _cuda(self)
         self.RawModule = raw_module(self)
+        self.tanh, self.exp, self.log = np.tanh, np.exp, np.log  # which find their way: Array.__array_ufunc__
 
     @property
     def gpu(self) -> Gpu:
@@ -174,6 +201,16 @@ class StandIn(ModuleType):
         block = _Block(self.gpu, self.stream, layout.nbytes)
         return self.ndarray(block, block.ptr, layout)
 
+    def zeros_like(self, x: Any) -> Any:
+        """As `cupy.zeros_like`."""
+        target = self.empty(x.shape, x.dtype)
+        target[...] = 0
+        return target
+
+    def arange(self, count: int) -> Any:
+        """As `cupy.arange`."""
+        return self.asarray(np.arange(count))
+
     def asarray(self, x: Any) -> Any:
         """As `cupy.asarray`."""
         if isinstance(x, Array):
@@ -190,21 +227,43 @@ class StandIn(ModuleType):
         self.stream.synchronize()
         return found
 
-    def launch(self, apply: Callable[..., Any], operands: Sequence[Array], target: Array | None) -> None:
-        """Queues target[...] = apply(*operands) on the current stream. As a kernel it keeps nothing alive."""
+    def launch(self, apply: Callable[..., Any], operands: Sequence[Any], target: Array | None) -> None:
+        """Queues target[...] = apply(*operands) on the current stream. As a kernel it keeps no array alive."""
         reads, writes = [_place(x) for x in operands], None if target is None else _place(target)
 
         def run() -> bool:
-            result = apply(*[read() for read in reads])
+            with np.errstate(all="ignore"):
+                result = apply(*[read() for read in reads])
             if writes is not None:
                 writes()[...] = result
             return True
 
         self.stream.enqueue(run)
 
+    def apply(self, function: Callable[..., Any], operands: Sequence[Any], out: Array | None = None) -> Array:
+        """The array of what `function` gives for the operands, queued; or `out`, which it is written to."""
+        target = self._fitting(function, operands) if out is None else out
+        self.launch(function, operands, target)
+        return target
 
-def _place(x: Array) -> Callable[[], np.ndarray[Any, Any]]:
-    """How a task reads an array later, without a reference to it."""
+    def _fitting(self, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
+        """A new array for what the function gives: arrays of ones tell what that is like."""
+        with np.errstate(all="ignore"):
+            example = np.asarray(function(*[np.ones(x.shape, x.dtype) if isinstance(x, Array) else x for x in operands]))
+        return self.empty(example.shape, example.dtype)
+
+
+def _scattered(x: np.ndarray[Any, Any], value: Any, *places: Any) -> np.ndarray[Any, Any]:
+    """x with a value at some places."""
+    changed = x.copy()
+    changed[places] = value
+    return changed
+
+
+def _place(x: Any) -> Callable[[], Any]:
+    """How a task reads an array later, without a reference to it; numbers are known at once."""
+    if not isinstance(x, Array):
+        return lambda: x
     gpu, address, layout = x._block.gpu, x._address, x._layout
     block = SimpleNamespace(gpu=gpu)
     return lambda: Array(block, address, layout).seen()  # type: ignore[arg-type]

@@ -1,0 +1,238 @@
+"""The memory of buckets on a GPU: the host only queues what is done to it, and waits for nothing before a bucket has come home.
+
+Idea. Every use of a bucket, by whatever stream is current, waits on the GPU for the use before it (`Order`). So a bucket leaves
+after its last gradient, is not written again before its means were read, and its memory goes back to the pool after all of
+that. The header is made and read on the host: it goes there and back through a few bytes of pinned memory, in the same order.
+Gradients that do not change meanwhile are packed by one kernel for each bucket, which also multiplies and casts; so are
+means when they are copied out.
+
+Cost: on the host a copy to queue for each gradient, or one kernel for each bucket; on the GPU one pass over the gradients,
+none for those that are computed in their places. The host waits once a bucket, for its header, when the sum has come home.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ferrorpc.arrays.base import Kind, View
+from ferrorpc.arrays.cupy_kind import CupyKind
+from ferrorpc.arrays.device import Device, DeviceArray, Stream
+from ferrorpc.arrays.kinds import NUMPY
+from ferrorpc.arrays.staging import COPY_SECONDS, wait_for
+from ferrorpc.ddp.bucket import Bucket, Slot
+from ferrorpc.ddp.memory import Array, Home, Memory, is_share, real_type
+from ferrorpc.guard import Clock
+from ferrorpc.kernels.cuda.launcher import DeviceKernels
+from ferrorpc.kernels.cuda.reference import NAMES
+from ferrorpc.types import DType, TensorSpec
+
+
+class Gpu:
+    """What the buckets on one GPU have in common.
+
+    Args:
+        kind: of the arrays there.
+        clock: what waits for the GPU go through.
+    """
+
+    def __init__(self, kind: CupyKind, clock: Clock) -> None:
+        self.kind = kind
+        self.clock = clock
+        self.device: Device = kind.device
+        self.kernels = DeviceKernels(sys.modules["cupy"])
+
+
+class Order:
+    """Makes the streams that use some memory do so one after the other. Begins with the one it is made in."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._first = self._last = device.current()
+
+    def enter(self) -> Stream:
+        """The current stream: what it is given from now on comes after all earlier uses."""
+        return self._enter(self._device.current())
+
+    def leave(self) -> None:
+        """The same of the first stream, to which the memory is given back."""
+        self._enter(self._first)
+
+    def _enter(self, stream: Stream) -> Stream:
+        if stream.pointer != self._last.pointer:
+            stream.wait(self._last.record())
+        self._last = stream
+        return stream
+
+
+class DeviceMemory(Memory):
+    """A bucket on a GPU.
+
+    Attributes:
+        array: shape (bucket.count,), dtype as users know it. What lies between the gradients is zero and stays so.
+    """
+
+    def __init__(self, bucket: Bucket, gpu: Gpu) -> None:
+        super().__init__(bucket)
+        self._gpu = gpu
+        self._order = Order(gpu.device)
+        self.array: DeviceArray = self._zeros(bucket.dtype)
+        self._storage: DeviceArray = self.array.view(bucket.dtype.storage)
+        self._wide: DeviceArray | None = None
+        self._pinned = gpu.device.pinned(bucket.header * self._wide_dtype.itemsize)
+        self._pending: list[tuple[Slot, DeviceArray]] = []
+        """Gradients that are packed when the bucket leaves."""
+
+    def __del__(self) -> None:
+        order = getattr(self, "_order", None)
+        if order is not None and not sys.is_finalizing():
+            order.leave()
+
+    def _zeros(self, dtype: DType) -> DeviceArray:
+        with self._gpu.device.here():
+            found = self._gpu.kind.empty((self.bucket.count,), dtype)
+            found.view(dtype.storage)[...] = 0
+            return found
+
+    @property
+    def _wide_dtype(self) -> DType:
+        """The dtype that sums are kept in."""
+        return DType.FLOAT32 if self.bucket.dtype.is_half else self.bucket.dtype
+
+    @property
+    def wide(self) -> DeviceArray:
+        """The bucket in the dtype sums are kept in: float32 for the half types, else `array` itself."""
+        if not self.bucket.dtype.is_half:
+            return self.array
+        if self._wide is None:
+            self._order.enter()
+            self._wide = self._zeros(DType.FLOAT32)
+        return self._wide
+
+    @property
+    def _travelling(self) -> DeviceArray:
+        """What the messages carry: weighted halves are not rounded before they are divided."""
+        return self.array if self._weight is None else self.wide
+
+    @property
+    def _target(self) -> tuple[DeviceArray, DType]:
+        """The same in storage dtype, and which dtype that is."""
+        return (self._storage, self.bucket.dtype) if self._weight is None else (self.wide, self._wide_dtype)
+
+    @property
+    def _header(self) -> Array:
+        """The header on the host, in the dtype that travels. The GPU does not look at it between rounds."""
+        dtype = self.bucket.dtype if self._weight is None else self._wide_dtype
+        flat = self._pinned[: self.bucket.header * dtype.itemsize].view(dtype.storage)
+        return NUMPY.typed(flat, TensorSpec(dtype, flat.shape))
+
+    def begin(self, weight: float | None) -> None:
+        self._weight = weight
+        self._pending = []
+        header = self._header
+        header[...] = 0
+        header[: self.bucket.weight] = 1
+
+    def write(self, slot: Slot, gradient: View | None, used: bool, stays: bool) -> None:
+        if gradient is None or not used:
+            self._header[slot.flag] = 0
+        if slot.start == slot.stop:
+            return
+        self._order.enter()
+        with self._gpu.device.here():
+            if gradient is None:
+                self._target[0][slot.start : slot.stop] = 0
+            elif stays and self.bucket.dtype in NAMES and not self._lies(slot, gradient.data):
+                self._pending.append((slot, gradient.data.reshape(-1)))
+            else:
+                self._move_in(slot, gradient.data.reshape(-1))
+
+    def _lies(self, slot: Slot, data: DeviceArray) -> bool:
+        """Whether an array is in its place, which is its own."""
+        return bool(data.data.ptr == self._storage[slot.start : slot.stop].data.ptr)
+
+    def _move_in(self, slot: Slot, data: DeviceArray) -> None:
+        """One gradient to where it travels, times the weight."""
+        if self._weight is not None and self.bucket.dtype in NAMES:
+            self._pack([(slot, data)])
+            return
+        place = self._target[0][slot.start : slot.stop]
+        if not self._lies(slot, data):
+            place[...] = data
+        if self._weight not in (None, 1):
+            place *= real_type(place.dtype)(self._weight)
+
+    def _pack(self, gradients: Sequence[tuple[Slot, DeviceArray]]) -> None:
+        """As `_move_in`, of many, by one kernel."""
+        (target, to), scale = self._target, 1.0 if self._weight is None else self._weight
+        arrays, starts = [data for _, data in gradients], [slot.start for slot, _ in gradients]
+        self._gpu.kernels.pack(arrays, starts, target, self.bucket.dtype, to, scale)
+
+    def add(self, slot: Slot, part: View, is_first: bool) -> None:
+        total, given, dtype = self.place(slot), part.data.reshape(-1), self.bucket.dtype
+        with self._gpu.device.here():
+            if is_first:
+                total[...] = given
+            elif dtype.is_half:
+                self._gpu.kernels.sum_peers([total, given], total, dtype)
+            else:
+                total += given
+
+    def leave(self) -> DeviceArray:
+        self._header[self.bucket.weight] = 0 if self._weight is None else self._weight
+        stream = self._order.enter()
+        with self._gpu.device.here():
+            if self._pending:
+                self._pack(self._pending)
+            self._pending = []
+            target, dtype = self._target
+            self._gpu.device.upload(target[: self.bucket.header], self._header.view(dtype.storage), stream)
+        return self._travelling
+
+    def settle(self) -> Home:
+        header, body = self.bucket.header, slice(self.bucket.header, None)
+        stream = self._order.enter()
+        target, dtype = self._target
+        self._gpu.device.download(self._header.view(dtype.storage), target[:header], stream)
+        wait_for(stream.record(), self._gpu.clock, COPY_SECONDS)
+        home = self._home(self._header)
+        if is_share(home.total) and self.bucket.count > header:
+            with self._gpu.device.here():
+                means = self.wide[body]
+                means /= real_type(means.dtype)(home.total)
+                if self.bucket.dtype.is_half:
+                    self._gpu.kernels.unpack([self._storage[body]], [header], self.wide, DType.FLOAT32, self.bucket.dtype)
+        return home
+
+    def place(self, slot: Slot) -> DeviceArray:
+        self._order.enter()
+        return self._storage[slot.start : slot.stop]
+
+    def alias(self, slot: Slot, kind: Kind) -> Any | None:
+        return kind.wrap(self.place(slot), slot.spec) if kind is self._gpu.kind else None
+
+    def read(self, slots: Sequence[Slot], targets: Sequence[Any]) -> None:
+        filled = [(slot, target.reshape(-1)) for slot, target in zip(slots, targets, strict=True) if target.size]
+        dtype = self.bucket.dtype
+        self._order.enter()
+        with self._gpu.device.here():
+            if dtype in NAMES and len(filled) > 1:
+                arrays, starts = [target for _, target in filled], [slot.start for slot, _ in filled]
+                self._gpu.kernels.unpack(arrays, starts, self._storage, dtype, dtype)
+                return
+            for slot, target in filled:
+                target[...] = self._storage[slot.start : slot.stop]
+
+    def copies(self, slots: Sequence[Slot], kinds: Mapping[str, Kind]) -> list[Any]:
+        found = [self._gpu.kind.empty(slot.spec.shape, slot.spec.dtype) for slot in slots]
+        self.read(slots, [each.view(slot.spec.dtype.storage) for each, slot in zip(found, slots, strict=True)])
+        return found
+
+    def keep(self, slot: Slot) -> DeviceArray:
+        with self._gpu.device.here():
+            return self.place(slot).copy()
+
+    def restore(self, slot: Slot, kept: DeviceArray) -> None:
+        with self._gpu.device.here():
+            self.place(slot)[...] = kept
