@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ class Joint(Layer):
 
     def forward(self, x):
         factors = x if self._inputs > 1 else (x,)
-        y, context = super().forward(np.multiply.reduce(factors))
+        y, context = super().forward(reduce(mul, factors))
         return ((y,) * self._outputs if self._outputs > 1 else y), (factors, context)
 
     def backward(self, context, grad_y):

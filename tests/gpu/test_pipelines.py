@@ -1,0 +1,119 @@
+"""Every schedule on stages whose weights are on GPUs, over the fakes: the bits of one process in NumPy.
+
+The model is that of tests/contract/test_pipelines.py: an edge that skips stages, a stage with two inputs, a tied weight, uneven
+microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc import schedules
+from ferrorpc.backends.hybrid import HybridBackend
+from ferrorpc.backends.nccl.backend import NcclBackend
+from ferrorpc.group import ProcessGroup
+from ferrorpc.pipeline.runtime import Pipeline
+from ferrorpc.testing import run_groups
+from ferrorpc.testing.gpu.stand_in import StandIn
+from tests.contract.test_pipelines import SCHEDULES
+from tests.gpu.worlds import host_lanes, nccl_backends
+from tests.integration.test_grpc_backend import GrpcWorld
+from tests.unit.pipeline.models import Joint, edges_of, one_process, stage_of, ties_of, whole_model
+from tests.unit.pipeline.stages import batch, descend, half_square
+
+RANKS = 3
+MICROBATCHES = 7
+STEPS = 3
+ROWS = 2 * MICROBATCHES + 3
+LANES = ["simulated", "grpc", "nccl", "hybrid"]
+
+
+@contextmanager
+def groups(cupy: StandIn, lanes: str) -> Iterator[list[ProcessGroup]]:
+    if lanes == "grpc":
+        with GrpcWorld(RANKS) as world:
+            yield [ProcessGroup(backend) for backend in world.backends]
+        return
+    if lanes == "simulated":
+        yield [ProcessGroup(backend) for backend in host_lanes(RANKS)]
+        return
+    kind = {"nccl": NcclBackend, "hybrid": HybridBackend}[lanes]
+    yield [ProcessGroup(backend) for backend in nccl_backends(cupy, RANKS, kind=kind)]
+
+
+def order(name: str) -> schedules.Schedule:
+    return schedules.named(name.partition(" ")[0], RANKS, MICROBATCHES, SCHEDULES[name])
+
+
+def moved(cupy: StandIn, stage: Joint) -> Joint:
+    for parameter in stage.parameters():
+        parameter.data = cupy.asarray(parameter.data)
+    return stage
+
+
+def arrays_of(stages: Sequence[Joint]) -> list[Any]:
+    return [array for stage in stages for each in stage.parameters() for array in (each.data, each.grad)]
+
+
+@cache
+def alone(pieces: int) -> list[np.ndarray[Any, Any]]:
+    """Weights and gradients of all pieces after all steps in one process."""
+    stages = whole_model(pieces)
+    for step in range(STEPS):
+        if step:
+            descend(stages)
+        one_process(stages, *batch(ROWS, seed=step), half_square, MICROBATCHES)
+    return arrays_of(stages)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("lanes", LANES)
+def test_every_schedule_has_the_bits_of_one_process(cupy: StandIn, lanes: str, name: str) -> None:
+    schedule = order(name)
+    pieces = schedule.virtual_stages
+
+    def body(group: ProcessGroup) -> Any:
+        with cupy.cuda.Device(group.rank), cupy.cuda.Stream(non_blocking=True):
+            stages = {number: moved(cupy, stage_of(number, pieces)) for number in schedule.pieces(group.rank)}
+            pipe = Pipeline(list(stages.values()), group, schedule, edges=edges_of(pieces), tied=ties_of(pieces))
+            for step in range(STEPS):
+                if step:
+                    descend(stages.values())
+                pipe.step(*(cupy.asarray(each) for each in batch(ROWS, seed=step)), half_square)
+            found = {number: arrays_of([stage]) for number, stage in stages.items()}
+            assert all(type(each) is cupy.ndarray for arrays in found.values() for each in arrays)
+            return {number: [cupy.asnumpy(each) for each in arrays] for number, arrays in found.items()}
+
+    with groups(cupy, lanes) as world:
+        held = {number: arrays for of_rank in run_groups(world, body) for number, arrays in of_rank.items()}
+    found = [array for number in sorted(held) for array in held[number]]
+    for mine, wanted in zip(found, alone(pieces), strict=True):
+        np.testing.assert_array_equal(mine, wanted)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_forward_and_backward_called_apart_give_arrays_on_the_gpu(cupy: StandIn, lanes: str) -> None:
+    schedule = order("gpipe")
+
+    def body(group: ProcessGroup) -> Any:
+        with cupy.cuda.Device(group.rank):
+            stage = moved(cupy, stage_of(group.rank, RANKS))
+            pipe = Pipeline(stage, group, schedule, edges=edges_of(RANKS), tied=ties_of(RANKS))
+            x, target = (cupy.asarray(each) for each in batch(ROWS))
+            y = pipe.forward(x)
+            pipe.backward(y, None if y is None else half_square(y, target)[1])
+            assert y is None or type(y) is cupy.ndarray
+            return [cupy.asnumpy(parameter.grad) for parameter in stage.parameters()]
+
+    whole = whole_model(RANKS)
+    one_process(whole, *batch(ROWS), half_square, 1)
+    with groups(cupy, lanes) as world:
+        for found, stage in zip(run_groups(world, body), whole, strict=True):
+            for grad, parameter in zip(found, stage.parameters(), strict=True):
+                np.testing.assert_allclose(grad, parameter.grad, rtol=1e-9, atol=1e-12)
