@@ -3,6 +3,8 @@
 Every process holds the whole network and sees its own share of each batch of handwritten digits (1,797 images of 8 x 8
 pixels that come with scikit-learn). After each backward pass `sync_gradients` makes the gradients the mean over all
 processes, so every process takes the same step and the weights stay identical, to the last bit.
+
+With `--device gpu` the network consists of CuPy arrays, and its gradients become means on the GPU.
 """
 
 from __future__ import annotations
@@ -55,18 +57,35 @@ def my_batches(count: int, group: ferrorpc.ProcessGroup, seed: int) -> Iterator[
         yield order[start : start + batch][group.rank :: group.size]
 
 
-def train(ddp: ferrorpc.DistributedDataParallel, data: Digits, group: ferrorpc.ProcessGroup, options: Any) -> list[float]:
+def array_module(device: str) -> Any:
+    """numpy for "cpu", cupy for "gpu". Ends the program where that cannot be used."""
+    if device == "cpu":
+        return np
+    try:
+        import cupy
+
+        cupy.cuda.runtime.getDeviceCount()
+    except ImportError as problem:
+        raise SystemExit(f"--device gpu needs CuPy: {problem}; try: pip install 'ferrorpc[gpu]'") from None
+    except cupy.cuda.runtime.CUDARuntimeError as problem:
+        raise SystemExit(f"--device gpu needs a GPU that CuPy can use: {problem}; try: --device cpu") from None
+    return cupy
+
+
+def train(
+    ddp: ferrorpc.DistributedDataParallel, data: Digits, group: ferrorpc.ProcessGroup, options: Any, xp: Any = np
+) -> list[float]:
     """Trains for `options.epochs`. Returns each epoch's mean loss over all ranks."""
     from tqdm import tqdm
 
-    optimizer = Momentum(ddp.module.parameters(), rate=options.rate)
+    optimizer = Momentum(ddp.module.parameters(), rate=options.rate, xp=xp)
     curve: list[float] = []
     epochs = tqdm(range(options.epochs), desc="training", unit="epoch", disable=group.rank != 0)
     for epoch in epochs:
         losses = []
         for rows in my_batches(len(data.train_labels), group, seed=options.seed * 1000 + epoch):
-            logits = ddp(data.train_images[rows])
-            loss, grad = softmax_cross_entropy(logits, data.train_labels[rows])
+            logits = ddp(xp.asarray(data.train_images[rows]))
+            loss, grad = softmax_cross_entropy(logits, xp.asarray(data.train_labels[rows]), xp)
             ddp.module.backward(grad)
             ddp.sync_gradients()
             optimizer.step()
@@ -76,12 +95,12 @@ def train(ddp: ferrorpc.DistributedDataParallel, data: Digits, group: ferrorpc.P
     return curve
 
 
-def accuracy(ddp: ferrorpc.DistributedDataParallel, data: Digits, group: ferrorpc.ProcessGroup) -> float:
+def accuracy(ddp: ferrorpc.DistributedDataParallel, data: Digits, group: ferrorpc.ProcessGroup, xp: Any = np) -> float:
     """Share of test images told right. Each rank looks at its share of them."""
     ddp.module.eval()
     mine = slice(group.rank, None, group.size)
-    told = ddp(data.test_images[mine]).argmax(axis=1)
-    right = int(group.all_reduce(np.int64((told == data.test_labels[mine]).sum())))
+    told = ddp(xp.asarray(data.test_images[mine])).argmax(axis=1)
+    right = int(group.all_reduce(np.int64((told == xp.asarray(data.test_labels[mine])).sum())))
     return right / len(data.test_labels)
 
 
@@ -116,17 +135,19 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--rate", type=float, default=0.1, help="learning rate")
     parser.add_argument("--seed", type=int, default=0, help="fixes the split, the batches and the initial weights")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where the network is: gpu needs CuPy")
     parser.add_argument("--out", type=Path, default=Path("out/digits_loss.png"), help="where the loss curve goes")
     options = parser.parse_args()
+    xp = array_module(options.device)
 
     with ferrorpc.init_process_group() as group:
         data = load(group, options.seed)
-        model = DigitsNet((data.train_images.shape[1], 48, 10), seed=options.seed + group.rank)
+        model = DigitsNet((data.train_images.shape[1], 48, 10), seed=options.seed + group.rank, xp=xp)
         ddp = ferrorpc.DistributedDataParallel(model, group)
         started = time.monotonic()
-        curve = train(ddp, data, group, options)
+        curve = train(ddp, data, group, options, xp)
         seconds = time.monotonic() - started
-        reached = accuracy(ddp, data, group)
+        reached = accuracy(ddp, data, group, xp)
         hashes = group.all_gather(np.frombuffer(weights_hash(ddp), np.uint8))
         different = [rank for rank, other in enumerate(hashes) if not np.array_equal(other, hashes[0])]
         if different:

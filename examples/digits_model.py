@@ -1,4 +1,4 @@
-"""A small network in NumPy that ferrorpc can train on several processes.
+"""A small network in NumPy, or in CuPy, that ferrorpc can train on several processes.
 
 What DistributedDataParallel asks of a module, and all it asks:
 
@@ -8,6 +8,8 @@ What DistributedDataParallel asks of a module, and all it asks:
     train(), eval()      switch between the two modes; both return the module
 
 `backward` is this file's own affair: ferrorpc looks only at what it leaves in .grad.
+
+`xp` is the array module, numpy or cupy. Random numbers are drawn by NumPy, so both begin, and drop out, alike.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ class Linear:
         random: where the initial weights come from (Glorot's uniform, which suits tanh).
     """
 
-    def __init__(self, inputs: int, outputs: int, random: np.random.Generator) -> None:
+    def __init__(self, inputs: int, outputs: int, random: np.random.Generator, xp: Any = np) -> None:
         bound = np.sqrt(6 / (inputs + outputs))
-        self.weight = ferrorpc.Parameter(random.uniform(-bound, bound, (inputs, outputs)).astype(np.float32))
-        self.bias = ferrorpc.Parameter(np.zeros(outputs, np.float32))
+        self.weight = ferrorpc.Parameter(xp.asarray(random.uniform(-bound, bound, (inputs, outputs)).astype(np.float32)))
+        self.bias = ferrorpc.Parameter(xp.zeros(outputs, np.float32))
         self._x: Array | None = None
 
     def forward(self, x: Array) -> Array:
@@ -58,11 +60,13 @@ class DigitsNet:
         widths: features of each layer, the input first: (64, 48, 10).
         seed: of the initial weights. DistributedDataParallel broadcasts rank 0's, so it may differ between ranks.
         dropout: share of hidden features set to zero while training.
+        xp: the array module.
     """
 
-    def __init__(self, widths: Sequence[int], seed: int, dropout: float = 0.1) -> None:
+    def __init__(self, widths: Sequence[int], seed: int, dropout: float = 0.1, xp: Any = np) -> None:
+        self._xp = xp
         self._random = np.random.default_rng(seed)
-        self.layers = [Linear(inputs, outputs, self._random) for inputs, outputs in pairwise(widths)]
+        self.layers = [Linear(inputs, outputs, self._random, xp) for inputs, outputs in pairwise(widths)]
         self.dropout = dropout
         self.training = True
         self._hidden: list[Array] = []
@@ -91,11 +95,12 @@ class DigitsNet:
         """x: (batch, widths[0]). Returns logits, (batch, widths[-1])."""
         self._hidden = []
         for layer in self.layers[:-1]:
-            x = np.tanh(layer.forward(x))
+            x = self._xp.tanh(layer.forward(x))
             self._hidden.append(x)
         self._kept = None
         if self.training and self.dropout > 0:
-            self._kept = (self._random.random(x.shape) >= self.dropout).astype(np.float32) / np.float32(1 - self.dropout)
+            kept = (self._random.random(x.shape) >= self.dropout).astype(np.float32) / np.float32(1 - self.dropout)
+            self._kept = self._xp.asarray(kept)
             x = x * self._kept
         return self.layers[-1].forward(x)
 
@@ -113,20 +118,21 @@ def accumulate(parameter: ferrorpc.Parameter, grad: Array) -> None:
     parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
 
-def softmax_cross_entropy(logits: Array, labels: NDArray[np.integer[Any]]) -> tuple[float, Array]:
+def softmax_cross_entropy(logits: Array, labels: NDArray[np.integer[Any]], xp: Any = np) -> tuple[float, Array]:
     """The mean cross entropy of a batch and its gradient.
 
     Args:
         logits: (batch, classes).
         labels: (batch,), the right class of each row.
+        xp: the array module of both.
 
     Returns:
         The loss, and its gradient at the logits, (batch, classes).
     """
-    rows = np.arange(len(labels))
+    rows = xp.arange(len(labels))
     shifted = logits - logits.max(axis=1, keepdims=True)
-    log_probabilities = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    grad = np.exp(log_probabilities)
+    log_probabilities = shifted - xp.log(xp.exp(shifted).sum(axis=1, keepdims=True))
+    grad = xp.exp(log_probabilities)
     grad[rows, labels] -= 1
     return float(-log_probabilities[rows, labels].mean()), grad / np.float32(len(labels))
 
@@ -134,9 +140,9 @@ def softmax_cross_entropy(logits: Array, labels: NDArray[np.integer[Any]]) -> tu
 class Momentum:
     """Stochastic gradient descent with momentum: velocity = momentum * velocity + grad; data -= rate * velocity."""
 
-    def __init__(self, parameters: Iterator[ferrorpc.Parameter], rate: float, momentum: float = 0.9) -> None:
+    def __init__(self, parameters: Iterator[ferrorpc.Parameter], rate: float, momentum: float = 0.9, xp: Any = np) -> None:
         self._parameters = list(parameters)
-        self.velocities = [np.zeros_like(parameter.data) for parameter in self._parameters]
+        self.velocities = [xp.zeros_like(parameter.data) for parameter in self._parameters]
         self._rate = np.float32(rate)
         self._momentum = np.float32(momentum)
 

@@ -1,4 +1,4 @@
-"""Data parallelism and pipelines on GPU arrays, over the fakes: the same numbers as in one process."""
+"""A module whose parameters are CuPy arrays, over the fakes: it trains as in one process."""
 
 from __future__ import annotations
 
@@ -94,64 +94,3 @@ def test_a_module_of_cupy_parameters_trains_as_in_one_process(cupy: StandIn, nam
     found = run_groups(groups_of(cupy, name), body)
     np.testing.assert_array_equal(found[0], found[1])
     np.testing.assert_allclose(found[0], in_one_process(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["nccl", "hybrid"])
-def test_gradients_as_a_pytree_of_cupy_arrays_are_averaged(cupy: StandIn, name: str) -> None:
-    def body(group: ProcessGroup) -> Any:
-        with cupy.cuda.Device(group.rank):
-            like = {"a": cupy.asarray(np.zeros(7, np.float32)), "b": [cupy.asarray(np.zeros((2, 3)))]}
-            sync = ferrorpc.GradientSynchronizer(like, group)
-            mine = {
-                "a": cupy.asarray(np.full(7, group.rank + 1.0, np.float32)),
-                "b": [cupy.asarray(np.full((2, 3), 2.0 * group.rank))],
-            }
-            grads = sync(mine)
-            assert type(grads["a"]) is cupy.ndarray
-            return cupy.asnumpy(grads["a"]).tolist(), cupy.asnumpy(grads["b"][0]).tolist()
-
-    assert run_groups(groups_of(cupy, name), body) == [([1.5] * 7, [[1.0] * 3] * 2)] * 2
-
-
-class Scale:
-    """A stage on the GPU: y = x * weight, element by element."""
-
-    def __init__(self, cupy: StandIn, number: int) -> None:
-        self.weight = Parameter(cupy.asarray(np.full((2, 5), number + 2.0, np.float32)))
-
-    def parameters(self) -> list[Parameter]:
-        return [self.weight]
-
-    def forward(self, x: Any) -> tuple[Any, Any]:
-        return x * self.weight.data, x
-
-    def backward(self, x: Any, grad_y: Any) -> Any:
-        grad = x * grad_y
-        self.weight.grad = grad if self.weight.grad is None else self.weight.grad + grad
-        return grad_y * self.weight.data
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("name", ["simulated", "hybrid"])
-def test_a_pipeline_of_stages_on_gpus_has_the_gradients_of_one_process(cupy: StandIn, name: str, schedule: str) -> None:
-    x, target = (np.random.default_rng(salt).integers(-3, 3, (8, 5)).astype(np.float32) for salt in (1, 2))
-
-    def half_square(y: Any, wanted: Any) -> tuple[float, Any]:
-        difference = y - wanted
-        return float((cupy.asnumpy(difference) ** 2).sum() / 2), difference
-
-    def body(group: ProcessGroup) -> Any:
-        with cupy.cuda.Device(group.rank):
-            stage = Scale(cupy, group.rank)
-            pipe = ferrorpc.Pipeline(stage, group, schedule=schedule, num_microbatches=4)
-            loss = pipe.step(cupy.asarray(x), cupy.asarray(target), half_square)
-            assert type(stage.weight.grad) is cupy.ndarray
-            return loss, cupy.asnumpy(stage.weight.grad)
-
-    (nothing, first), (loss, second) = run_groups(groups_of(cupy, name), body)
-    errors = [2 * 3 * part - wanted for part, wanted in zip(np.split(x, 4), np.split(target, 4), strict=True)]
-    assert nothing is None
-    assert loss == pytest.approx(sum(float((error**2).sum()) / 2 for error in errors) / 4)
-    parts = np.split(x, 4)
-    np.testing.assert_allclose(second, sum(2 * part * error for part, error in zip(parts, errors, strict=True)) / 4, rtol=1e-6)
-    np.testing.assert_allclose(first, sum(3 * part * error for part, error in zip(parts, errors, strict=True)) / 4, rtol=1e-6)

@@ -201,11 +201,15 @@ class StandIn(ModuleType):
         block = _Block(self.gpu, self.stream, layout.nbytes)
         return self.ndarray(block, block.ptr, layout)
 
-    def zeros_like(self, x: Any) -> Any:
-        """As `cupy.zeros_like`."""
-        target = self.empty(x.shape, x.dtype)
+    def zeros(self, shape: Any, dtype: Any = "float64") -> Any:
+        """As `cupy.zeros`."""
+        target = self.empty(shape, dtype)
         target[...] = 0
         return target
+
+    def zeros_like(self, x: Any) -> Any:
+        """As `cupy.zeros_like`."""
+        return self.zeros(x.shape, x.dtype)
 
     def arange(self, count: int) -> Any:
         """As `cupy.arange`."""
