@@ -14,6 +14,7 @@ from ferrorpc.backends.grpc import GrpcBackend
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.registry import Place
+from ferrorpc.ddp.synchroniser import GradientSynchronizer
 from ferrorpc.errors import PeerLostError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -123,6 +124,52 @@ def test_arrays_of_many_chunks_have_the_bits_of_host_arrays(
                 assert cupy.asnumpy(one).tobytes() == other.tobytes()
 
     run_groups([ProcessGroup(each, timeout=SECONDS) for each in job.backends("grpc", transport, monkeypatch)], body)
+    job.close()
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
+@pytest.mark.parametrize("backend", ["grpc", "nccl", "auto"])
+def test_gradients_become_means_on_their_gpus(
+    service: Service, cupy: StandIn, monkeypatch: pytest.MonkeyPatch, backend: str, transport: str
+) -> None:
+    job = Job(service, cupy, f"gradients-{backend}-{transport}")
+    names = [f"p{number}" for number in range(6)]
+
+    def gradient(rank: int, step: int, name: str) -> np.ndarray[Any, Any]:
+        return np.random.default_rng([rank, step, int(name[1:])]).standard_normal(300).astype(np.float32)
+
+    def body(group: ProcessGroup) -> None:
+        with cupy.cuda.Device(group.rank):
+            like = {name: cupy.asarray(np.zeros(300, np.float32)) for name in names}
+            sync = GradientSynchronizer(like, group, bucket_cap_mb=0.003)
+            for turn in range(4):
+                with sync.step(weight=1.0 + group.rank) as step:
+                    for name in sorted(names, key=lambda name: (int(name[1:]) * (2 * group.rank + 3) + turn) % 7):
+                        step.ready(name, cupy.asarray(gradient(group.rank, turn, name)))
+                for name in names:
+                    parts = [gradient(rank, turn, name) * np.float32(1 + rank) for rank in range(RANKS)]
+                    expected = (parts[0] + parts[1]) / np.float32(3)
+                    np.testing.assert_array_equal(cupy.asnumpy(step.grads[name]), expected)
+
+    run_groups([ProcessGroup(each, timeout=SECONDS) for each in job.backends(backend, transport, monkeypatch)], body)
+    job.close()
+
+
+def test_a_member_that_dies_in_a_step_gives_the_others_its_error_and_no_means(
+    service: Service, cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(service, cupy, "death-in-a-step")
+
+    def body(group: ProcessGroup) -> None:
+        with cupy.cuda.Device(group.rank):
+            sync = GradientSynchronizer({"a": cupy.asarray(np.zeros(4))}, group)
+            if group.rank == 1:
+                group.session.leave("ValueError: bad batch")
+                return
+            with pytest.raises(PeerLostError, match="bad batch"):
+                sync({"a": cupy.asarray(np.ones(4))})
+
+    run_groups([ProcessGroup(each, timeout=SECONDS) for each in job.backends("hybrid", "grpc", monkeypatch)], body)
     job.close()
 
 
