@@ -161,7 +161,7 @@ class DeviceMemory(Memory):
         if not self._lies(slot, data):
             place[...] = data
         if self._weight not in (None, 1):
-            place *= real_type(place.dtype)(self._weight)
+            _multiply(place, self._weight)
 
     def _pack(self, gradients: Sequence[tuple[Slot, DeviceArray]]) -> None:
         """As `_move_in`, of many, by one kernel."""
@@ -199,8 +199,7 @@ class DeviceMemory(Memory):
         home = self._home(self._header)
         if is_share(home.total) and self.bucket.count > header:
             with self._gpu.device.here():
-                means = self.wide[body]
-                means /= real_type(means.dtype)(home.total)
+                _divide(self.wide[body], home.total)
                 if self.bucket.dtype.is_half:
                     self._gpu.kernels.unpack([self._storage[body]], [header], self.wide, DType.FLOAT32, self.bucket.dtype)
         return home
@@ -236,3 +235,19 @@ class DeviceMemory(Memory):
     def restore(self, slot: Slot, kept: DeviceArray) -> None:
         with self._gpu.device.here():
             self.place(slot)[...] = kept
+
+
+def _multiply(array: DeviceArray, factor: float) -> None:
+    """array *= factor, with NumPy's bits: complex numbers times a real one by their parts."""
+    real = real_type(array.dtype)
+    reals = array.view(real)
+    reals *= real(factor)
+
+
+def _divide(array: DeviceArray, divisor: float) -> None:
+    """array /= divisor, with NumPy's bits, which are complex numbers' times the reciprocal; GPUs have another way for these."""
+    real = real_type(array.dtype)
+    if array.dtype == real:
+        array /= real(divisor)
+    else:
+        _multiply(array, float(real(1) / real(divisor)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -203,7 +203,7 @@ class HostMemory(Memory):
         self.place(slot)[...] = kept
 
 
-def is_share(total: float | None) -> bool:
+def is_share(total: float | None) -> TypeGuard[float]:
     """Whether a mean can be divided by it."""
     return total is not None and total != 0 and bool(np.isfinite(total))
 

@@ -31,6 +31,8 @@ class DistributedDataParallel:
 
     For torch modules, `ferrorpc.torch.DistributedDataParallel` averages while the backward pass still runs.
 
+    Where all parameters are CuPy arrays of one GPU the buckets lie there, and gradients have to be there too.
+
     Args:
         module: kept as `.module`; its parameters are updated in place, never replaced, so optimizers may hold them.
         group: every rank constructs its wrapper at the same point of its program.
@@ -38,13 +40,14 @@ class DistributedDataParallel:
         init_sync: whether to begin with the weights (and buffers) of rank 0.
         buffers: what `sync_gradients` does with buffers, where the module names them: "broadcast" gives all ranks rank 0's,
             "mean" averages floating ones (others are rank 0's), "local" leaves them.
-        hook: what buckets travel as: see `ferrorpc.hooks`.
+        hook: what buckets travel as: see `ferrorpc.hooks`. With one, buckets lie on the host.
         check_every: as `check_weights`, in every so many steps; 0 for never.
         gradient_as_bucket_view: `.grad` becomes the mean as it lies in its bucket, without a copy. The next
             `sync_gradients` overwrites it.
 
     Raises:
         UsageError: the module has no parameters() or named_parameters(), or one of them is a bare array.
+        TensorMismatchError: a parameter's dtype has no mean, or parameters lie on several devices; the latter not with a hook.
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
     """
 
@@ -149,7 +152,7 @@ class DistributedDataParallel:
 
         Raises:
             UsageError: parameters were added to the module since it was wrapped. Nothing was sent then.
-            TensorMismatchError: a gradient's dtype or shape is not its parameter's. Nothing was sent then.
+            TensorMismatchError: a gradient's dtype, shape or GPU is not its parameter's. Nothing was sent then.
         """
         if not self._replica.syncs:
             return

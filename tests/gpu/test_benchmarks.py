@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.gpu import copies, one_rank, staged_pair
+from benchmarks.gpu import buckets, copies, one_rank, staged_pair
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -40,3 +40,9 @@ def test_a_staged_pair(cupy: StandIn, wire: str | None) -> None:
         return staged_pair.compare(cupy, group, 1 << 16, 2, wire)
 
     assert all(min(times) > 0 for times in run_world(2, body, clock=SYSTEM_CLOCK))
+
+
+def test_buckets(cupy: StandIn) -> None:
+    backend = one_rank.backend_of_one(device_of(cupy, 0), FakeNccl(cupy.machine).api(0))
+    with ProcessGroup(backend) as group:
+        assert all(np.isfinite(seconds) for seconds in buckets.measure(cupy, group, 1 << 14, 1).values())

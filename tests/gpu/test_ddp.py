@@ -311,6 +311,29 @@ def test_a_module_accumulates_keeps_what_nobody_used_and_writes_in_place(cupy: S
     assert world(cupy, lanes, 2, body) == [(5.0, [6.0] * 3, None, views)] * 2
 
 
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_module_whose_rank_has_left_follows_the_others_steps(cupy: StandIn, lanes: str) -> None:
+    counts = [3, 1]
+
+    def body(group: ProcessGroup) -> Any:
+        module = Plain(w=cupy.asarray(np.zeros(2)))
+        ddp = ferrorpc.DistributedDataParallel(module, group)
+
+        def descend() -> None:
+            module["w"].data -= module["w"].grad
+            module["w"].grad = None
+
+        with ddp.uneven(follow=descend):
+            for step in range(counts[group.rank]):
+                module["w"].grad = cupy.asarray(np.full(2, 10.0 * step + group.rank))
+                ddp.sync_gradients()
+                descend()
+        ddp.check_weights()
+        return cupy.asnumpy(module["w"].data).tolist()
+
+    assert world(cupy, lanes, 2, body) == [[-0.5 - 10.0 - 20.0] * 2] * 2
+
+
 def test_gradients_given_at_once_are_packed_and_given_out_by_one_kernel_a_bucket(
     cupy: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

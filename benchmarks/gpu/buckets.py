@@ -1,0 +1,94 @@
+"""What a step's buckets cost on one GPU, with one rank: packed there, reduced by NCCL, copied out; beside the way by the host.
+
+    python -m benchmarks.gpu.buckets [--mib 64] [--turns 20] [--json FILE]
+
+Needs a GPU and ferrorpc[gpu]. It has not been run on one yet. Means are checked: one rank gets back what it gave. Everything is
+measured in turns in one run. A step with buckets on the GPU should take less than half of one whose buckets lie on the host;
+exit code 1 where it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ferrorpc
+from benchmarks.gpu.one_rank import backend_of_one
+from ferrorpc.arrays.cupy_device import open_device
+from ferrorpc.arrays.kinds import spec_of
+from ferrorpc.backends.nccl.choose import open_nccl
+from ferrorpc.cli.table import table
+from ferrorpc.group import ProcessGroup
+
+MIB = 1 << 20
+TENSORS = 60
+SHARE_MAX = 0.5
+
+
+def cases(cupy: Any, group: ProcessGroup, size_bytes: int) -> dict[str, Callable[[], object]]:
+    """Name -> what is timed. Raises AssertionError where a mean is not what it must be."""
+    parts = np.array_split(np.random.default_rng(0).standard_normal(size_bytes // 4).astype(np.float32), TENSORS)
+    grads = {f"p{number}": cupy.asarray(part) for number, part in enumerate(parts)}
+    specs = {name: spec_of(grad) for name, grad in grads.items()}
+    near, far = (ferrorpc.GradientSynchronizer(like, group) for like in (grads, specs))
+    for sync in (near, far):
+        for name, mean in sync(grads).items():
+            np.testing.assert_array_equal(cupy.asnumpy(mean), cupy.asnumpy(grads[name]))
+
+    def streaming() -> None:
+        with near.step() as step:
+            for name in reversed(grads):
+                step.ready(name, grads[name])
+
+    return {
+        "copies on the GPU": lambda: [grad.copy() for grad in grads.values()],
+        "a step, buckets on the GPU": lambda: near(grads),
+        "the same, gradient by gradient": streaming,
+        "a step, buckets on the host": lambda: far(grads),
+    }
+
+
+def measure(cupy: Any, group: ProcessGroup, size_bytes: int, turns: int) -> dict[str, float]:
+    """Seconds of each case: medians of `turns`, taken in turns."""
+    found = cases(cupy, group, size_bytes)
+    settle = cupy.cuda.get_current_stream().synchronize
+    times: dict[str, list[float]] = {name: [] for name in found}
+    for _ in range(turns):
+        for name, act in found.items():
+            settle()
+            begin = time.perf_counter()
+            act()
+            settle()
+            times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Buckets of gradients on one GPU.")
+    parser.add_argument("--mib", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    arguments = parser.parse_args()
+    device = open_device()
+    device.make_current()
+    import cupy
+
+    with ProcessGroup(backend_of_one(device, open_nccl())) as group:
+        seconds = measure(cupy, group, arguments.mib * MIB, arguments.turns)
+    rows = [[name, f"{each * 1e3:.2f}"] for name, each in seconds.items()]
+    print(table([f"{arguments.mib} MiB in {TENSORS} gradients", "ms"], rows, right=frozenset(("ms",))))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(seconds))
+    sys.exit(int(seconds["a step, buckets on the GPU"] > SHARE_MAX * seconds["a step, buckets on the host"]))
+
+
+if __name__ == "__main__":
+    main()
