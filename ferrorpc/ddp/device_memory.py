@@ -45,25 +45,30 @@ class Gpu:
 
 
 class Order:
-    """Makes the streams that use some memory do so one after the other. Begins with the one it is made in."""
+    """Makes the streams that use some memory do so one after the other. It is made in the current one."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._first = self._last = device.current()
+        self._last = device.current()
+        self._homes = [self._last]
 
     def enter(self) -> Stream:
         """The current stream: what it is given from now on comes after all earlier uses."""
-        return self._enter(self._device.current())
-
-    def leave(self) -> None:
-        """The same of the first stream, to which the memory is given back."""
-        self._enter(self._first)
-
-    def _enter(self, stream: Stream) -> Stream:
+        stream = self._device.current()
         if stream.pointer != self._last.pointer:
             stream.wait(self._last.record())
         self._last = stream
         return stream
+
+    def extend(self) -> None:
+        """More of the memory is made now, in the current stream."""
+        self._homes.append(self.enter())
+
+    def leave(self) -> None:
+        """The memory goes back to the streams in which it was made: after all uses."""
+        for home in self._homes:
+            if home.pointer != self._last.pointer:
+                home.wait(self._last.record())
 
 
 class DeviceMemory(Memory):
@@ -82,7 +87,7 @@ class DeviceMemory(Memory):
         self._wide: DeviceArray | None = None
         self._pinned = gpu.device.pinned(bucket.header * self._wide_dtype.itemsize)
         self._pending: list[tuple[Slot, DeviceArray]] = []
-        """Gradients that are packed when the bucket leaves."""
+        """Gradients that are packed when the bucket leaves, and kept until the GPU is past that."""
 
     def __del__(self) -> None:
         order = getattr(self, "_order", None)
@@ -106,7 +111,7 @@ class DeviceMemory(Memory):
         if not self.bucket.dtype.is_half:
             return self.array
         if self._wide is None:
-            self._order.enter()
+            self._order.extend()
             self._wide = self._zeros(DType.FLOAT32)
         return self._wide
 
@@ -185,7 +190,6 @@ class DeviceMemory(Memory):
         with self._gpu.device.here():
             if self._pending:
                 self._pack(self._pending)
-            self._pending = []
             target, dtype = self._target
             self._gpu.device.upload(target[: self.bucket.header], self._header.view(dtype.storage), stream)
         return self._travelling
@@ -196,6 +200,7 @@ class DeviceMemory(Memory):
         target, dtype = self._target
         self._gpu.device.download(self._header.view(dtype.storage), target[:header], stream)
         wait_for(stream.record(), self._gpu.clock, COPY_SECONDS)
+        self._pending = []
         home = self._home(self._header)
         if is_share(home.total) and self.bucket.count > header:
             with self._gpu.device.here():

@@ -175,22 +175,40 @@ def test_a_bucket_is_not_written_again_before_its_means_were_read(cupy: StandIn,
     assert world(cupy, lanes, 2, body) == [(15.0, 100.0)] * 2
 
 
-@pytest.mark.parametrize("lanes", LANES)
-def test_a_synchroniser_may_be_dropped_while_its_means_are_still_copied(cupy: StandIn, lanes: str) -> None:
-    """It was made in one stream, to which its memory goes back, and used in another."""
+def test_a_synchroniser_may_be_dropped_while_its_means_are_still_copied(cupy: StandIn) -> None:
+    """It was made in one stream, to which its memory goes back, and used in another. Only this rank moves them."""
 
     def body(group: ProcessGroup) -> Any:
         names = [f"p{number}" for number in range(9)]
         like = {name: cupy.asarray(np.zeros(4)) for name in names}
         sync = ferrorpc.GradientSynchronizer(like, group)
         with cupy.cuda.Stream(non_blocking=True):
-            means = sync({name: cupy.asarray(np.full(4, float(group.rank))) for name in names})
+            means = sync({name: cupy.asarray(np.full(4, 3.0)) for name in names})
             del sync
             for _ in range(3):
                 cupy.machine.step()  # now the memory would be overwritten
             return [float(means[name][0]) for name in names]
 
-    assert world(cupy, lanes, 2, body) == [[0.5] * 9] * 2
+    assert world(cupy, "simulated", 1, body) == [[3.0] * 9]
+
+
+def test_so_may_one_of_halves_whose_sums_lie_in_memory_of_a_third_stream(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> Any:
+        ones = cupy.asarray(np.ones(4, np.float16))
+        like = dict.fromkeys("abc", ones)
+        sync = ferrorpc.GradientSynchronizer(like, group)
+        first, second = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+        with first:
+            sync(like, weight=1)  # the float32 sums are made here
+            cupy.machine.settle()
+        with second:
+            means = sync(like, weight=2)
+            del sync
+            for _ in range(2):
+                cupy.machine.step()
+            return [float(means[name][0]) for name in "abc"]
+
+    assert world(cupy, "simulated", 1, body) == [[1.0] * 3]
 
 
 def test_a_gradient_may_be_overwritten_in_its_stream_as_soon_as_it_was_ready(cupy: StandIn) -> None:

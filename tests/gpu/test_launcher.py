@@ -45,9 +45,12 @@ def floats(count: int, salt: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(salt).standard_normal(count).astype(np.float32)
 
 
-@pytest.fixture
-def launcher(cupy: StandIn, kernels: HostKernels) -> DeviceKernels:
-    cupy.RawModule = type("RawModule", (RawModule,), {"kernels": kernels, "cupy": cupy})
+@pytest.fixture(params=["compiled", "stand-in"])
+def launcher(cupy: StandIn, request: pytest.FixtureRequest) -> DeviceKernels:
+    """Over the kernels themselves, and over what the stand-in for CuPy has in their place."""
+    if request.param == "compiled":
+        kernels = request.getfixturevalue("kernels")
+        cupy.RawModule = type("RawModule", (RawModule,), {"kernels": kernels, "cupy": cupy})
     return DeviceKernels(cupy)
 
 
@@ -85,6 +88,13 @@ def test_peers_are_summed(cupy: StandIn, launcher: DeviceKernels, mean: bool) ->
     out = cupy.asarray(np.zeros(300, np.float16))
     launcher.sum_peers([cupy.asarray(peer) for peer in peers], out, DType.FLOAT16, mean)
     assert cupy.asnumpy(out).tobytes() == reference.sum_peers(peers, DType.FLOAT16, mean).tobytes()
+
+
+def test_the_stand_in_has_no_other_kernels(cupy: StandIn) -> None:
+    with pytest.raises(ValueError, match="only ferrorpc's own kernels"):
+        cupy.RawModule("extern", OPTIONS)
+    with pytest.raises(KeyError, match="pack_f64_f64"):
+        cupy.RawModule(source(), OPTIONS).get_function("pack_f64_f64")
 
 
 def test_nothing_is_launched_for_nothing(cupy: StandIn, launcher: DeviceKernels) -> None:
