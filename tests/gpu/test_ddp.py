@@ -352,6 +352,42 @@ def test_a_module_whose_rank_has_left_follows_the_others_steps(cupy: StandIn, la
     assert world(cupy, lanes, 2, body) == [[-0.5 - 10.0 - 20.0] * 2] * 2
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("broadcast", [[1, 2]] * 2), ("mean", [[1.5, 2]] * 2), ("local", [[1, 2], [2, 3]])]
+)
+@pytest.mark.parametrize("lanes", LANES)
+def test_buffers_on_gpus_travel_with_each_step(cupy: StandIn, lanes: str, mode: str, expected: list[list[float]]) -> None:
+    class Buffered(Plain):
+        def __init__(self) -> None:
+            super().__init__(w=cupy.asarray(np.zeros(2)))
+            self.running, self.count = cupy.asarray(np.zeros(1)), cupy.asarray(np.zeros((), np.int64))
+
+        def named_buffers(self) -> list[tuple[str, Any]]:
+            return [("running", self.running), ("count", self.count)]
+
+    def body(group: ProcessGroup) -> Any:
+        module = Buffered()
+        ddp = ferrorpc.DistributedDataParallel(module, group, buffers=mode)
+        module["w"].grad = cupy.asarray(np.ones(2))
+        module.running += 1.0 + group.rank
+        module.count += 2 + group.rank
+        ddp.sync_gradients()
+        return [float(module.running[0]), int(module.count)]
+
+    assert world(cupy, lanes, 2, body) == expected
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_an_optimizer_that_is_shared_out_updates_weights_on_gpus(cupy: StandIn, lanes: str) -> None:
+    def body(group: ProcessGroup) -> Any:
+        weights = on_gpu(cupy, {"a": np.ones(5, np.float32), "b": np.ones((2, 2), np.float32)})
+        optimizer = ferrorpc.ZeroOptimizer(weights, group, ferrorpc.rules.SGD(0.5))
+        optimizer.step({"a": cupy.asarray(np.full(5, 2.0 * group.rank, np.float32)), "b": None})
+        return [cupy.asnumpy(each).ravel().tolist() for each in weights.values()]
+
+    assert world(cupy, lanes, 2, body) == [[[0.5] * 5, [1.0] * 4]] * 2
+
+
 def test_gradients_given_at_once_are_packed_and_given_out_by_one_kernel_a_bucket(
     cupy: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
