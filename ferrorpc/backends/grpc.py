@@ -79,7 +79,7 @@ class GrpcBackend(MessageBackend):
 def _traffic(transport: Transport, board: Board | None) -> dict[int, tuple[str, int]]:
     """World rank of a peer -> (kind of the lane to it, payload bytes that it has had from this rank)."""
     told = transport.traffic()
-    taken = {} if board is None else dict(board.taken_bytes)
+    taken = {} if board is None else board.calls.taken_bytes()
     return {peer: (kind, sent_bytes + taken.get(peer, 0)) for peer, (kind, sent_bytes) in told.items()}
 
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Generator, Sequence
 from typing import Any, Final, Protocol, TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 
@@ -98,8 +99,7 @@ class Board:
         self._banks: dict[tuple[int, int], Bank] = {}
         self._texts: dict[str, tuple[int, int]] = {}
         self._held: list[Array] = []
-        self.taken_bytes: Counter[int] = Counter()
-        """World rank of a peer -> payload bytes that it has taken out of this rank's memory, or is about to."""
+        self.calls = Calls()
 
     def bank(self, group: int, stream: int, ranks: Sequence[int], channels: int) -> Bank:
         """The channels of one stream of a group of world ranks, in group order; the same object for the same stream.
@@ -169,6 +169,43 @@ class Board:
             return "an operation that it does not name"
         length = min(max(int(memory[offset : offset + 8].view(np.int64)[0]), 0), _TEXT_BYTES)
         return bytes(memory[offset + 8 : offset + 8 + length]).decode(errors="replace")
+
+
+class Giving(Protocol):
+    """A call that lets peers read this rank's memory each time it is run."""
+
+    def given_bytes(self) -> dict[int, int]:
+        """World rank of a peer -> what it took in all runs so far."""
+
+
+class Calls:
+    """All that peers have taken out of this rank's memory: by calls that may be run again, and by those that are gone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._live: WeakSet[Giving] = WeakSet()
+        self._gone: Counter[int] = Counter()
+        self._going: deque[dict[int, int]] = deque()
+
+    def add(self, call: Giving) -> None:
+        """From now on its runs count."""
+        with self._lock:
+            self._live.add(call)
+
+    def forget(self, call: Giving) -> None:
+        """It is not run again. For its finaliser, which may come between any two lines of any thread: so without the lock."""
+        self._going.append(call.given_bytes())
+
+    def taken_bytes(self) -> dict[int, int]:
+        """World rank of a peer -> payload bytes that it has taken, or is about to."""
+        with self._lock:
+            live = list(self._live)
+            while self._going:
+                self._gone.update(self._going.popleft())
+            total = self._gone.copy()
+        for call in live:
+            total.update(call.given_bytes())
+        return total
 
 
 class Bank:

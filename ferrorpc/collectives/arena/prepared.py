@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from functools import cached_property
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -101,20 +100,26 @@ class ArenaPrepared(Prepared):
         self.arena = arena
         self.call = call
         self.signature = call.signature
+        self.runs = 0
+        """How often it was begun; no operation has the time to count bytes."""
         self._digest, self._text = arena.board.sign(self.signature)
-        self._taken_bytes = arena.board.taken_bytes
+        arena.board.calls.add(self)
         self.specs: list[TensorSpec] = []
 
     @abstractmethod
     def taken(self, peer: int) -> int:
         """Payload bytes that group rank `peer` takes out of this rank's memory in one run."""
 
-    @cached_property
-    def _given(self) -> tuple[tuple[int, int], ...]:
-        """What each peer takes, by world rank; without those who take nothing."""
+    def given_bytes(self) -> dict[int, int]:
+        """World rank of a peer -> what it took in all runs so far."""
+        if not self.runs:
+            return {}
         arena = self.arena
-        taken = ((rank, self.taken(peer)) for peer, rank in enumerate(arena.ranks) if peer != arena.rank)
-        return tuple((rank, nbytes) for rank, nbytes in taken if nbytes)
+        return {rank: self.runs * self.taken(peer) for peer, rank in enumerate(arena.ranks) if peer != arena.rank}
+
+    def __del__(self) -> None:
+        if self.runs:
+            self.arena.board.calls.forget(self)
 
     @abstractmethod
     def steps(
@@ -150,9 +155,7 @@ class ArenaPrepared(Prepared):
                 hint=f"start operations with equal number % {len(bank.channels)} in ascending order, each once",
             )
         channel.last = last
-        taken_bytes = self._taken_bytes
-        for rank, nbytes in self._given:
-            taken_bytes[rank] += nbytes
+        self.runs += 1
         return channel, self.steps(channel, before, base, inputs, outputs, *more)
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:

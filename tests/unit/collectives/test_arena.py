@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -310,10 +312,11 @@ def test_lines_have_room_for_every_word():
 
 def taken(world: SharedWorld, calls: list[Call], inputs) -> list[list[int]]:
     """Bytes that each rank (row) has given to each other (column) in one operation."""
-    before = [dict(arena.board.taken_bytes) for arena in world.arenas]
+    before = [arena.board.calls.taken_bytes() for arena in world.arenas]
     world.run(calls, inputs)
-    boards = [arena.board.taken_bytes for arena in world.arenas]
-    return [[after[peer] - was.get(peer, 0) for peer in range(world.size)] for after, was in zip(boards, before, strict=True)]
+    gc.collect()  # calls that are gone count as before
+    after = [arena.board.calls.taken_bytes() for arena in world.arenas]
+    return [[now.get(peer, 0) - was.get(peer, 0) for peer in range(world.size)] for now, was in zip(after, before, strict=True)]
 
 
 def test_what_peers_take_is_counted_as_sent_to_them() -> None:
