@@ -6,7 +6,7 @@ from functools import partial
 from typing import Final
 
 from ferrorpc.backends.message import MessageBackend
-from ferrorpc.collectives.arena.board import Board
+from ferrorpc.collectives.arena.board import Board, Calls
 from ferrorpc.collectives.basis import Basis, published
 from ferrorpc.collectives.call import Operation
 from ferrorpc.coordination.base import Session
@@ -64,7 +64,7 @@ class GrpcBackend(MessageBackend):
         basis = Basis(published(assignment.cost_table), asked, _host_of_each(neighbours.hosts))
         super().__init__(transport, session, timeout=timeout, board=board, basis=basis)
         self._asked = asked
-        session.carry(partial(_traffic, transport, board))
+        session.carry(partial(_traffic, transport, None if board is None else board.calls))
         self._line = session
         self._server = server
         self._path = path
@@ -76,10 +76,13 @@ class GrpcBackend(MessageBackend):
         return GrpcBackend(self._line, self._server, path=self._path, timeout=self.timeout, asked=self._asked)
 
 
-def _traffic(transport: Transport, board: Board | None) -> dict[int, tuple[str, int]]:
-    """World rank of a peer -> (kind of the lane to it, payload bytes that it has had from this rank)."""
+def _traffic(transport: Transport, calls: Calls | None) -> dict[int, tuple[str, int]]:
+    """World rank of a peer -> (kind of the lane to it, payload bytes that it has had from this rank).
+
+    The session asks beyond the end of the generation, whose memory must be free by then: nothing here refers to it.
+    """
     told = transport.traffic()
-    taken = {} if board is None else board.calls.taken_bytes()
+    taken = {} if calls is None else calls.taken_bytes()
     return {peer: (kind, sent_bytes + taken.get(peer, 0)) for peer, (kind, sent_bytes) in told.items()}
 
 
