@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import numpy as np
 
 import ferrorpc
 from benchmarks.gpu.one_rank import backend_of_one
+from benchmarks.gpu.turns import seconds_of
 from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.arrays.kinds import spec_of
 from ferrorpc.backends.nccl.choose import open_nccl
@@ -58,17 +57,7 @@ def cases(cupy: Any, group: ProcessGroup, size_bytes: int) -> dict[str, Callable
 
 def measure(cupy: Any, group: ProcessGroup, size_bytes: int, turns: int) -> dict[str, float]:
     """Seconds of each case: medians of `turns`, taken in turns."""
-    found = cases(cupy, group, size_bytes)
-    settle = cupy.cuda.get_current_stream().synchronize
-    times: dict[str, list[float]] = {name: [] for name in found}
-    for _ in range(turns):
-        for name, act in found.items():
-            settle()
-            begin = time.perf_counter()
-            act()
-            settle()
-            times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(each) for name, each in times.items()}
+    return seconds_of(cupy, cases(cupy, group, size_bytes), turns)
 
 
 def main() -> None:

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.turns import seconds_of
 from ferrorpc.arrays.cupy_device import CupyDevice, open_device
 from ferrorpc.cli.table import table
-from ferrorpc.kernels.cuda.launcher import DeviceKernels
 from ferrorpc.types import DType
 
 MIB = 1 << 20
@@ -35,7 +33,7 @@ def cases(cupy: Any, device: CupyDevice, size_bytes: int) -> dict[str, tuple[Cal
     count = size_bytes // 4
     x, y = cupy.asarray(np.ones(count, np.float32)), cupy.empty(count, np.float32)
     half = cupy.empty(count, np.uint16)
-    stream, kernels, staging = device.current(), DeviceKernels(cupy), device.staging
+    stream, kernels, staging = device.current(), device.kernels, device.staging
     parts = np.array_split(np.arange(count), TENSORS)
     tensors = [cupy.asarray(np.ones(len(part), np.float32)) for part in parts]
     starts = [int(part[0]) for part in parts]
@@ -61,17 +59,8 @@ def cases(cupy: Any, device: CupyDevice, size_bytes: int) -> dict[str, tuple[Cal
 def measure(cupy: Any, device: CupyDevice, size_bytes: int, turns: int) -> dict[str, float]:
     """GB/s of each case: medians of `turns`, taken in turns."""
     found = cases(cupy, device, size_bytes)
-    settle = cupy.cuda.get_current_stream().synchronize
-    times: dict[str, list[float]] = {name: [] for name in found}
-    for turn in range(turns + 1):
-        for name, (act, _) in found.items():
-            settle()
-            begin = time.perf_counter()
-            act()
-            settle()
-            if turn:  # the first compiles and pins
-                times[name].append(time.perf_counter() - begin)
-    return {name: found[name][1] / statistics.median(each) / 1e9 for name, each in times.items()}
+    seconds = seconds_of(cupy, {name: act for name, (act, _) in found.items()}, turns)
+    return {name: found[name][1] / each / 1e9 for name, each in seconds.items()}
 
 
 def main() -> None:

@@ -288,9 +288,9 @@ class Staging:
         """Waits until the GPU has done what the calling thread's current stream holds, or clock time `until`.
 
         Raises:
-            CollectiveTimeoutError: it has not.
+            CollectiveTimeoutError: it has not, or not within COPY_SECONDS.
         """
-        wait_for(self.device.current().record(), clock, until - clock.now())
+        wait_for(self.device.current().record(), clock, min(until - clock.now(), COPY_SECONDS))
 
     def down(self, source: DeviceArray) -> Array:
         """A copy of a C-contiguous device array on the host, in storage dtype. Complete when it returns.

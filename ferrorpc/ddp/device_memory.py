@@ -24,7 +24,6 @@ from ferrorpc.arrays.staging import COPY_SECONDS, wait_for
 from ferrorpc.ddp.bucket import Bucket, Slot
 from ferrorpc.ddp.memory import Array, Home, Memory, is_share, real_type
 from ferrorpc.guard import Clock
-from ferrorpc.kernels.cuda.launcher import DeviceKernels
 from ferrorpc.kernels.cuda.reference import NAMES
 from ferrorpc.types import DType, TensorSpec
 
@@ -41,7 +40,7 @@ class Gpu:
         self.kind = kind
         self.clock = clock
         self.device: Device = kind.device
-        self.kernels = DeviceKernels(sys.modules["cupy"])
+        self.kernels = self.device.kernels
 
 
 class Order:

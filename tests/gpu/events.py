@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.arrays.staging import Staging
+from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.testing import run_world
 from ferrorpc.testing.gpu.stand_in import StandIn
+from ferrorpc.testing.reference import check_same
 from ferrorpc.transports.inproc import InprocTransport
+
+SECONDS: Final = 10.0
 
 
 def with_small_slots(cupy: StandIn, slot_bytes: int, slots: int, gpus: int = 4) -> Iterator[None]:
@@ -22,10 +27,28 @@ def with_small_slots(cupy: StandIn, slot_bytes: int, slots: int, gpus: int = 4) 
         vars(device_of(cupy, index))["staging"] = staging
     yield
     rings = [ring for staging in stagings for ring in (staging.descents, staging.ascents)]
-    parker, until = SYSTEM_CLOCK.parker(), SYSTEM_CLOCK.now() + 10
+    parker, until = SYSTEM_CLOCK.parker(), SYSTEM_CLOCK.now() + SECONDS
     while any(ring.taken for ring in rings) and SYSTEM_CLOCK.now() < until:  # a progress thread may just be ending what failed
         parker.park(SYSTEM_CLOCK.now() + 0.01)
     assert [ring.taken for ring in rings] == [0] * len(rings)
+
+
+def world(size: int, cupy: StandIn, body: Callable[[ProcessGroup], Any]) -> list[Any]:
+    """body on every rank, on its own GPU and in a stream of its own."""
+
+    def on_gpu(group: ProcessGroup) -> Any:
+        with cupy.cuda.Device(group.rank), cupy.cuda.Stream(non_blocking=True):
+            return body(group)
+
+    return run_world(size, on_gpu, clock=SYSTEM_CLOCK, timeout=SECONDS)
+
+
+def same(cupy: StandIn, found: Any, expected: Any, what: str) -> None:
+    if expected is None:
+        assert found is None
+        return
+    assert isinstance(found, cupy.ndarray), what
+    check_same(cupy.asnumpy(found), expected, what)
 
 
 class Events:

@@ -14,17 +14,15 @@ from ferrorpc.collectives import near
 from ferrorpc.errors import PeerLostError, TensorMismatchError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
-from ferrorpc.testing import run_world
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.testing.reference import check_same
 from ferrorpc.wire.codecs import codec
-from tests.gpu.events import Events, with_small_slots
+from tests.gpu.events import SECONDS, Events, same, with_small_slots, world
 from tests.gpu.host_kernels import HostKernels
 from tests.gpu.test_launcher import RawModule
 
 SLOT = 192 << 10
 SLOTS = 3
-SECONDS = 10.0
 CODED = near.CODED_VALUES
 WIRES = ["bf16", "f16", "int8"]
 
@@ -60,22 +58,6 @@ def floats(count: int, rank: int) -> Array:
     values = chance.standard_normal(count) * 10.0 ** chance.integers(-44, 30, count)
     with np.errstate(over="ignore"):
         return values.astype(np.float32)
-
-
-def world(size: int, cupy: StandIn, body: Callable[[ProcessGroup], Any]) -> list[Any]:
-    def on_gpu(group: ProcessGroup) -> Any:
-        with cupy.cuda.Device(group.rank), cupy.cuda.Stream(non_blocking=True):
-            return body(group)
-
-    return run_world(size, on_gpu, clock=SYSTEM_CLOCK, timeout=SECONDS)
-
-
-def same(cupy: StandIn, found: Any, expected: Any, what: str) -> None:
-    if expected is None:
-        assert found is None
-        return
-    assert isinstance(found, cupy.ndarray), what
-    check_same(cupy.asnumpy(found), expected, what)
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,17 +17,15 @@ from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CollectiveTimeoutError, GroupAbortedError, PeerLostError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
-from ferrorpc.testing import run_world
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.testing.reference import check_same, reduced
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
-from tests.gpu.events import Events, with_small_slots
+from tests.gpu.events import SECONDS, Events, same, with_small_slots, world
 from tests.unit.collectives.shared_world import SharedWorld
 
 SLOT = 256 << 10
 SLOTS = 3
-SECONDS = 10.0
 MIB = 1 << 20
 CHUNK = MIB // 4
 """Elements of float32 that travel together."""
@@ -49,21 +47,6 @@ def staging(cupy: StandIn, index: int) -> Staging:
 
 def floats(count: int, rank: int) -> Array:
     return np.random.default_rng([rank, count]).standard_normal(count).astype(np.float32)
-
-
-def world(size: int, cupy: StandIn, body: Callable[[ProcessGroup], Any]) -> list[Any]:
-    """body on every rank, on its own GPU and in a stream of its own."""
-
-    def on_gpu(group: ProcessGroup) -> Any:
-        with cupy.cuda.Device(group.rank), cupy.cuda.Stream(non_blocking=True):
-            return body(group)
-
-    return run_world(size, on_gpu, clock=SYSTEM_CLOCK, timeout=SECONDS)
-
-
-def same(cupy: StandIn, found: Any, expected: Array, what: str) -> None:
-    assert isinstance(found, cupy.ndarray), what
-    check_same(cupy.asnumpy(found), expected, what)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
