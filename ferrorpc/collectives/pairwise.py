@@ -159,6 +159,9 @@ class RecvExecution(Advancing):
         self._taken[frame.offset : last] = frame.payload
         self._received = last
 
+    def attend(self) -> None:
+        self._transport.attend(self._peer, lambda: self._ended)
+
     def waiting_on(self) -> list[int]:
         return [self._peer]
 

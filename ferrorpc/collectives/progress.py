@@ -90,6 +90,7 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
             if not execution.polling.briefly(iter(execution.advance, True)):
                 _poll(execution, parker)
         elif not execution.advance():
+            execution.attend()
             _wait(execution, parker)
     except FerroError as error:
         if guard.latch.cause is not None or not breaks(execution, error):

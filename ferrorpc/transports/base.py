@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Transport(ABC):
     """The lanes from one rank to all others of its generation. Ranks are world ranks.
 
-    Every method may be called from any thread, and none of them blocks.
+    Every method may be called from any thread, and none of them blocks; `attend` may take a moment.
     """
 
     rank: int
@@ -60,6 +60,11 @@ class Transport(ABC):
     @abstractmethod
     def probe(self, peer: int, key: Key, signature: str) -> None:
         """Asks `peer` where it stands in this operation; the answer arrives in the operation's box."""
+
+    def attend(self, peer: int, over: Callable[[], bool]) -> None:
+        """A thread is about to sleep until something comes from `peer`: where it is cheaper than to be woken, it reads that
+        itself for a moment, or until `over`."""
+        return
 
     def traffic(self) -> dict[int, tuple[str, int]]:
         """World rank of a peer -> (kind of its lane, payload bytes sent to it). Empty where nobody counts."""

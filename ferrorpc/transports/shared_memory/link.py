@@ -27,6 +27,14 @@ class Link:
     def __init__(self, peer: int, connection: socket.socket, wake: Callable[[], None]) -> None:
         self.peer = peer
         self.connection = connection
+        self.reading = threading.Lock()
+        """Held by whoever reads it."""
+        self.attended = False
+        """Whether that is somebody who waits for the peer."""
+        self.skips = 0
+        """How many who wait for the peer are to sleep at once."""
+        self.vain = 0
+        """Grows with each who attended to it in vain, one after the other."""
         self._wake = wake
         self._lock = threading.Lock()
         self._queue: deque[bytes] = deque()
@@ -108,4 +116,5 @@ class Link:
     def close(self) -> None:
         """Gives the socket back; the peer reads what was sent, and then the end."""
         self.end()
-        self.connection.close()
+        with self.reading:
+            self.connection.close()

@@ -1,14 +1,14 @@
 """The ranks of this generation that share this host's memory, from `meet` (meeting.py) until `close`.
 
-One daemon thread reads the sockets of all of them. A socket that ends without a goodbye is a suspicion, told at once; the
-coordinator decides what it means. One that ends with a goodbye is a peer that left: only who still needs it has lost it.
+A socket to each of them (reader.py reads them) ends with its process. One that ends without a goodbye is a suspicion, told at
+once; the coordinator decides what it means. One that ends with a goodbye is a peer that left: only who still needs it has
+lost it.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import selectors
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ import numpy as np
 from ferrorpc.errors import GroupClosedError, UsageError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports.shared_memory.hosts import Hosts
-from ferrorpc.transports.shared_memory.link import Link
+from ferrorpc.transports.shared_memory.reader import Reader
 
 if TYPE_CHECKING:
     from ferrorpc.transports.shared_memory.greeting import Neighbour
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 STOP_SECONDS: Final = 0.5
 """How long the goodbyes of a process that ends may take: it has about two seconds for all it does."""
-
-TURN_MESSAGES: Final = 16
-"""How many messages of one neighbour are read before it is another one's turn."""
 
 GOODBYE: Final = b"\0"
 """The first byte of a message is its kind; this one is the only kind that is all there is of a message."""
@@ -73,10 +70,8 @@ class Neighbours:
         self._left: set[int] = set()
         self._started = False
         self._closing = False
-        self._discard = False
-        self._ended = threading.Event()
-        self._wake_descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) if proven else -1
-        self._links = {neighbour.rank: Link(neighbour.rank, neighbour.connection, self._wake) for neighbour in proven}
+        connections = {neighbour.rank: neighbour.connection for neighbour in proven}
+        self._reader = Reader(connections, clock, self._heard, self._ended)
         _all.add(self)
 
     @property
@@ -130,17 +125,21 @@ class Neighbours:
         self._on_link_lost = on_link_lost
         self._on_message = _nobody if on_message is None else on_message
         self._on_end = _nobody if on_end is None else on_end
-        if self._links:
+        if self._reader.links:
             self._started = True
-            self._clock.start(self._read, f"ferrorpc-neighbours-of-{self.rank}")
+            self._clock.start(self._reader.run, f"ferrorpc-neighbours-of-{self.rank}")
 
     def send(self, peer: int, message: bytes) -> None:
         """Sends a small message to a neighbour, in order with others; never blocks."""
-        self._links[peer].send(message)
+        self._reader.links[peer].send(message)
 
     def offer(self, peer: int, message: bytes, room: Callable[[], None]) -> bool:
         """Sends a message, unless others to this neighbour still wait: then False, and `room` is called once none does."""
-        return self._links[peer].offer(message, room)
+        return self._reader.links[peer].offer(message, room)
+
+    def attend(self, peer: int, over: Callable[[], bool]) -> None:
+        """Reads what a neighbour sends on this thread, until `over` or for about 0.1 ms. Only after `start`."""
+        self._reader.attend(peer, over)
 
     def has_left(self, peer: int) -> bool:
         """Whether a neighbour has said goodbye. What it wrote before is in its memory, which stays mapped."""
@@ -163,89 +162,34 @@ class Neighbours:
             if self._closing:
                 return
             self._closing = True
-        for link in self._links.values():
+        for link in self._reader.links.values():
             link.send(GOODBYE)
-        self._wake()
-        if self._started and not self._ended.wait(timeout):
-            self._discard = True
-            self._wake()
-            self._ended.wait()
-        self._free()
-
-    def _free(self) -> None:
-        for link in self._links.values():
-            link.close()
+        if self._started:
+            self._reader.stop(timeout)
+        self._reader.close()
         for neighbour in self._neighbours.values():
             neighbour.close()
         if self._segment is not None:
             self._segment.close()
-        with self._lock:
-            descriptor, self._wake_descriptor = self._wake_descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
 
-    def _wake(self) -> None:
-        with self._lock:
-            if self._wake_descriptor >= 0:
-                os.eventfd_write(self._wake_descriptor, 1)
+    # -- what the reader tells -----------------------------------------------------------------------------------------
 
-    # -- the reader thread ---------------------------------------------------------------------------------------------
+    def _heard(self, peer: int, message: bytes) -> None:
+        if message == GOODBYE:
+            self._left.add(peer)
+        else:
+            self._on_message(peer, message)
 
-    def _read(self) -> None:
-        """Until every link has ended, or this rank closes and has nothing left to say."""
-        try:
-            self._read_all()
-        finally:
-            self._ended.set()
-
-    def _read_all(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_descriptor, selectors.EVENT_READ)
-            for link in self._links.values():
-                selector.register(link.connection, selectors.EVENT_READ, link)
-            open_links = set(self._links.values())
-            while open_links and not self._finished(open_links):
-                for key, events in selector.select():
-                    if key.data is None:
-                        os.eventfd_read(self._wake_descriptor)
-                    elif not self._serve(key.data, events):
-                        selector.unregister(key.fileobj)
-                        open_links.discard(key.data)
-                        key.data.end()
-                        self._on_end(key.data.peer)
-                for link in open_links:
-                    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.pending else 0)
-                    if selector.get_key(link.connection).events != events:
-                        selector.modify(link.connection, events, link)
-
-    def _finished(self, links: set[Link]) -> bool:
-        """Whether this rank closes and has said all that it had to, or gives up saying it."""
-        return self._closing and (self._discard or not any(link.pending for link in links))
-
-    def _serve(self, link: Link, events: int) -> bool:
-        """Something can be done on a link; False at its end."""
-        if events & selectors.EVENT_WRITE:
-            link.flush()
-        for _ in range(TURN_MESSAGES if events & selectors.EVENT_READ else 0):
-            message = link.receive()
-            if message is None:
-                break
-            if not message:
-                if link.peer not in self._left:
-                    self.lose(link.peer, "its process ended without a goodbye")
-                return False
-            if message == GOODBYE:
-                self._left.add(link.peer)
-            else:
-                self._on_message(link.peer, message)
-        return True
+    def _ended(self, peer: int) -> None:
+        if peer not in self._left:
+            self.lose(peer, "its process ended without a goodbye")
+        self._on_end(peer)
 
     def abandon_in_child(self) -> None:
         """In a forked child: gives back its copies of the sockets, so that the parent's end is seen while the child lives."""
         self._lock = threading.Lock()
         self._closing = True
-        for link in self._links.values():
-            link.connection.close()
+        self._reader.abandon_in_child()
 
 
 def _nobody(*_: Any) -> None:

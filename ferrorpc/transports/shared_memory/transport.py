@@ -110,6 +110,9 @@ class SharedMemoryTransport(Transport):
         elif self._reaches(peer):
             self._tell(peer, shared_memory_pb2.SharedMemoryMessage(probe=control.probe_of(key, signature)))
 
+    def attend(self, peer: int, over: Callable[[], bool]) -> None:
+        self._neighbours.attend(peer, over)
+
     def traffic(self) -> dict[int, tuple[str, int]]:
         return {peer: ("shared_memory", sent) for peer, sent in self._sent.items()}
 

@@ -174,7 +174,7 @@ def test_a_name_that_is_taken_means_no_shared_memory(monkeypatch: pytest.MonkeyP
 
 def test_a_link_that_ends_without_goodbye_is_told_at_once() -> None:
     with Meeting(3) as ranks:
-        ranks[1]._links[0].connection.shutdown(socket.SHUT_RDWR)
+        ranks[1]._reader.links[0].connection.shutdown(socket.SHUT_RDWR)
         wait_for(lambda: len(ranks.lost) >= 2)
         assert sorted(ranks.lost)[:2] == [
             (0, 1, "its process ended without a goodbye"),
@@ -274,7 +274,7 @@ def test_a_rank_that_dies_meanwhile_leaves_the_others_without_neighbours(monkeyp
 def test_a_forked_child_gives_its_copies_of_the_sockets_back() -> None:
     """So that the end of its parent is seen although the child lives on."""
     with Meeting(2) as ranks:
-        descriptors = [ranks[rank]._links[1 - rank].connection.fileno() for rank in range(2)]
+        descriptors = [ranks[rank]._reader.links[1 - rank].connection.fileno() for rank in range(2)]
 
         def child() -> bool:
             return not any(os.path.exists(f"/proc/self/fd/{descriptor}") for descriptor in descriptors)

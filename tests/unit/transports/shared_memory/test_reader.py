@@ -1,0 +1,211 @@
+"""Links are read by one thread, or for a moment by one that waits: in order, nothing lost, nothing told twice."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from ferrorpc.guard import SYSTEM_CLOCK, Clock
+from ferrorpc.transports.shared_memory.reader import ATTENTION_SECONDS, SKIPS_MAX, Reader
+from tests.unit.transports.shared_memory.meetings import SECONDS
+
+PEER = 7
+
+
+class Ends:
+    """A reader of one link, the socket at the link's other end, and what the reader told."""
+
+    def __init__(self, clock: Clock = SYSTEM_CLOCK) -> None:
+        mine, self.other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mine.setblocking(False)
+        self.heard: list[tuple[bytes, int]] = []
+        """Each message, and the thread that it was handed on by."""
+        self.ends: list[int] = []
+        self.on_message: Callable[[bytes], None] = lambda message: None
+        self.told = threading.Condition()
+        self.reader = Reader({PEER: mine}, clock, self._hear, self._end)
+        self.link = self.reader.links[PEER]
+        self.thread = threading.Thread(target=self.reader.run, daemon=True)
+
+    def _hear(self, peer: int, message: bytes) -> None:
+        assert peer == PEER
+        with self.told:
+            self.heard.append((message, threading.get_ident()))
+            self.told.notify_all()
+        self.on_message(message)
+
+    def _end(self, peer: int) -> None:
+        with self.told:
+            self.ends.append(peer)
+            self.told.notify_all()
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        with self.told:
+            assert self.told.wait_for(condition, SECONDS)
+
+    def attend(self, over: Callable[[], bool]) -> None:
+        self.reader.attend(PEER, over)
+
+    def close(self) -> None:
+        if self.thread.ident is not None:
+            self.reader.stop(SECONDS)
+            self.thread.join(SECONDS)
+        self.reader.close()
+        self.other.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    made = Ends()
+    yield made
+    made.close()
+
+
+class SteppingClock:
+    """A clock on which every look takes a quarter of the time there is for looking."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        self.seconds += ATTENTION_SECONDS / 4
+        return self.seconds
+
+
+def stepping() -> Ends:
+    return Ends(SteppingClock())  # type: ignore[arg-type]  it needs nothing else of a clock
+
+
+def test_who_waits_reads_on_its_own_thread_until_it_has_what_it_waits_for(ends: Ends) -> None:
+    for number in range(3):
+        ends.other.send(b"%d" % number)
+    ends.attend(lambda: len(ends.heard) == 2)
+    here = threading.get_ident()
+    assert ends.heard == [(b"0", here), (b"1", here)]
+
+
+def test_a_link_that_is_attended_to_is_left_alone_and_then_read_again(ends: Ends) -> None:
+    read_elsewhere: list[bool] = []
+
+    def over() -> bool:
+        ends.other.send(b"second")
+        ends.thread.start()
+        with ends.told:  # It has the time to read that, if it would.
+            read_elsewhere.append(ends.told.wait_for(lambda: len(ends.heard) > 1, 0.05))
+        return True
+
+    ends.other.send(b"first")
+    ends.attend(over)
+    assert read_elsewhere == [False]
+    ends.wait_for(lambda: len(ends.heard) == 2)
+    assert ends.heard == [(b"first", threading.get_ident()), (b"second", ends.thread.ident)]
+
+
+def test_the_end_of_a_link_is_told_once_by_the_reader_thread(ends: Ends) -> None:
+    ends.other.send(b"last")
+    ends.other.close()
+    ends.attend(lambda: False)
+    assert [message for message, _ in ends.heard] == [b"last"]
+    assert ends.ends == []
+    ends.thread.start()
+    ends.wait_for(lambda: ends.ends == [PEER])
+    ends.thread.join(SECONDS)
+    ends.link.skips = 0
+    ends.attend(lambda: False)
+    assert ends.ends == [PEER]
+
+
+def test_who_waits_in_vain_sleeps_at_once_more_and_more_often() -> None:
+    with contextlib.closing(stepping()) as ends:
+        skips = []
+        for _ in range(8):
+            ends.attend(lambda: False)
+            skips.append(ends.link.skips)
+            ends.link.skips = 0
+        assert skips == [1, 3, 7, 15, 31, 63, SKIPS_MAX, SKIPS_MAX]
+        ends.other.send(b"news")
+        ends.attend(lambda: True)
+        assert ends.link.skips == 0
+
+
+def test_who_is_to_sleep_at_once_does_not_look() -> None:
+    with contextlib.closing(stepping()) as ends:
+        ends.attend(lambda: False)
+        ends.other.send(b"news")
+        ends.attend(lambda: True)
+        assert ends.heard == []
+        ends.attend(lambda: True)
+        assert [message for message, _ in ends.heard] == [b"news"]
+
+
+def test_one_who_attends_does_not_do_so_for_ever() -> None:
+    with contextlib.closing(stepping()) as ends:
+        ends.on_message = lambda message: ends.other.send(message) and None
+        ends.other.send(b"again")
+        ends.attend(lambda: False)
+        assert 1 <= len(ends.heard) <= 4
+
+
+def test_several_who_wait_and_the_reader_thread_hand_on_everything_in_order(ends: Ends) -> None:
+    count = 3000
+    ends.thread.start()
+    stop = threading.Event()
+
+    def more_than(before: int) -> bool:
+        return len(ends.heard) > before
+
+    def wait_for_it() -> None:
+        while not stop.is_set():
+            ends.attend(partial(more_than, len(ends.heard)))
+
+    waiting = [threading.Thread(target=wait_for_it, daemon=True) for _ in range(2)]
+    for thread in waiting:
+        thread.start()
+    for number in range(count):
+        ends.other.send(b"%d" % number)
+    ends.wait_for(lambda: len(ends.heard) == count)
+    stop.set()
+    for thread in waiting:
+        thread.join(SECONDS)
+    assert [message for message, _ in ends.heard] == [b"%d" % number for number in range(count)]
+
+
+def test_what_the_kernel_had_no_room_for_is_written_while_somebody_attends(ends: Ends) -> None:
+    ends.thread.start()
+    message = b"\1" * 4000
+    sent = 0
+    while ends.link.offer(message, lambda: None):
+        sent += 1
+    assert ends.link.pending
+    ends.other.settimeout(SECONDS)
+    for _ in range(sent):
+        ends.attend(lambda: False)
+        assert ends.other.recv(1 << 16) == message
+
+
+def test_closing_waits_for_who_reads_and_leaves_nothing_to_read() -> None:
+    ends = Ends()
+    ends.thread.start()
+    started = threading.Event()
+    closed = threading.Thread(target=ends.close)
+    seen: list[bool] = []
+
+    def over() -> bool:
+        started.set()
+        closed.start()
+        closed.join(0.05)
+        seen.append(closed.is_alive())
+        return True
+
+    while not started.is_set():
+        ends.other.send(b"news")
+        ends.link.skips = 0
+        ends.attend(over)
+    closed.join(SECONDS)
+    assert seen == [True]
+    ends.attend(lambda: False)
