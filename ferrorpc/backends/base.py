@@ -18,7 +18,7 @@ from ferrorpc.errors import BackendUnavailableError, FerroError
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
 
 if TYPE_CHECKING:
-    from ferrorpc.collectives.arena.prepared import Arena
+    from ferrorpc.collectives.arena.arena import Arena
     from ferrorpc.collectives.basis import Basis
     from ferrorpc.collectives.call import Call
     from ferrorpc.collectives.execution import Execution, Prepared

@@ -15,7 +15,7 @@ from ferrorpc.arrays.device import is_host
 from ferrorpc.backends.base import Capabilities
 from ferrorpc.backends.nccl.api import reduction
 from ferrorpc.backends.nccl.backend import NcclBackend
-from ferrorpc.collectives.arena.prepared import Arena
+from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.guard import Guard

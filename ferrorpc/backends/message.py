@@ -14,8 +14,8 @@ from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.collectives.algorithms.plan import Plan
 from ferrorpc.collectives.announced import prepare
 from ferrorpc.collectives.arena import select as arena_select
+from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.board import Board
-from ferrorpc.collectives.arena.prepared import Arena
 from ferrorpc.collectives.basis import Basis
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution, Prepared

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, unique
+from functools import cached_property
 from typing import Final
 
 from ferrorpc.errors import UsageError
@@ -28,7 +29,7 @@ class Operation(Enum):
     BARRIER = "barrier"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """A collective as one rank called it; hashable, the key of the cache of prepared calls.
 
@@ -52,7 +53,7 @@ class Call:
     note: str = ""
     unordered: bool = False
 
-    @property
+    @cached_property
     def signature(self) -> str:
         """What every rank must agree on, in words; two different texts are a CollectiveMismatchError.
 

@@ -12,8 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.execution import ArenaExecution
-from ferrorpc.collectives.arena.prepared import Arena, ArenaPrepared
+from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.types import ReduceOp, TensorSpec, dtype_of
@@ -85,7 +86,7 @@ class Shortcut:
         except BaseException as error:  # noqa: BLE001  the general way reports it and raises the first cause
             steps = _failed(error)
         key = Key(dispatch.backend.group_id, 0, number)
-        dispatch.run(ArenaExecution(prepared, key, channel, steps, dispatch.guard(dispatch.timeout)))
+        dispatch.run(ArenaExecution(self._arena, prepared.call, key, channel, steps, dispatch.guard(dispatch.timeout)))
 
     def _learn(self, key: tuple[Any, ...]) -> ArenaPrepared | None:
         dtype, shape, op = key

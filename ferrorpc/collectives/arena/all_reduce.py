@@ -21,9 +21,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from ferrorpc.collectives.algorithms.cut import slices
+from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.board import LEFT, REDUCED, RESULT, RING, SIGNATURE, SOURCE, STAGED, Array, Channel
-from ferrorpc.collectives.arena.execution import ArenaExecution
-from ferrorpc.collectives.arena.prepared import Arena, ArenaPrepared, Steps, fold_of
+from ferrorpc.collectives.arena.execution import ArenaExecution, Steps
+from ferrorpc.collectives.arena.prepared import ArenaPrepared, fold_of
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.ferry import Ferry, ferry_for
@@ -102,7 +103,7 @@ class TwoShot(ArenaPrepared):
             return super().start(key, inputs, outputs, guard)
         here = None if ferry.outputs is None else [each for each in ferry.outputs if each is not None]
         channel, steps = self.begin(self.arena.bank(key.stream), key.number, ferry.inputs, here, ferry)
-        return ArenaExecution(self, key, channel, steps, guard, ferry)
+        return ArenaExecution(self.arena, self.call, key, channel, steps, guard, ferry)
 
     def steps(
         self,

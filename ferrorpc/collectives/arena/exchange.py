@@ -20,8 +20,10 @@ from typing import Final
 
 import numpy as np
 
+from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.board import LEFT, RING, SIGNATURE, SOURCE, STAGED, Array, Channel
-from ferrorpc.collectives.arena.prepared import Arena, ArenaPrepared, Steps, fold_of
+from ferrorpc.collectives.arena.execution import Steps
+from ferrorpc.collectives.arena.prepared import ArenaPrepared, fold_of
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, TensorSpec

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Sequence
+from typing import TypeAlias
 
+from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.board import STAGED, Array, Channel
-from ferrorpc.collectives.call import Operation
+from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.ferry import Ferry
 from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroError
@@ -13,12 +15,12 @@ from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
 
-if TYPE_CHECKING:
-    from ferrorpc.collectives.arena.prepared import ArenaPrepared, Steps
+Steps: TypeAlias = Generator[int, None, tuple[Sequence[Array], list[TensorSpec]]]
+"""A running operation: yields whenever it has to wait, and returns its results."""
 
 
 class ArenaExecution(Execution):
-    """One run of a prepared call.
+    """One run of a call.
 
     Args:
         steps: the operation, as far as it has come.
@@ -26,14 +28,22 @@ class ArenaExecution(Execution):
     """
 
     def __init__(
-        self, prepared: ArenaPrepared, key: Key, channel: Channel, steps: Steps, guard: Guard, ferry: Ferry | None = None
+        self,
+        arena: Arena,
+        call: Call,
+        key: Key,
+        channel: Channel,
+        steps: Steps,
+        guard: Guard,
+        ferry: Ferry | None = None,
     ) -> None:
         self.guard = guard
         self.ferry = ferry
         self.results: list[Array] = []
         self.specs: list[TensorSpec] = []
-        self.polling = prepared.arena.polling
-        self._prepared = prepared
+        self.polling = arena.polling
+        self._arena = arena
+        self._call = call
         self._key = key
         self._channel = channel
         self._steps = steps
@@ -43,7 +53,7 @@ class ArenaExecution(Execution):
 
     @property
     def label(self) -> str:
-        return f"{self._prepared.signature} #{self._key.number}"
+        return f"{self._call.signature} #{self._key.number}"
 
     def advance(self) -> bool:
         ferry = self.ferry
@@ -84,13 +94,12 @@ class ArenaExecution(Execution):
 
     def probe(self) -> None:
         """Asks over the lanes, too: a peer may be in a call that sends messages, or gone."""
-        prepared = self._prepared
-        transport = prepared.arena.transport
+        transport, signature = self._arena.transport, self._call.signature
         if not self._entered:
             self._entered = True
-            transport.mailbox.enter(self._key, prepared.signature, self.wake)
+            transport.mailbox.enter(self._key, signature, self.wake)
         for peer in self.waiting_on():
-            transport.probe(peer, self._key, prepared.signature)
+            transport.probe(peer, self._key, signature)
 
     def explain(self) -> str:
         bank = self._channel.bank
@@ -107,11 +116,11 @@ class ArenaExecution(Execution):
 
     def timeout_error(self) -> FerroError:
         waiting = self.waiting_on()
-        known = self._prepared.arena.describe(waiting)
+        known = self._arena.describe(waiting)
         text = f"{self.label} was not complete after {self.guard.seconds:g} s: {self.explain()}" + (
             f"; {known}" if known else ""
         )
-        if self._prepared.call.operation is Operation.BARRIER:
+        if self._call.operation is Operation.BARRIER:
             return BarrierTimeoutError(waiting, text)
         return CollectiveTimeoutError(waiting, text)
 
@@ -121,6 +130,6 @@ class ArenaExecution(Execution):
             self._channel.poison()
         if self._entered:
             self._entered = False
-            self._prepared.arena.transport.mailbox.leave(self._key)
+            self._arena.transport.mailbox.leave(self._key)
         if self.ferry is not None:
             self.ferry.finish()

@@ -3,87 +3,23 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from ferrorpc.arrays.device import is_host
-from ferrorpc.collectives.arena.board import CHUNK_BITS, SIGNATURE, STAGED, TEXT, Array, Bank, Board, Channel
-from ferrorpc.collectives.arena.execution import ArenaExecution
+from ferrorpc.collectives.arena.arena import Arena
+from ferrorpc.collectives.arena.board import CHUNK_BITS, SIGNATURE, TEXT, Array, Bank, Channel
+from ferrorpc.collectives.arena.execution import ArenaExecution, Steps
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.ferry import home
 from ferrorpc.errors import CodecError, CollectiveMismatchError, UsageError
 from ferrorpc.guard import Guard
 from ferrorpc.kernels.reduction import kernel
-from ferrorpc.transports.base import Transport
-from ferrorpc.transports.mailbox import Entered
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
-
-Steps: TypeAlias = Generator[int, None, tuple[Sequence[Array], list[TensorSpec]]]
-"""A running operation: yields whenever it has to wait, and returns its results."""
-
-PROGRAM_CHANNELS: Final = 4
-"""Operations in program order that may be under way at once before the next waits for the oldest."""
-
-
-class Arena:
-    """Shared-memory operations of one group, all of whose ranks are neighbours.
-
-    Args:
-        board: this rank's board in this generation.
-        transport: lanes to the same ranks, by which those who are waited for are asked where they stand.
-        group: the group's id.
-        ranks: world rank of each group rank.
-        describe: what is known of world ranks, in words.
-    """
-
-    def __init__(
-        self,
-        board: Board,
-        transport: Transport,
-        group: int,
-        ranks: Sequence[int],
-        describe: Callable[[list[int]], str],
-    ) -> None:
-        self.board = board
-        self.transport = transport
-        self.describe = describe
-        self.polling = board.polling
-        self.ranks = tuple(ranks)
-        self.size = len(self.ranks)
-        self.rank = self.ranks.index(board.rank)
-        self._group = group
-        self._channels = {0: PROGRAM_CHANNELS}
-        self._banks: dict[int, Bank] = {}
-
-    def open_stream(self, stream: int, channels: int) -> None:
-        """A stream has so many channels; before its first operation. What is not said has PROGRAM_CHANNELS."""
-        self._channels[stream] = channels
-
-    def bank(self, stream: int) -> Bank:
-        """The channels of a stream."""
-        found = self._banks.get(stream)
-        if found is None:
-            channels = self._channels.get(stream, PROGRAM_CHANNELS)
-            found = self._banks[stream] = self.board.bank(self._group, stream, self.ranks, channels)
-        return found
-
-    def entered(self, key: Key) -> Entered:
-        """Which call of this rank has that place, and which was its last; a peer asks that is in another one.
-
-        An operation is known until the next one on its channel, which does not begin before every rank has left it.
-        """
-        bank = self._banks.get(key.stream)
-        if bank is None:
-            return Entered(None, 0, "")
-        ticket, signature = bank.latest(self.board.rank)
-        line = bank.channels[key.number % len(bank.channels)].line
-        known = line[STAGED] >> CHUNK_BITS == key.number + 1
-        text = self.board.read_text(self.board.rank, line[TEXT]) if known else None
-        return Entered(text, max(ticket - 1, 0), signature)
 
 
 class ArenaPrepared(Prepared):
@@ -164,7 +100,7 @@ class ArenaPrepared(Prepared):
         if outputs is not None and not all(map(is_host, outputs)):
             outputs = None
         channel, steps = self.begin(self.arena.bank(key.stream), key.number, inputs, outputs)
-        return ArenaExecution(self, key, channel, steps, guard)
+        return ArenaExecution(self.arena, self.call, key, channel, steps, guard)
 
     def room(self, outputs: Sequence[Array] | None) -> list[Array]:
         """The arrays for results whose specs the call tells."""

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.board import Board, Channel
-from ferrorpc.collectives.arena.prepared import Arena, ArenaPrepared
+from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call
 from ferrorpc.transports.shared_memory.segment import NONCE_BYTES, Segment, map_peer

@@ -9,8 +9,8 @@ import pytest
 
 from ferrorpc.collectives.arena import all_reduce
 from ferrorpc.collectives.arena.all_reduce import OneShot, TwoShot
+from ferrorpc.collectives.arena.arena import PROGRAM_CHANNELS
 from ferrorpc.collectives.arena.board import DIRECTORY_ENTRIES, LINE_WORDS, RING, SLOT_BYTES, SOURCE, STAGED
-from ferrorpc.collectives.arena.prepared import PROGRAM_CHANNELS
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CodecError, CollectiveMismatchError, LimitExceededError, UsageError
