@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
 from ferrorpc.pipeline.batch import scaled
+from ferrorpc.pipeline.stage import two_of
 
 LossFunction: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 """(y, target) of a microbatch -> (loss, gradient of y)."""
@@ -44,7 +45,7 @@ class Training:
 
     def output(self, microbatch: int, y: Any) -> None:
         assert self._loss_fn is not None, "only the last stage has outputs"
-        loss, grad = self._loss_fn(y, self._targets[microbatch])
+        loss, grad = two_of(self._loss_fn(y, self._targets[microbatch]), "loss_fn", "(loss, gradient of y)")
         share = self._shares[microbatch]
         self._grads[microbatch] = scaled(grad, share)
         self.loss = loss * share if self.loss is None else self.loss + loss * share

@@ -291,6 +291,10 @@ def _chosen(
     """The schedule to run, sound and of this many ranks."""
     if isinstance(schedule, str):
         schedule = named(schedule, size, MICROBATCHES if microbatches is None else microbatches, chunks)
+    if not isinstance(schedule, Schedule):
+        raise UsageError(
+            f"schedule={schedule!r} is no schedule", hint="pass a name such as '1f1b', or ferrorpc.schedules.zbv(...)"
+        )
     if schedule.stages != size:
         raise UsageError(f"{schedule} is for {schedule.stages} ranks, but the group has {size}")
     if microbatches not in (None, schedule.microbatches):

@@ -49,7 +49,8 @@ class Piece:
         if not callable(getattr(stage, "forward", None)) or not backs:
             raise UsageError(
                 f"stage {number} is a {type(stage).__name__} without forward() or backward()",
-                hint="a stage has forward(x) -> (y, context) and backward(context, grad_y) -> grad_x",
+                hint="a stage has forward(x) -> (y, context) and backward(context, grad_y) -> grad_x; "
+                "a torch module becomes one by ferrorpc.torch.Stage(module)",
             )
         if hasattr(stage, "needs_grad_x"):
             stage.needs_grad_x = number > 0
@@ -80,7 +81,7 @@ class Piece:
 
     def forward(self, microbatch: int, x: Any, keeps: bool = True) -> Any:
         """y. Without `keeps` there can be no backward."""
-        y, context = self._stage.forward(x)
+        y, context = two_of(self._stage.forward(x), f"stage {self.number}'s forward", "(y, context)")
         if keeps:
             self._contexts[microbatch] = context
         return y
@@ -113,3 +114,11 @@ class Piece:
         """Frees all contexts: what was begun will not be finished."""
         self._contexts.clear()
         self._weights_due.clear()
+
+
+def two_of(returned: Any, whose: str, meaning: str) -> tuple[Any, Any]:
+    """What a function of the user's has returned. Raises UsageError if that is no pair: an array of two rows is none."""
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        given = f"{len(returned)} values" if isinstance(returned, tuple | list) else type(returned).__name__
+        raise UsageError(f"{whose} returned {given}", hint=f"return {meaning}")
+    return returned[0], returned[1]

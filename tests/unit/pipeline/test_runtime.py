@@ -366,6 +366,7 @@ def test_ranks_with_different_schedules_are_told_both():
         (Layer(0), schedules.Schedule.from_text("0F0"), None, "is not sound"),
         (object(), "gpipe", 4, "stage 0 is a object without forward"),
         (Layer(0), "no_such", 4, "there is no schedule"),
+        (Layer(0), None, 4, "schedule=None is no schedule"),
     ],
 )
 def test_a_pipeline_that_cannot_be_is_refused(stage, schedule, microbatches, message: str):
@@ -391,6 +392,26 @@ def test_a_batch_that_does_not_fit_is_refused_and_the_group_stays_open(arguments
         return pipe.step(*batch(4), half_square)
 
     assert run_world(1, body)[0] > 0
+
+
+class Forgetful(Layer):
+    """A layer whose forward returns y alone, of two rows."""
+
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "loss_fn", "message"),
+    [
+        (Layer, lambda y, target: float(y.sum()), r"loss_fn returned float(.|\n)*\(loss, gradient of y\)"),
+        (Layer, lambda y, target: (1.0, y, target), "loss_fn returned 3 values"),
+        (Forgetful, half_square, r"stage 0's forward returned ndarray(.|\n)*\(y, context\)"),
+    ],
+)
+def test_who_returns_too_little_or_too_much_is_told_what_to_return(layer, loss_fn, message: str):
+    with pytest.raises(UsageError, match=message):
+        run_world(1, lambda group: Pipeline(layer(0), group, "1f1b", 2).step(*batch(4), loss_fn))
 
 
 def test_a_schedule_of_ones_own_runs_as_well():
