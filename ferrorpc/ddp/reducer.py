@@ -26,7 +26,7 @@ from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.kinds import kind_of, view
 from ferrorpc.ddp.bucket import Layout, Slot, lay_out
 from ferrorpc.ddp.device_memory import DeviceMemory, Gpu
-from ferrorpc.ddp.hooks.base import Hook
+from ferrorpc.ddp.hooks.base import Hook, check_hook
 from ferrorpc.ddp.lane import Lane, Traffic
 from ferrorpc.ddp.memory import HostMemory, Memory
 from ferrorpc.ddp.placement import place_of
@@ -74,6 +74,8 @@ class Reducer:
             why_not = refusal(ReduceOp.MEAN, spec.dtype)
             if why_not is not None:
                 raise TensorMismatchError(f"{what} {name}: {why_not}")
+        if hook is not None:
+            check_hook(hook)
         self.layout: Layout = lay_out(parameters, cap_bytes(bucket_cap_mb), order=order)
         agree(group, what, self.layout.text + ("" if hook is None else f"\nhook: {hook.text}"))
         self.size = group.size
@@ -118,10 +120,10 @@ class Reducer:
         """The next round. Every rank begins the same rounds in the same order, all with a weight or all without.
 
         Raises:
-            UsageError: the weight is negative or not finite.
+            UsageError: the weight is no number, negative or not finite.
         """
-        if weight is not None and not (math.isfinite(weight) and weight >= 0):
-            raise UsageError(f"weight={weight} is no share", hint="pass a number of samples or tokens, 0 or more")
+        if weight is not None:
+            weight = _share(weight)
         number = self._rounds
         self._rounds += 1
         if weight is None:
@@ -161,8 +163,19 @@ class Reducer:
             follow(current)
 
 
-def cap_bytes(bucket_cap_mb: float) -> int:
+def _share(weight: Any) -> float:
+    """What a rank counts for. Raises UsageError."""
+    try:
+        share = float(weight)
+    except (TypeError, ValueError):
+        share = -1.0
+    if not (math.isfinite(share) and share >= 0):
+        raise UsageError(f"weight={weight!r} is no share", hint="pass a number of samples or tokens, 0 or more")
+    return share
+
+
+def cap_bytes(bucket_cap_mb: Any) -> int:
     """Bytes from MiB. Raises UsageError for what is no size."""
-    if not bucket_cap_mb > 0:
-        raise UsageError(f"bucket_cap_mb={bucket_cap_mb} is not positive", hint="leave it away for 25")
+    if not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:
+        raise UsageError(f"bucket_cap_mb={bucket_cap_mb!r} is no positive number", hint="leave it away for 25")
     return int(bucket_cap_mb * MEBIBYTE)

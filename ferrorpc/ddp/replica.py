@@ -117,10 +117,10 @@ class Replica:
         finally:
             self.syncs = before
 
-    def accumulate(self, count: int) -> Iterator[int]:
+    def accumulate(self, count: Any) -> Iterator[int]:
         """0 to count - 1; gradients of all but the last only add up."""
-        if count < 1:
-            raise UsageError(f"accumulate({count}) has no last part", hint="pass 1 or more")
+        if not isinstance(count, int) or count < 1:
+            raise UsageError(f"accumulate({count!r}) has no last part", hint="pass 1 or more")
         for index in range(count - 1):
             with self.no_sync():
                 yield index

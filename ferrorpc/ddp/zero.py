@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ferrorpc.arrays.kinds import spec_of
+from ferrorpc.arrays.kinds import spec_of, view_out
 from ferrorpc.ddp.pytree import flatten
 from ferrorpc.ddp.rules import Array, Rule
 from ferrorpc.ddp.shards import Shards
 from ferrorpc.errors import TensorMismatchError, UsageError
-from ferrorpc.types import DType
+from ferrorpc.types import DType, TensorSpec
 
 if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
@@ -37,6 +37,7 @@ class ZeroOptimizer:
         bucket_cap_mb: how many MiB a message may hold.
 
     Raises:
+        UsageError: weights that cannot be written in place, or no rule.
         TensorMismatchError: another dtype.
         CollectiveMismatchError: ranks gave different trees or rules; the message says where they differ.
     """
@@ -50,6 +51,8 @@ class ZeroOptimizer:
                     f"weights {name!r} are {spec}: this optimizer takes float32 and float64",
                     hint="keep the weights it updates in float32, and round copies of them",
                 )
+            _check_place(name, self._weights[name], spec)
+        _check_rule(rule)
         self._rule = rule
         self._shards = Shards(specs, group, bucket_cap_mb, f"rule: {rule!r}")
         self._memory = [[np.zeros_like(shard.weights) for _ in range(rule.slots)] for shard in self._shards.shards]
@@ -107,3 +110,16 @@ class ZeroOptimizer:
             for number, memory in enumerate(self._memory)
             for slot, array in enumerate(memory)
         }
+
+
+def _check_place(name: str, weights: Any, spec: TensorSpec) -> None:
+    try:
+        view_out(weights, spec)
+    except UsageError as error:
+        text = f"weights {name!r} cannot be updated in place: {error.message}"
+        raise UsageError(text, hint="give the optimizer arrays of your own, such as x.copy()") from None
+
+
+def _check_rule(rule: Any) -> None:
+    if isinstance(rule, type) or not callable(rule) or not isinstance(getattr(rule, "slots", None), int):
+        raise UsageError(f"rule={rule!r} is no update rule", hint="pass one such as ferrorpc.rules.Adam(1e-3)")

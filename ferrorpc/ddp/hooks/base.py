@@ -77,3 +77,10 @@ class Plain(Hook):
         delivered = part.values.copy() if part.wants_delivered else None
         yield lane.all_reduce(part.values)
         return delivered
+
+
+def check_hook(given: Any) -> Hook:
+    """What was given as a hook. Raises UsageError where it is none."""
+    if not isinstance(given, Hook):
+        raise UsageError(f"hook={given!r} is no hook", hint="pass one of ferrorpc.hooks, such as hooks.Compress('bf16')")
+    return given

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ferrorpc.ddp.hooks.base import Exchange, Hook, Part
+from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, check_hook
 from ferrorpc.ddp.lane import Lane
 from ferrorpc.ddp.memory import Array
 from ferrorpc.errors import UsageError
@@ -29,7 +29,7 @@ class ErrorFeedback(Hook):
     """
 
     def __init__(self, hook: Hook) -> None:
-        self._hook = hook
+        self._hook = check_hook(hook)
         self.operations = hook.operations
         self._residues: dict[str, Array] = {}
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, Plain
+from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, Plain, check_hook
 from ferrorpc.ddp.lane import Lane
 from ferrorpc.ddp.memory import Array
 from ferrorpc.errors import UsageError
@@ -43,7 +43,7 @@ class PowerSGD(Hook):
         if rank not in range(1, RANK_MAX + 1):
             raise UsageError(f"rank={rank} is not 1 to {RANK_MAX}", hint="1 or 2 is enough for most models")
         self._rank = rank
-        self._hook = Plain() if hook is None else hook
+        self._hook = Plain() if hook is None else check_hook(hook)
         self.operations = 2 * self._hook.operations
         self._starts: dict[str, Array] = {}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -280,3 +282,7 @@ def test_what_makes_no_hook_is_refused():
     for wrong in (lambda: PowerSGD(5), lambda: PowerSGD(0), lambda: TopK(0), lambda: TopK(1.5), lambda: Compress("zip")):
         with pytest.raises(UsageError):
             wrong()
+    for other in ("bf16", Compress, 3):
+        for use in (ErrorFeedback, lambda hook: PowerSGD(1, hook), lambda hook: run_world(1, partial(synchroniser, hook=hook))):
+            with pytest.raises(UsageError, match=r"is no hook(.|\n)*Compress\('bf16'\)"):
+                use(other)

@@ -186,8 +186,12 @@ def test_bare_arrays_and_modules_without_names_are_refused_with_what_to_do():
             DistributedDataParallel(Bare(), group)
         with pytest.raises(UsageError, match=r"no named_parameters\(\)"):
             DistributedDataParallel(object(), group)
-        with pytest.raises(UsageError, match="bucket_cap_mb"):
-            DistributedDataParallel(Plain(), group, bucket_cap_mb=0)
+        for cap in (0, "25"):
+            with pytest.raises(UsageError, match="bucket_cap_mb"):
+                DistributedDataParallel(Plain(), group, bucket_cap_mb=cap)
+        for count in (0, 1.5):
+            with pytest.raises(UsageError, match="no last part"):
+                next(DistributedDataParallel(Plain(), group).accumulate(count))
         with pytest.raises(TensorMismatchError, match="mean of int64"):
             DistributedDataParallel(Plain(steps=np.zeros(2, np.int64)), group)
         return len(group.calls)

@@ -153,8 +153,9 @@ def test_names_are_checked():
             sync({"a": np.zeros(2), "c": np.zeros(2)})
         with pytest.raises(TensorMismatchError, match="'b' is float32"):
             sync({"a": np.zeros(2), "b": np.zeros(2, np.float32)})
-        with pytest.raises(UsageError, match="no share"):
-            sync({"a": np.zeros(2), "b": np.zeros(2)}, weight=-1)
+        for weight in (-1, "three", np.ones(2)):
+            with pytest.raises(UsageError, match="no share"):
+                sync({"a": np.zeros(2), "b": np.zeros(2)}, weight=weight)
         assert len(group.calls) == sent
         step = sync.step()
         step.ready("a", np.zeros(2))

@@ -129,3 +129,23 @@ def test_halves_are_refused_with_what_to_do():
         assert "keep the weights" in str(caught.value)
 
     run_world(1, body)
+
+
+def read_only(count: int) -> np.ndarray:
+    array = np.zeros(count)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("weights", "rule", "message"),
+    [
+        ({"a": [1.0, 2.0]}, SGD(0.1), "weights 'a/0' cannot be updated in place: out is a float"),
+        ({"a": read_only(3)}, SGD(0.1), "weights 'a' cannot be updated in place: out is read-only"),
+        ({"a": np.zeros(3)}, "adam", "rule='adam' is no update rule"),
+        ({"a": np.zeros(3)}, SGD, r"is no update rule(.|\n)*ferrorpc\.rules"),
+    ],
+)
+def test_what_could_not_be_updated_is_refused_before_anything_is_sent(weights, rule, message: str):
+    with pytest.raises(UsageError, match=message):
+        run_world(2, lambda group: ZeroOptimizer(weights, group, rule))
