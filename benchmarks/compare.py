@@ -111,9 +111,18 @@ def describe(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def _with_tensors(transport: str) -> System:
+    """ferrorpc with this transport and torch tensors."""
+    return System(
+        f"{transport}{targets.TENSORS}", "benchmarks.tensors:FerrorpcTensorRunner", {"transport": transport}, needs=("torch",)
+    )
+
+
 def _contenders(section: str, transports: Sequence[str]) -> list[Contender]:
     if section == "barrier":
         return [each for each in contenders(transports, peers=True) if each.memory == ORDINARY]
+    if section == "half":
+        return [*(Contender(_with_tensors(transport)) for transport in transports), *contenders(transports, peers=True)]
     if section != "send":
         return contenders(transports, peers=True)
     peers = [Contender(system) for system in (FLIGHT, STOCK_STREAM, GLOO)]

@@ -16,6 +16,8 @@ from ferrorpc.cli.table import table
 
 FAST = "fast"
 FAST_REGISTERED = "fast registered"
+TENSORS = " torch"
+"""Ends the name of a transport that is called with torch tensors."""
 GRPC = "grpc"
 FLIGHT = "flight"
 STOCK_STREAM = "stock stream"
@@ -42,6 +44,7 @@ def _sums(sizes: Sequence[int], ranks: int = 2, dtype: str = "float32") -> tuple
     return tuple(Case(ALL_REDUCE, ranks, size, dtype) for size in sizes)
 
 
+HALVES = (*_sums((16 * MIB,), dtype="float16"), *_sums((16 * MIB,), dtype="bfloat16"))
 TARGETS = (
     Target((Case(BARRIER),), FAST, "gloo", 50, 100),
     Target(_sums(SMALL), FAST, "gloo", 10, 30),
@@ -54,7 +57,8 @@ TARGETS = (
     Target(_sums(SMALL[:3]), FAST, "mpich", 0.7, 1),
     Target(_sums(SIZES[3:]), FAST_REGISTERED, "mpich", 1.3, 3),
     Target(_sums(SIZES[1:], ranks=4), FAST, "gloo", 1.3, 3),
-    Target((*_sums((16 * MIB,), dtype="float16"), *_sums((16 * MIB,), dtype="bfloat16")), FAST, "gloo", 2, 5),
+    Target(HALVES, FAST, "gloo", 2, 5),
+    Target(HALVES, FAST + TENSORS, "gloo", 2, 5),
     Target((Case(SEND, 2, MIB),), GRPC, FLIGHT, 0.9, 1.05),
     Target((Case(SEND, 2, MIB),), GRPC, STOCK_STREAM, 1.5, 2),
     Target((Case(SEND, 2, 16 * MIB),), GRPC, STOCK_STREAM, 4, 6),

@@ -7,42 +7,25 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
-
-from ferrorpc.cli.bench.case import ORDINARY
-from ferrorpc.cli.bench.runners.base import Action, Runner
+from ferrorpc.cli.bench.runners.base import Action
+from ferrorpc.cli.bench.runners.tensors import TensorRunner
 
 LIMIT: Final = timedelta(seconds=60)
 
 
-class GlooRunner(Runner):
+class GlooRunner(TensorRunner):
     """A rank of the default process group; its place comes from torchrun's variables."""
 
     name = "Gloo"
 
     def __init__(self, settings: Mapping[str, str]) -> None:
         super().__init__(settings)
-        import torch
         import torch.distributed
 
-        self._torch: Any = torch
         self._world: Any = torch.distributed
-        torch.set_num_threads(1)
         self._world.init_process_group("gloo", timeout=LIMIT)
         self.rank, self.size = self._world.get_rank(), self._world.get_world_size()
-        self.version = f"torch {torch.__version__}"
-
-    def array(self, count: int, dtype: str, memory: str) -> Any:
-        if memory != ORDINARY:
-            raise self.unable(f"{memory} memory")
-        return self._torch.empty(count, dtype=getattr(self._torch, dtype))
-
-    def write(self, array: Any, values: np.ndarray[Any, Any]) -> None:
-        array.copy_(self._torch.from_numpy(values))
-
-    def read(self, array: Any) -> np.ndarray[Any, Any]:
-        found: np.ndarray[Any, Any] = array.to(self._torch.float32, copy=True).numpy()
-        return found
+        self.version = f"torch {self._torch.__version__}"
 
     def barrier(self) -> Action:
         action: Action = self._world.barrier
