@@ -22,7 +22,9 @@ LINKS_SHOWN: Final = 8
 TRAINING_SHOWN: Final = 8
 MATRIX_RANKS_MAX: Final = 12
 LATE_MS: Final = 2000
-"""A rank whose step did not move for so long, while another's did, is late."""
+"""A rank that is behind and whose step did not move for so long is late."""
+IN_STEP: Final = 64
+"""Ranks that are at most so many operations apart work in step."""
 _ORDER: Final = ("dead", "suspect", "stalled", "joining", "waiting", "active", "left")
 _RIGHT: Final = frozenset({"rank", "step", "last beat", "late by", "ops/s", "in ops"})
 
@@ -104,16 +106,18 @@ _ALWAYS: Final = frozenset({"rank", "name", "state", "host", "step", "last beat"
 
 
 def _lateness(members: Sequence[Member]) -> dict[str, int]:
-    """Member -> milliseconds for which its step has not moved though another one's is ahead; 0 where it keeps up."""
+    """Member -> milliseconds for which its step has not moved though another one's is ahead; 0 where it keeps up.
+
+    Where all stand, the others wait for those behind if the ranks work in step. Ranks that do different things, such as stages
+    of a pipeline, drift apart; they are late only while others move.
+    """
     seated = [member for member in members if member.rank >= 0]
-    front = max((member.step for member in seated), default=0)
-    newest = min((member.step_age_ms for member in seated), default=0)
-    return {
-        member.name: member.step_age_ms
-        if member.rank >= 0 and member.step < front and member.step_age_ms - newest > LATE_MS
-        else 0
-        for member in members
-    }
+    steps = [member.step for member in seated] or [0]
+    front = max(steps)
+    moved = min((member.step_age_ms for member in seated), default=0)
+    grace = LATE_MS + (0 if front - min(steps) <= IN_STEP else moved)
+    late = {member.name for member in seated if member.step < front and member.step_age_ms > grace}
+    return {member.name: member.step_age_ms if member.name in late else 0 for member in members}
 
 
 def _row(member: Member, before: Member | None, seconds: float, late_ms: int) -> tuple[str, ...]:

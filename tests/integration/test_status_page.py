@@ -165,14 +165,62 @@ def test_a_barrier_that_waits_for_a_rank(browser, process, job):
         crowd.close()
 
 
+MODEL = """(async () => {
+  const { Model } = await import("/model.js");
+  const model = new Model();
+  const [steps, ages] = %s;
+  const all = (value) => steps.map(() => value);
+  const ranks = [...steps.keys()];
+  model.take({
+    cluster_id: "c", epoch: 1, generation: 1, at_ms: 0, barriers: [], links: [], waiting: "",
+    generations: [{ generation: 1, end_reason: "" }],
+    members: { name: ranks.map((rank) => `w${rank}`), rank: ranks, state: all("active"), host: all("h"), step: steps,
+      step_age_ms: ages, beat_age_ms: all(0), operation_ms: all(0), activity: all("all_reduce #20"), training: all(null) },
+  });
+  return [...model.verdict(), model.members.map((member) => member.lateMs)];
+})()"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "ages", "late", "mood"),
+    [
+        ([21, 20, 21], [13_000, 13_000, 13_000], [0, 13_000, 0], "warn"),  # all stand: the others wait for rank 1
+        ([21, 20, 21], [10, 13_000, 10], [0, 13_000, 0], "warn"),
+        ([21, 20, 21], [3_000, 3_000, 3_000], [0, 3_000, 0], "good"),  # shown, but not yet worth an alarm
+        ([21, 21, 21], [13_000, 13_000, 13_000], [0, 0, 0], "good"),  # all compute
+        ([900, 450, 900], [13_000, 13_000, 13_000], [0, 0, 0], "good"),  # a pipeline whose stages all compute
+    ],
+)
+def test_who_is_behind(browser, process, steps, ages, late, mood):
+    browser.open(f"http://{process.http_address}/")
+    browser.until("document.readyState === 'complete' && location.protocol === 'http:'")
+    found, head, more, behind = browser.evaluate(MODEL % [steps, ages])
+    assert (found, behind) == (mood, late)
+    if mood == "warn":
+        assert head == "Rank 1 has been behind for 13 s"
+        assert more == "others are at step 21 · rank 1 on h is at step 20, its last operation: all_reduce #20"
+
+
+def test_a_coordinator_without_a_job_says_so(browser, process):
+    with coordinator("--http-port", "0") as idle:
+        browser.open(f"http://{idle.http_address}/")
+        headline(browser, "There is no job yet")
+        browser.until("document.querySelector('#line').textContent === 'live'")
+        assert "ferrorpc run --coordinator" in browser.text("#subline")
+        browser.open(f"http://{idle.http_address}/?job=other")
+        headline(browser, "Nobody has joined the job other yet")
+        assert browser.text("main").count("Ranks") == 0, "nothing else is shown"
+
+
 def test_a_death(browser, process, job):
     crowd = Crowd(process.address, 4, job)
     try:
         picture = show(browser, process, job, "death")
         headline(browser, "All 4 ranks work")
         crowd.cut(1)
-        assert headline(browser, "Generation 1 is over") == "verdict bad"
-        assert "rank 1 (w0001 on host-2) was lost: its session ended" in browser.text("#subline")
+        assert headline(browser, "Rank 1 (w0001 on host-2) was lost") == "verdict bad"
+        assert browser.text("#subline").startswith("its session ended")
+        assert browser.text("#subline").endswith(" · generation 1 is over")
         dead = cells(browser, 1)
         assert (dead["rank"], dead["state"]) == ("1", "dead")
         assert "its session ended" in dead["why"]
@@ -221,7 +269,7 @@ def test_a_thousand_ranks_are_shown_as_they_change(browser, process, job):
             crowd.barrier(f"change-{number}", [0])
             browser.until(f"document.querySelector('#barriers').textContent.includes('change-{number}')", PATIENCE_SECONDS)
         crowd.cut(700)
-        headline(browser, "Generation 1 is over", PATIENCE_SECONDS)
+        headline(browser, "Rank 700 ", PATIENCE_SECONDS)
         assert cells(browser, 0)["rank"] == "700", "whoever is in trouble comes first"
         picture()
     finally:

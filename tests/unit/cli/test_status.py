@@ -90,6 +90,21 @@ def test_rates_come_from_two_answers():
     assert "ops/s" not in as_text(later())
 
 
+def test_where_all_stand_the_one_behind_is_late_if_the_ranks_work_in_step():
+    def late(*steps):
+        members = [
+            identity_pb2.Member(
+                name=f"w{rank}", rank=rank, state=identity_pb2.MEMBER_STATE_ACTIVE, step=step, step_age_ms=13_000
+            )
+            for rank, step in enumerate(steps)
+        ]
+        return as_text(session_pb2.StatusResponse(members=members)).count("13.0 s")
+
+    assert late(21, 20, 21) == 1
+    assert late(21, 21, 21) == 0, "all compute"
+    assert late(900, 450, 900) == 0, "stages of a pipeline drift apart, and all compute"
+
+
 def test_a_small_worlds_links_are_a_matrix_of_rates():
     lines = as_text(later(), Earlier(answer(), 2.0)).splitlines()
     first = lines.index("  bytes a second by grpc")

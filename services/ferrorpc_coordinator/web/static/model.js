@@ -3,6 +3,8 @@
 const WINDOW_MS = 8_000;
 const SPARK_MAX = 60;
 const LATE_MS = 2_000;
+const BEHIND_MS = 5_000;
+const IN_STEP = 64;
 const SLOWER = 1.3;
 
 export const TROUBLE = { dead: 0, suspect: 1, stalled: 2, joining: 3, waiting: 4, active: 5, left: 6 };
@@ -57,8 +59,7 @@ export class Model {
   #rates() {
     const before = this.past[0];
     const seconds = (this.state.at_ms - before.at) / 1000;
-    const moved = Math.min(...this.seated().map((member) => member.step_age_ms));
-    const front = Math.max(0, ...this.seated().map((member) => member.step));
+    const late = this.#lateRanks();
     for (const member of this.members) {
       const earlier = before.members.get(member.name);
       const known = seconds > 0.2 && earlier && member.step >= earlier.step;
@@ -69,15 +70,25 @@ export class Model {
       member.stepMs = steps > 0 ? (seconds * 1000) / steps : null;
       member.ownMs = steps > 0 ? member.stepMs * (1 - within) : null;
       member.training = stepTimes(member.training, earlier && earlier.training);
-      const late = member.rank >= 0 && member.step < front && member.step_age_ms - moved > LATE_MS;
       const barrierMs = member.missing && member.missing.age_ms > LATE_MS ? member.missing.age_ms : 0;
-      member.lateMs = Math.max(barrierMs, late ? member.step_age_ms : 0);
+      member.lateMs = Math.max(barrierMs, late.has(member) ? member.step_age_ms : 0);
     }
     this.links = [...this.past.at(-1).links.entries()].map(([key, link]) => {
       const earlier = before.links.get(key);
       const known = seconds > 0.2 && (earlier || before !== this.past.at(-1));
       return { ...link, bytesPerSecond: known ? Math.max(0, link.sent - (earlier ? earlier.sent : 0)) / seconds : null };
     });
+  }
+
+  // Whose step does not move though another's is ahead and does; or though all stand, where the ranks work in step: then the
+  // others wait for those behind. Ranks that do different things, such as stages of a pipeline, drift apart and wait for nobody
+  // when all of them compute.
+  #lateRanks() {
+    const steps = this.seated().map((member) => member.step);
+    const front = Math.max(0, ...steps);
+    const moved = Math.min(...this.seated().map((member) => member.step_age_ms));
+    const grace = front - Math.min(...steps) <= IN_STEP ? 0 : moved;
+    return new Set(this.seated().filter((member) => member.step < front && member.step_age_ms - grace > LATE_MS));
   }
 
   #spark(at) {
@@ -132,8 +143,10 @@ export class Model {
     if (!newest) return ["idle", this.members.length ? "The first round is still open" : "Nobody has joined yet", waiting];
     if (newest.end_reason) {
       const over = seated.length && seated.every((member) => member.state === "left");
-      const head = over ? "The job is over: all its members left" : `Generation ${newest.generation} is over`;
-      return [over ? "idle" : "bad", head, [over ? "" : newest.end_reason, waiting].filter(Boolean).join(" · ")];
+      if (over) return ["idle", "The job is over: all its members left", waiting];
+      const [, what, why] = newest.end_reason.match(/^(.*?)(?:: (.*))?$/s);
+      const more = [why, `generation ${newest.generation} is over`, waiting];
+      return ["bad", what[0].toUpperCase() + what.slice(1), more.filter(Boolean).join(" · ")];
     }
     if (sick.length) {
       const [first] = sick;
@@ -141,6 +154,8 @@ export class Model {
       return ["warn", `Rank ${first.rank} is ${first.state}${others}`, [first.reason, waiting].filter(Boolean).join(" · ")];
     }
     if (late.length) return ["warn", ...this.#lateness(late[0], waiting)];
+    const behind = seated.filter((member) => member.lateMs > BEHIND_MS).sort((a, b) => b.lateMs - a.lateMs);
+    if (behind.length) return ["warn", ...this.#behind(behind, waiting)];
     const gone = seated.length - working;
     const head = gone ? `${working} of ${seated.length} ranks work, ${gone} left` : `All ${seated.length} ranks work`;
     return ["good", seated.length === 1 && !gone ? "The one rank works" : head, [waiting, this.slowest()].filter(Boolean).join(" · ")];
@@ -152,6 +167,15 @@ export class Model {
     const told = few.map((member) => `rank ${member.rank} on ${member.host || "?"}${member.activity ? ` was last seen in ${member.activity}` : ""}`);
     const who = barrier.missing.length === 1 ? `rank ${barrier.missing[0]}` : `${barrier.missing.length} ranks`;
     return [`Barrier ${barrier.name} has waited ${seconds} s for ${who}`, [told.join(" · "), waiting].filter(Boolean).join(" · ")];
+  }
+
+  // `behind`: the one that is behind for longest first.
+  #behind(behind, waiting) {
+    const front = Math.max(...this.seated().map((member) => member.step));
+    const told = behind.slice(0, 3).map((member) => `rank ${member.rank} on ${member.host || "?"} is at step ${member.step}, its last operation: ${member.activity || "none"}`);
+    const who = behind.length === 1 ? `Rank ${behind[0].rank} has` : `${behind.length} ranks have`;
+    const head = `${who} been behind for ${(behind[0].lateMs / 1000).toFixed(0)} s`;
+    return [head, [`others are at step ${front}`, ...told, waiting].filter(Boolean).join(" · ")];
   }
 }
 

@@ -2,7 +2,7 @@
 
 import { matrix, spark, tiles } from "./draw.js";
 import { Model, TROUBLE } from "./model.js";
-import { bytes, clock, count, duration, element, fill, plural, ranks, rate, setText } from "./text.js";
+import { bytes, clock, count, duration, element, fill, milliseconds, plural, ranks, rate, setText } from "./text.js";
 
 const ROWS = 32;
 const BARS = 24;
@@ -44,8 +44,18 @@ function connect() {
       model.take(state);
       drawn = false;
       requestAnimationFrame(draw);
+    } else {
+      nobody();
     }
   });
+}
+
+// The coordinator answers, and has no such job (yet, or any more).
+function nobody() {
+  document.body.classList.add("empty");
+  find("verdict").className = "verdict";
+  setText(find("headline"), view.job ? `Nobody has joined the job ${view.job} yet` : "There is no job yet");
+  setText(find("subline"), "Workers join with: ferrorpc run --coordinator HOST:PORT -n 4 train.py");
 }
 
 function draw() {
@@ -56,6 +66,7 @@ function draw() {
   setText(find("about"), `cluster ${state.cluster_id.slice(0, 8)} · epoch ${state.epoch} · ${kept} · ${state.version}`);
   setText(document.querySelector("title"), `${state.job} · ferrorpc`);
   const [mood, headline, subline] = model.verdict();
+  document.body.classList.remove("empty");
   find("verdict").className = `verdict ${mood}`;
   setText(find("headline"), headline);
   setText(find("subline"), subline);
@@ -215,7 +226,7 @@ function drawSteps() {
     bar.children[0].style.width = `${(100 * m.ownMs) / most}%`;
     bar.children[1].style.width = `${(100 * (m.stepMs - m.ownMs)) / most}%`;
     return element("div", "row", element("span", "", `rank ${m.rank}`), bar,
-      element("span", "", `${m.ownMs.toPrecision(3)} + ${(m.stepMs - m.ownMs).toPrecision(3)} ms`));
+      element("span", "", `${milliseconds(m.ownMs)} + ${milliseconds(m.stepMs - m.ownMs)} ms`));
   });
   if (known.length > BARS) rows.push(element("p", "none", `and ${plural(known.length - BARS, "rank")} that need less between operations`));
   fill(find("steps"), rows.length ? rows : [element("p", "none", "No operation ended lately.")]);
@@ -229,9 +240,9 @@ function drawTraining() {
   const rows = known.slice(0, BARS).map(({ rank, training: { steps, computeMs, exposedMs, hiddenMs } }) => {
     const bar = element("div", "bar", element("i", "own"), element("i", "within"), element("i", "away"));
     [computeMs - hiddenMs, hiddenMs, exposedMs].forEach((ms, i) => { bar.children[i].style.width = `${(100 * Math.max(0, ms)) / most}%`; });
-    bar.title = `${plural(steps, "step")}; ${hiddenMs.toPrecision(3)} ms of communication while it computes`;
+    bar.title = `${plural(steps, "step")}; ${milliseconds(hiddenMs)} ms of communication while it computes`;
     return element("div", "row", element("span", "", `rank ${rank}`), bar,
-      element("span", "", `${computeMs.toPrecision(3)} + ${exposedMs.toPrecision(3)} ms`));
+      element("span", "", `${milliseconds(computeMs)} + ${milliseconds(exposedMs)} ms`));
   });
   if (known.length > BARS) rows.push(element("p", "none", `and ${plural(known.length - BARS, "rank")} that compute less`));
   fill(find("training"), rows);
@@ -263,6 +274,10 @@ async function pickJobs() {
     const answer = await fetch("api/v1/jobs");
     const jobs = await answer.json();
     if (!view.job && jobs.length) choose(jobs[0].job);
+    if (!view.job) {
+      heard = Date.now();
+      nobody();
+    }
     const select = find("job");
     fill(select, jobs.map((job) => {
       const option = element("option", "", `${job.job} (${job.members})`);

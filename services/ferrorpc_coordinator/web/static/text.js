@@ -10,6 +10,11 @@ export function duration(ms) {
   return `${Math.round(ms / 86_400_000)} days`;
 }
 
+// Without its unit, to three digits.
+export function milliseconds(ms) {
+  return ms < 999.5 ? ms.toPrecision(3) : count(Math.round(ms));
+}
+
 export function clock(ageMs) {
   return new Date(Date.now() - ageMs).toLocaleTimeString([], { hour12: false });
 }
