@@ -30,16 +30,16 @@ BACKDATED: Final = datetime.timedelta(minutes=5)
 """Clocks differ: a certificate is good from a little before it was made."""
 _LISTENERS: Final = (Role.WORKER, Role.COORDINATOR)
 _jobs = click.option("--job", "jobs", multiple=True, help="A job's name, or '*' for every job; default FERRORPC_JOB.")
-_hosts = click.option("--host", "hosts", multiple=True, help="A name or address browsers reach it by; for a coordinator.")
+_hosts = click.option("--host", "hosts", multiple=True, help="A name or address by which browsers reach the coordinator.")
 _lifetime = click.option("--lifetime", default=f"{LEAF_HOURS:g}h", show_default=True, help="Of certificates, such as 12h.")
 
 
 @click.group("certs")
 def command() -> None:
-    """Make an authority and certificates. FERRORPC_TLS_CA, _CERT and _KEY name their files."""
+    """Make an authority and certificates for a job; FERRORPC_TLS_CA, FERRORPC_TLS_CERT and FERRORPC_TLS_KEY name the files."""
 
 
-@command.command("init")
+@command.command("init", short_help="Make an authority, and a certificate of each role.")
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path), default="certs")
 @_jobs
 @_hosts
@@ -56,7 +56,7 @@ def init(directory: Path, jobs: Sequence[str], hosts: Sequence[str], lifetime: s
     click.echo(f"{directory}: ca.pem, ca.key, and .pem and .key of {', '.join(Role)}, good for {lifetime}")
 
 
-@command.command("issue")
+@command.command("issue", short_help="Issue or renew certificates.")
 @click.argument("directory", type=click.Path(file_okay=False, exists=True, path_type=Path))
 @click.argument("roles", nargs=-1, required=True, type=click.Choice([role.value for role in Role]))
 @_jobs

@@ -10,3 +10,5 @@ EXIT_RETRY: Final = 75
 """The membership or the coordinator was lost, and nothing is wrong with this process: a retry can succeed."""
 EXIT_INTERRUPTED: Final = 130
 """128 + SIGINT."""
+EXIT_PIPE: Final = 141
+"""128 + SIGPIPE."""

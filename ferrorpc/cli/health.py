@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import click
 
 from ferrorpc.cli.client import CALL_SECONDS, address_of, channel
 from ferrorpc.config import Config
 
+_HINT: Final = "check that it runs there (`ferrorpc coordinator`), its address, and that both sides have TLS or neither"
+
 
 @click.command("health")
 @click.option("--addr", "--coordinator", "address", metavar="HOST:PORT", help="Default: FERRORPC_COORDINATOR, else port 29700.")
 @click.option("--service", default="", help="A service's full name; empty for the whole server.")
-@click.option("--timeout", "timeout_seconds", type=click.FloatRange(min=0.01), default=CALL_SECONDS, show_default=True)
+@click.option(
+    "--timeout", "timeout_seconds", type=click.FloatRange(min=0.01), default=CALL_SECONDS, show_default=True, help="Seconds."
+)
 def command(address: str | None, service: str, timeout_seconds: float) -> int:
     """Ask a server whether it is healthy. Prints its answer; exit code 0 when it serves, else 1."""
     import grpc
@@ -24,7 +30,7 @@ def command(address: str | None, service: str, timeout_seconds: float) -> int:
         try:
             response = health_pb2_grpc.HealthStub(opened).Check(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
-            click.echo(f"{where}: {error.code().name}: {error.details()}", err=True)
+            click.echo(f"{where}: {error.code().name}: {error.details()}\ntry: {_HINT}", err=True)
             return 1
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
     click.echo(f"{where}: {status}")

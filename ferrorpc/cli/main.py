@@ -7,7 +7,7 @@ from typing import Final
 
 import click
 
-from ferrorpc.cli.codes import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_RETRY
+from ferrorpc.cli.codes import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RETRY
 from ferrorpc.cli.lazy import Entry, LazyGroup
 from ferrorpc.errors import ConfigError, FerroError
 
@@ -28,12 +28,14 @@ COMMANDS: Final = {
 """Command -> its module, which has a click command called `command`, and its line in `--help`."""
 
 
-cli = LazyGroup(
-    COMMANDS,
-    name="ferrorpc",
-    help="Several processes train one model. Start with `ferrorpc demo`, then `ferrorpc run -n 4 train.py`.",
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    no_args_is_help=True,
+cli = click.version_option(package_name="ferrorpc", message="%(version)s")(
+    LazyGroup(
+        COMMANDS,
+        name="ferrorpc",
+        help="Several processes train one model. Start with `ferrorpc demo`, then `ferrorpc run -n 4 train.py`.",
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+        no_args_is_help=True,
+    )
 )
 
 
@@ -60,6 +62,13 @@ def run(arguments: list[str]) -> int:
     except FerroError as error:
         click.echo(f"ferrorpc: {error}", err=True)
         return EXIT_RETRY if error.retryable else EXIT_CONFIG if isinstance(error, ConfigError) else 1
+    except BrokenPipeError:
+        return EXIT_PIPE  # nobody reads any more: `ferrorpc config | head`
+    except OSError as error:
+        if error.filename is None:
+            raise
+        click.echo(f"ferrorpc: {error.filename}: {error.strerror}\ntry: check the path, and who may write there", err=True)
+        return EXIT_CONFIG
     return result if isinstance(result, int) else 0
 
 

@@ -27,11 +27,11 @@ for _collective in COMMANDS:
     command.add_command(_collective)
 
 
-@command.command("pipeline")
+@command.command("pipeline", short_help="A pipeline schedule, or all of them compared.")
 @click.option("--schedule", "name", help=f"One of {', '.join(schedules.NAMED)}. Without it, all of them are compared.")
 @click.option("--from-csv", "source", type=FILE, help="Read the schedule from a CSV file instead.")
 @click.option("--stages", type=int, default=4, show_default=True, help="Ranks of the pipeline.")
-@click.option("--microbatches", type=int, default=8, show_default=True)
+@click.option("--microbatches", type=int, default=8, show_default=True, help="Parts of a batch.")
 @click.option("--chunks", type=int, help="Pieces of the model on each rank, where the schedule leaves it open.")
 @click.option("--forward", type=float, default=1.0, show_default=True, help="Time units of a whole rank's forward.")
 @click.option("--backward-input", type=float, default=1.0, show_default=True, help="Of its backward for the input.")

@@ -34,9 +34,11 @@ def command_of(operation: Operation) -> click.Command:
     """The command that plans one operation."""
     names = ", ".join(names_of(operation))
 
-    @click.command(operation.value, help=f"Show what {operation.value} does on every rank, and what it would cost.")
+    told = f"Show what {operation.value} does on every rank, and what it would cost."
+
+    @click.command(operation.value, help=told, short_help=f"What {operation.value} does, and its cost.")
     @click.option("--algorithm", help=f"One of {names}. Without it, what would be chosen.")
-    @click.option("--ranks", type=click.IntRange(1), default=8, show_default=True)
+    @click.option("--ranks", type=click.IntRange(1), default=8, show_default=True, help="Ranks of the group.")
     @click.option("--hosts", type=click.IntRange(1), default=1, show_default=True, help="The ranks are spread over so many.")
     @click.option("--size", default="16MiB", show_default=True, help="Bytes of float32 that a rank brings.")
     @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Whose steps are listed.")

@@ -35,18 +35,40 @@ def _spellings(name: str, *more: str) -> tuple[str, ...]:
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
-@click.option("-n", *_spellings("--nproc", "--nproc-per-node"), "processes", default="1", help="Workers: N, cpu, gpu or auto.")
-@click.option(*_spellings("--nnodes"), "nodes", default="1", help="Nodes: N, or MIN:MAX for an elastic world.")
+@click.option(
+    "-n",
+    *_spellings("--nproc", "--nproc-per-node"),
+    "processes",
+    default="1",
+    show_default=True,
+    help="Workers: N, cpu, gpu or auto.",
+)
+@click.option(
+    *_spellings("--nnodes"), "nodes", default="1", show_default=True, help="Nodes: N, or MIN:MAX for an elastic world."
+)
 @click.option(*_spellings("--world-size"), "world", help="MIN:MAX members, for a world that may go on after losing some.")
 @click.option(*_spellings("--node-rank"), "node_rank", type=int, help="This node's number, from 0; torch.distributed needs it.")
 @click.option(
-    *_spellings("--coordinator", "--rdzv-endpoint"), "coordinator", help="HOST:PORT; without one the launcher starts its own."
+    *_spellings("--coordinator", "--rdzv-endpoint"),
+    "coordinator",
+    metavar="HOST:PORT",
+    help="Default FERRORPC_COORDINATOR; without one the launcher starts its own.",
 )
-@click.option("--standalone", is_flag=True, help="Start an own coordinator even where FERRORPC_COORDINATOR is set.")
+@click.option(
+    *_spellings("--http-port"), "http_port", type=int, help="Port of the status page of the launcher's own coordinator."
+)
+@click.option("--standalone", is_flag=True, help="Start its own coordinator even where FERRORPC_COORDINATOR is set.")
 @click.option(*_spellings("--job", "--rdzv-id"), "job", help="The job's name; jobs on one coordinator do not see each other.")
 @click.option(*_spellings("--master-addr"), "master_addr", help="Where torch.distributed's rank 0 listens.")
 @click.option(*_spellings("--master-port"), "master_port", type=int, help="Its port.")
-@click.option(*_spellings("--max-restarts"), "max_restarts", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    *_spellings("--max-restarts"),
+    "max_restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="How often workers that failed are started again.",
+)
 @click.option(
     "--restart",
     "scope",
@@ -106,6 +128,7 @@ def make_plan(
     world: str | None = None,
     node_rank: int | None = None,
     coordinator: str | None = None,
+    http_port: int | None = None,
     standalone: bool = False,
     job: str | None = None,
     master_addr: str | None = None,
@@ -128,6 +151,8 @@ def make_plan(
     command_line = command_of(target, module=module, no_python=no_python)
     count, node_span = process_count(processes), node_range(nodes)
     rank, node, address, owns = place(node_span, node_rank, coordinator or config["coordinator"], standalone=standalone)
+    if http_port is not None and not owns:
+        raise ConfigError(f"--http-port with a coordinator at {address}", hint="give --http-port to `ferrorpc coordinator`")
     single = node_span == (1, 1)
     master = master_addr or (LOOPBACK if single else address.rpartition(":")[0])
     port = master_port or (free_port(besides=address) if single else DEFAULT_MASTER_PORT)
@@ -141,6 +166,7 @@ def make_plan(
         node=node,
         coordinator=address,
         owns_coordinator=owns,
+        http_port=http_port,
         job=config["job"],
         master=(master, port),
         policy=Policy(max_restarts, scope, grace_seconds, shutdown_seconds, elastic=world_span[0] != world_span[1]),

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 
@@ -76,6 +78,24 @@ def test_health_and_status_reach_the_launchers_coordinator(job, tmp_path):
     (tmp_path / "go").touch()
     out, err = job.communicate(timeout=20)
     assert (job.returncode, sorted(out.splitlines()), err) == (0, ["0: went on", "1: went on"], "")
+
+
+def test_a_job_that_lives_a_while_is_told_of_how_to_watch_it(tmp_path):
+    pytest.importorskip("uvicorn", reason="the status page needs the extra ui")
+    launcher = start("-n", "1", "--job", "night", "--http-port", "0", write_script(tmp_path, WAITER), str(tmp_path))
+    try:
+        line = launcher.stderr.readline()
+        told = re.fullmatch(
+            r"ferrorpc: to watch this job: ferrorpc (status) --watch (--coordinator) (\S+) (--job) (night), or (http://\S+)/\n",
+            line,
+        )
+        assert told, line
+        assert ferrorpc(*told.groups()[:5]).returncode in (0, 64), "reached; the job is known once somebody joins"
+        assert urllib.request.urlopen(f"{told[6]}/healthz", timeout=10).read() == b"ok\n"
+    finally:
+        (tmp_path / "go").touch()
+        _, err = launcher.communicate(timeout=30)
+    assert (launcher.returncode, err) == (0, "")
 
 
 def test_a_coordinator_that_dies_is_started_again_on_its_address_and_journal(job, tmp_path):

@@ -23,13 +23,19 @@ class OwnCoordinator:
 
     Args:
         data_dir: a temporary directory that the nursery removes.
+        http_port: of its status page; None leaves that to the environment.
     """
 
-    def __init__(self, nursery: Nursery, address: str, data_dir: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, nursery: Nursery, address: str, data_dir: Path, environment: Mapping[str, str], http_port: int | None = None
+    ) -> None:
         self._nursery = nursery
         # -P: the user's directory must not shadow what the coordinator imports.
         self._command = [sys.executable, "-P", "-m", "ferrorpc_coordinator", "--listen", address, "--data-dir", str(data_dir)]
+        self._command += [] if http_port is None else ["--http-port", str(http_port)]
         self._environment = dict(environment)
+        self.page_address = ""
+        """host:port of its status page, once it listens; empty where it has none."""
         self._announcements = LineBuffer()
         self._stillborn = 0
         self._delay = _RESTART_SECONDS
@@ -44,9 +50,11 @@ class OwnCoordinator:
 
     def announced(self, data: bytes) -> None:
         """It wrote to its standard output: from "listening ..." on it is in service."""
-        if any(line.startswith(b"listening") for line in self._announcements.feed(data)):
-            self._stillborn = 0
-            self._delay = _RESTART_SECONDS
+        for line in self._announcements.feed(data):
+            if line.startswith(b"listening"):
+                self._stillborn = 0
+                self._delay = _RESTART_SECONDS
+                self.page_address = line.partition(b" http ")[2].decode()
 
     def check(self, now: float) -> str | None:
         """Notices its end, and plans the restart. Returns how it ended, once."""

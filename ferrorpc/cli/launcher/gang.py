@@ -86,6 +86,8 @@ class Policy:
     grace_seconds: float = 5.0
     shutdown_seconds: float = 30.0
     elastic: bool = False
+    interrupt_number: int = signal.SIGINT
+    """The signal that workers get for SIGINT; SIGTERM ends Python without a traceback."""
 
 
 @dataclass(slots=True)
@@ -131,7 +133,7 @@ class Gang:
         if self.interrupted:
             return self._kill()
         self.interrupted = number
-        return self._stop(number, now)
+        return self._stop(self.policy.interrupt_number if number == signal.SIGINT else number, now)
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""

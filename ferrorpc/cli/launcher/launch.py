@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Final
 
-from ferrorpc.cli.codes import EXIT_CONFIG, EXIT_RETRY
+from ferrorpc.cli.codes import EXIT_CONFIG, EXIT_PIPE, EXIT_RETRY
 from ferrorpc.cli.launcher.child import Child, Nursery
 from ferrorpc.cli.launcher.coordinator import OwnCoordinator
 from ferrorpc.cli.launcher.environment import worker_environment
@@ -26,7 +26,7 @@ from ferrorpc.cli.launcher.reports import ExitReports
 from ferrorpc.cli.launcher.signals import STOPS, SignalInbox, describe
 
 _WARM_UP_SECONDS: Final = 2.0
-"""A job that lives this long gets its reporter started before there is anything to report."""
+"""A job that lives this long gets its reporter started before there is anything to report, and is told of how to watch it."""
 _ANSWER_SECONDS: Final = 1.0
 """How long a restart waits for the coordinator to know of the exit, so that the report cannot hit the successor; and how
 long the end of the launcher waits for it."""
@@ -51,7 +51,7 @@ def launch(plan: Plan, console: Console, environment: Mapping[str, str]) -> int:
         try:
             return _Launch(plan, console, environment, inbox, nursery, directory).run()
         except BrokenPipeError:
-            return 128 + signal.SIGPIPE  # nobody reads the console any more: end as any filter does
+            return EXIT_PIPE  # nobody reads the console any more: end as any filter does
 
 
 class _Launch:
@@ -85,6 +85,8 @@ class _Launch:
         self._waiting: tuple[Start, float] | None = None
         """A restart and the latest time for it."""
         self._code: int | None = None
+        self._untold = plan.owns_coordinator and (console.attended or plan.http_port is not None)
+        """Nobody can know the address of a coordinator that the launcher started, unless it says so to who asks or looks."""
         self._started = time.monotonic()
 
     def run(self) -> int:
@@ -94,7 +96,9 @@ class _Launch:
         self._carry_out(self._gang.begin())
         if self._plan.owns_coordinator:
             journal = self._directory / "journal"
-            self._coordinator = OwnCoordinator(self._nursery, self._plan.coordinator, journal, self._environment)
+            self._coordinator = OwnCoordinator(
+                self._nursery, self._plan.coordinator, journal, self._environment, self._plan.http_port
+            )
             self._listen_to_coordinator(self._coordinator)
         while self._code is None:
             self._turn()
@@ -110,8 +114,8 @@ class _Launch:
         now = time.monotonic()
         self._carry_out(self._gang.tick(now))
         self._look_after_coordinator(now)
-        if self._reports.child is None and now >= self._started + _WARM_UP_SECONDS:
-            self._start_reporter()
+        if self._cold and now >= self._started + _WARM_UP_SECONDS:
+            self._warm_up()
         if self._waiting is not None and (now >= self._waiting[1] or not self._reports.outstanding):
             start, self._waiting = self._waiting[0], None
             self._spawn(start)
@@ -120,11 +124,28 @@ class _Launch:
         deadlines = [self._gang.deadline]
         if self._coordinator is not None:
             deadlines.append(self._coordinator.deadline)
-        if self._reports.child is None:
+        if self._cold:
             deadlines.append(self._started + _WARM_UP_SECONDS)
         if self._waiting is not None:
             deadlines.append(self._waiting[1] if self._reports.outstanding else now)
         return min(deadlines)
+
+    @property
+    def _cold(self) -> bool:
+        return self._reports.child is None or self._untold
+
+    def _warm_up(self) -> None:
+        """What only a job is worth that lives a while."""
+        if self._reports.child is None:
+            self._start_reporter()
+        if self._untold and self._coordinator is not None and not self._gang.interrupted:
+            where, job, page = self._plan.coordinator, self._plan.job, self._coordinator.page_address
+            scheme = "https" if self._environment.get("FERRORPC_TLS_CERT") else "http"
+            self._console.say(
+                f"to watch this job: ferrorpc status --watch --coordinator {where} --job {job}"
+                + (f", or {scheme}://{page}/" if page else "")
+            )
+        self._untold = False
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
@@ -236,7 +257,12 @@ class _Launch:
     def _listen_to_coordinator(self, coordinator: OwnCoordinator) -> None:
         stream = WorkerStream(self._console, 2, self._console.prefix("coordinator", 5), shown=True, log=None)
         self._pipes.listen(coordinator.child.stdout, lambda data, now: coordinator.announced(data))
-        self._pipes.listen(coordinator.child.stderr, stream.feed)
+        self._pipes.listen(coordinator.child.stderr, lambda data, now: self._hear_coordinator(stream, data, now))
+
+    def _hear_coordinator(self, stream: WorkerStream, data: bytes, now: float) -> None:
+        """Shows what it logs, until the job is asked to end: that its members then go is no news."""
+        if not self._gang.interrupted:
+            stream.feed(data, now)
 
     def _look_after_coordinator(self, now: float) -> None:
         coordinator = self._coordinator

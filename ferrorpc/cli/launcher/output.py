@@ -71,6 +71,11 @@ class Console:
         """The stream whose progress is at the bottom, as its descriptor and prefix."""
         self._progress_shown: dict[tuple[int, bytes], float] = {}
 
+    @property
+    def attended(self) -> bool:
+        """Whether somebody sees at once what the launcher says."""
+        return 2 in self._terminals
+
     def prefix(self, label: str, index: int) -> bytes:
         """What the lines of a worker begin with."""
         if not self._colour:

@@ -34,6 +34,7 @@ class Plan:
         node: this node's name, the first half of its members' names.
         coordinator: host:port.
         owns_coordinator: whether this launcher starts it.
+        http_port: of its status page; None for FERRORPC_HTTP_PORT's, if any.
         master: address and port for torch.distributed's own store.
         log_dir: where to keep each worker's output as well; None for the console alone.
         shown: workers whose output the console shows; None for all.
@@ -50,6 +51,7 @@ class Plan:
     job: str
     master: tuple[str, int]
     policy: Policy
+    http_port: int | None = None
     log_dir: Path | None = None
     shown: frozenset[int] | None = None
 

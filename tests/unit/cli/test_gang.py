@@ -27,6 +27,14 @@ def test_workers_that_all_end_well_end_the_job_without_a_failure():
     assert gang.first_failure is None
 
 
+def test_ctrl_c_reaches_the_workers_as_the_signal_that_the_policy_names():
+    assert running(2).signalled(signal.SIGINT, 0.0) == [Signal((0, 1), signal.SIGINT)]
+    gang = running(2, interrupt_number=signal.SIGTERM)
+    assert gang.signalled(signal.SIGINT, 0.0) == [Signal((0, 1), signal.SIGTERM)]
+    assert gang.interrupted == signal.SIGINT
+    assert running(2, interrupt_number=signal.SIGTERM).signalled(signal.SIGHUP, 0.0) == [Signal((0, 1), signal.SIGHUP)]
+
+
 def test_after_a_failure_the_others_have_the_grace_then_sigterm_then_sigkill():
     gang = running(3)
     assert ends(gang, 1, 1, now=10.0) == []

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -90,6 +91,38 @@ def test_version_says_what_is_installed(capfd):
     out = capfd.readouterr().out
     assert "grpcio" in out
     assert "python" in out
+
+
+def test_the_version_is_also_an_option(capfd):
+    assert run(["--version"]) == 0
+    assert capfd.readouterr().out.strip() == version("ferrorpc")
+
+
+def test_a_file_that_cannot_be_written_is_64_and_named_without_a_traceback(capfd, tmp_path):
+    path = tmp_path / "missing" / "plan.svg"
+    assert run(["plan", "pipeline", "--schedule", "zbv", "--svg", str(path)]) == 64
+    assert capfd.readouterr().err.startswith(f"ferrorpc: {path}: No such file or directory\ntry: ")
+
+
+def test_a_reader_that_goes_away_is_no_error(monkeypatch, capfd):
+    def gone(*arguments, **options):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "main", gone)
+    assert run(["config"]) == 141
+    assert capfd.readouterr().err == ""
+
+
+def test_help_of_the_coordinator_shows_the_services_own_options():
+    command = [sys.executable, "-m", "ferrorpc", "coordinator", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "usage: ferrorpc coordinator" in result.stdout
+    assert "--http-port PORT" in result.stdout
+
+
+def test_a_page_of_a_coordinator_that_is_there_already_is_64(capfd):
+    assert run(["run", "--coordinator", "127.0.0.1:1", "--http-port", "0", __file__]) == 64
+    assert "ferrorpc coordinator" in capfd.readouterr().err
 
 
 def test_the_demo_names_the_extra_that_is_missing(monkeypatch):
