@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.ddp.steps import Steps
+from ferrorpc.errors import UsageError
 from ferrorpc.torch.backward import Backward
 from ferrorpc.torch.changes import Changes
 
@@ -44,6 +46,7 @@ class DistributedDataParallel(torch.nn.Module):
     Raises:
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
         TensorMismatchError: a parameter's dtype has no mean.
+        UsageError: the module holds a SyncBatchNorm, which would see this rank's batches alone.
     """
 
     def __init__(
@@ -59,11 +62,13 @@ class DistributedDataParallel(torch.nn.Module):
         gradient_as_bucket_view: bool = True,
     ) -> None:
         super().__init__()
+        _check_batch_norm(module, group.size)
         self.module = module
         self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook, check_every)
         self._backward = Backward(self._replica)
         self._changes = Changes(module)
         weakref.finalize(self, self._backward.end)
+        _hide_from_compiler()
         self.register_load_state_dict_pre_hook(_add_own_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,13 +77,19 @@ class DistributedDataParallel(torch.nn.Module):
         Raises:
             UsageError: parameters were added to the module since it was wrapped, or the backward pass before did not end.
         """
+        self._before()
+        outputs = self.module(*args, **kwargs)
+        self._after(outputs)
+        return outputs
+
+    def _before(self) -> None:
         if torch.is_grad_enabled() and self._changes.may_be():
             self._replica.check()
             self._changes.known()
-        outputs = self.module(*args, **kwargs)
+
+    def _after(self, outputs: Any) -> None:
         if torch.is_grad_enabled():
             self._backward.watch(outputs)
-        return outputs
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Gives every rank the weights and buffers of rank `root`, in place. Collective."""
@@ -134,6 +145,12 @@ class DistributedDataParallel(torch.nn.Module):
         """
         return self._replica.uneven(follow)
 
+    def __getstate__(self) -> Any:
+        """Refuses: what it holds belongs to this process and its group."""
+        raise UsageError(
+            "a DistributedDataParallel cannot be copied or pickled", hint="copy or save ddp.module, or ddp.state_dict()"
+        )
+
     # Names are the module's own: a checkpoint does not tell whether the module was wrapped.
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,6 +172,28 @@ class DistributedDataParallel(torch.nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """The module's own."""
         yield from self.module.named_buffers(*args, **kwargs)
+
+
+def _check_batch_norm(module: torch.nn.Module, size: int) -> None:
+    """torch's own exchanges statistics through torch.distributed; where that does not run, it is silently a plain BatchNorm."""
+    if size == 1 or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    for name, part in module.named_modules():
+        if isinstance(part, torch.nn.SyncBatchNorm):
+            raise UsageError(
+                f"{name or 'the module'} is a SyncBatchNorm, which goes through torch.distributed, and that is not initialised",
+                hint="use BatchNorm (each rank's own statistics), or torch.distributed.init_process_group() beside it",
+            )
+
+
+@cache
+def _hide_from_compiler() -> None:
+    """`torch.compile` of a wrapper compiles the module in it, and leaves alone what stands around it.
+
+    Not where the class is made: it imports half of torch, which whoever makes an optimizer does anyway.
+    """
+    for name in ("_before", "_after"):
+        setattr(DistributedDataParallel, name, torch.compiler.disable(getattr(DistributedDataParallel, name)))
 
 
 def _add_own_prefix(ddp: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 
 import pytest
 
-from ferrorpc.errors import CollectiveMismatchError
+from ferrorpc.errors import CollectiveMismatchError, UsageError
 from ferrorpc.testing import FaultPlan, run_world
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -226,3 +228,53 @@ def test_a_wrapper_that_is_gone_leaves_the_module_alone_and_it_may_be_wrapped_ag
     results = run_world(2, body)
     assert not torch.equal(results[0][0]["0.weight"], results[1][0]["0.weight"])
     check_same([averaged for _, averaged in results])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch's tracer, which hides it by other means
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_wrapper_around_a_compiled_module_and_a_compiled_wrapper_compile_the_module_alone(inside: bool) -> None:
+    def body(group):
+        graphs = []
+
+        def backend(graph, inputs):
+            graphs.append([str(node.target) for node in graph.graph.nodes if node.op.startswith("call")])
+            return graph
+
+        module = network()
+        inner = torch.compile(module, backend=backend) if inside else module
+        ddp = DistributedDataParallel(inner, group, bucket_cap_mb=SMALL_MB)
+        called = ddp if inside else torch.compile(ddp, backend=backend)
+        for step in range(2):
+            module.zero_grad()
+            called(batch(group.rank, step)).square().sum().backward()
+        assert len(graphs) == 1
+        assert len(graphs[0]) == len(module), "every layer, and nothing else"
+        return gradients(module)
+
+    torch.compiler.reset()
+    results = run_world(2, body)
+    check_same(results)
+    check_close(results[0], reference(2, lambda m, rank: m(batch(rank, 1)).square().sum().backward()))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
+def test_a_wrapper_that_is_copied_says_what_to_copy(how) -> None:
+    def body(group):
+        with pytest.raises(UsageError, match=r"cannot be copied or pickled\ntry: copy or save ddp\.module"):
+            how(DistributedDataParallel(network(), group))
+
+    run_world(1, body)
+
+
+def test_a_batch_norm_that_would_silently_not_be_synchronised_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+
+    def body(group):
+        if group.size == 1:
+            return DistributedDataParallel(module, group).module
+        with pytest.raises(UsageError, match="1 is a SyncBatchNorm"):
+            DistributedDataParallel(module, group)
+        return module
+
+    assert run_world(1, body) == [module]
+    assert run_world(2, body) == [module] * 2
