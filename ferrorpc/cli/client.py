@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from ferrorpc.config import DEFAULT_PORT, Config
-from ferrorpc.errors import CoordinatorUnavailableError
+from ferrorpc.config import DEFAULT_PORT, Config, host_port
+from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
 
 if TYPE_CHECKING:
     import grpc
@@ -18,9 +18,25 @@ CALL_SECONDS: Final = 5.0
 Response = TypeVar("Response")
 
 
+_WHERE: Final = "pass --coordinator HOST:PORT; on a terminal, `ferrorpc run` says after two seconds which is its own"
+
+
+def _nearby() -> str:
+    return f"127.0.0.1:{DEFAULT_PORT}"
+
+
 def address_of(given: str | None, config: Config) -> str:
-    """The coordinator's host:port: the flag, else FERRORPC_COORDINATOR, else this machine's default port."""
-    return given or config["coordinator"] or f"127.0.0.1:{DEFAULT_PORT}"
+    """The coordinator's host:port: the flag, else FERRORPC_COORDINATOR, else this machine's default port.
+
+    Raises:
+        ConfigError: the flag is no address.
+    """
+    if given is None:
+        return config["coordinator"] or _nearby()
+    try:
+        return host_port(given)
+    except ValueError as error:
+        raise ConfigError(f"--coordinator {given}: {error}", hint="--coordinator 127.0.0.1:29700") from None
 
 
 def token(config: Config) -> str:
@@ -43,8 +59,10 @@ def channel(address: str, config: Config) -> Iterator[grpc.Channel]:
     opened = connector()
     try:
         yield opened
-    except CoordinatorUnavailableError:
+    except CoordinatorUnavailableError as error:
         better = connector.diagnose()
+        if better is None and address == _nearby():
+            better = CoordinatorUnavailableError(error.message, hint=_WHERE)
         if better is None:
             raise
         raise better from None

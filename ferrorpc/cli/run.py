@@ -178,7 +178,9 @@ def make_plan(
 def _local_ranks(text: str, processes: int) -> frozenset[int]:
     parts = text.split(",")
     if not all(part.strip().isdigit() and int(part) < processes for part in parts):
-        raise ConfigError(f"--ranks {text}: expected local ranks from 0 to {processes - 1}", hint="--ranks 0,3")
+        raise ConfigError(
+            f"--ranks {text}: expected local ranks from 0 to {processes - 1}", hint="--ranks 0, or several with commas"
+        )
     return frozenset(map(int, parts))
 
 

@@ -248,7 +248,7 @@ def require(system: System) -> None:
     """Raises BackendUnavailableError unless what a system needs is installed."""
     missing = [name for name in system.needs if find_spec(name) is None]
     if missing:
-        raise BackendUnavailableError(f"{system.name}: {', '.join(missing)} is not installed", "see docs/benchmarks.md")
+        raise BackendUnavailableError(f"{', '.join(missing)} is not installed", "see docs/benchmarks.md")
     if system.through_mpiexec:
         mpiexec()
 

@@ -63,7 +63,7 @@ def crash_report(first: Exit, others: Iterable[Exit], labels: Sequence[str], tai
     lost = "the first of those that lost a member" if first.victim else "the first to fail"
     lines = [f"rank {labels[first.worker]} ended with {describe(first.returncode)}; it was {lost}."]
     if tail:
-        lines.append(f"its last {len(tail)} lines on standard error:")
+        lines.append(f"its last {len(tail)} lines on standard error:" if len(tail) > 1 else "its last line on standard error:")
         lines += [f"  | {line}" for line in tail]
     else:
         lines.append("it wrote nothing on standard error.")

@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import pytest
 
-from ferrorpc.cli import demo
+from ferrorpc.cli import client, demo
 from ferrorpc.cli.bench.command import MEASUREMENTS, command as bench
 from ferrorpc.cli.main import COMMANDS, cli, run
 from ferrorpc.config import SETTINGS
@@ -58,6 +58,20 @@ def test_an_unreachable_coordinator_is_75_and_says_where(capfd):
     err = capfd.readouterr().err
     assert "127.0.0.1:1" in err
     assert "\ntry: " in err
+
+
+@pytest.mark.parametrize("arguments", [["status", "--coordinator"], ["health", "--addr"], ["remove", "w0", "--addr"]])
+@pytest.mark.parametrize("address", ["somewhere", "host:99999", ""])
+def test_what_is_no_address_is_64_and_named(arguments, address, capfd):
+    assert run([*arguments, address]) == 64
+    assert capfd.readouterr().err.startswith(f"ferrorpc: --coordinator {address}: expected HOST:PORT")
+
+
+def test_a_coordinator_that_nobody_named_is_not_there_says_where_the_address_is_told(capfd, monkeypatch):
+    monkeypatch.delenv("FERRORPC_COORDINATOR", raising=False)
+    monkeypatch.setattr(client, "DEFAULT_PORT", 1)
+    assert run(["status"]) == 75
+    assert "try: pass --coordinator HOST:PORT; " in capfd.readouterr().err
 
 
 def test_health_of_nobody_is_1(capfd):
