@@ -12,6 +12,7 @@ import click
 from ferrorpc.cli.board import Earlier, as_text
 from ferrorpc.cli.client import address_of, call, connect, token
 from ferrorpc.config import Config
+from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
 
 if TYPE_CHECKING:
     from ferrorpc.v1.session_pb2 import StatusResponse
@@ -45,11 +46,21 @@ def command(address: str | None, job: str | None, watch: bool, as_json: bool) ->
 
 
 def _watch(stub: CoordinatorServiceStub, where: str, config: Config, *, as_json: bool) -> None:
-    """Until interrupted. On a terminal each answer takes the place of the one before, without a flicker."""
+    """Until interrupted. On a terminal each answer takes the place of the one before, without a flicker.
+
+    A job that is not there yet is waited for, and so is a coordinator that has answered before: it may come back.
+    """
     past: list[tuple[float, StatusResponse]] = []
     screen = sys.stdout.isatty() and not as_json
     while True:
-        response, now = _ask(stub, where, config), time.monotonic()
+        try:
+            response, now = _ask(stub, where, config), time.monotonic()
+        except (ConfigError, CoordinatorUnavailableError) as error:
+            if isinstance(error, CoordinatorUnavailableError) and not past:
+                raise
+            click.echo(f"{time.strftime('%X')} {error.message}", err=True)
+            time.sleep(_WATCH_SECONDS)
+            continue
         while len(past) > 1 and now - past[1][0] >= _RATES_SECONDS:
             del past[0]
         earlier = Earlier(past[0][1], now - past[0][0]) if past else None

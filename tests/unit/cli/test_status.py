@@ -2,9 +2,14 @@
 
 import json
 
+import pytest
+
+from ferrorpc.cli import status
 from ferrorpc.cli.board import Earlier, as_text
 from ferrorpc.cli.status import as_json_text
 from ferrorpc.cli.table import table
+from ferrorpc.config import Config
+from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
 from ferrorpc.v1 import identity_pb2, session_pb2
 
 
@@ -103,6 +108,28 @@ def test_where_all_stand_the_one_behind_is_late_if_the_ranks_work_in_step():
     assert late(21, 20, 21) == 1
     assert late(21, 21, 21) == 0, "all compute"
     assert late(900, 450, 900) == 0, "stages of a pipeline drift apart, and all compute"
+
+
+def test_watching_waits_for_a_job_and_for_a_coordinator_that_answered_before(monkeypatch, capfd):
+    gone = CoordinatorUnavailableError("nobody answers")
+    answers = [ConfigError("there is no job 'x' here"), session_pb2.StatusResponse(job="x"), gone, KeyboardInterrupt()]
+
+    def ask(*_):
+        found = answers.pop(0)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    monkeypatch.setattr(status, "_ask", ask)
+    monkeypatch.setattr(status, "_WATCH_SECONDS", 0)
+    with pytest.raises(KeyboardInterrupt):
+        status._watch(None, "h:1", Config({}), as_json=False)
+    out, err = capfd.readouterr()
+    assert out.startswith("job x")
+    assert [line.partition(" ")[2] for line in err.splitlines()] == ["there is no job 'x' here", "nobody answers"]
+    answers[:] = [gone]
+    with pytest.raises(CoordinatorUnavailableError):
+        status._watch(None, "h:1", Config({}), as_json=False)
 
 
 def test_a_small_worlds_links_are_a_matrix_of_rates():
