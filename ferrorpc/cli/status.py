@@ -52,13 +52,17 @@ def _watch(stub: CoordinatorServiceStub, where: str, config: Config, *, as_json:
     """
     past: list[tuple[float, StatusResponse]] = []
     screen = sys.stdout.isatty() and not as_json
+    told = ""
     while True:
         try:
             response, now = _ask(stub, where, config), time.monotonic()
+            told = ""
         except (ConfigError, CoordinatorUnavailableError) as error:
             if isinstance(error, CoordinatorUnavailableError) and not past:
                 raise
-            click.echo(f"{time.strftime('%X')} {error.message}", err=True)
+            if error.message != told:
+                click.echo(f"{time.strftime('%X')} {error.message}", err=True)
+            told = error.message
             time.sleep(_WATCH_SECONDS)
             continue
         while len(past) > 1 and now - past[1][0] >= _RATES_SECONDS:

@@ -112,7 +112,7 @@ def test_where_all_stand_the_one_behind_is_late_if_the_ranks_work_in_step():
 
 def test_watching_waits_for_a_job_and_for_a_coordinator_that_answered_before(monkeypatch, capfd):
     gone = CoordinatorUnavailableError("nobody answers")
-    answers = [ConfigError("there is no job 'x' here"), session_pb2.StatusResponse(job="x"), gone, KeyboardInterrupt()]
+    answers = [ConfigError("there is no job 'x' here"), session_pb2.StatusResponse(job="x"), gone, gone, KeyboardInterrupt()]
 
     def ask(*_):
         found = answers.pop(0)
