@@ -111,7 +111,7 @@ def _lateness(members: Sequence[Member]) -> dict[str, int]:
     Where all stand, the others wait for those behind if the ranks work in step. Ranks that do different things, such as stages
     of a pipeline, drift apart; they are late only while others move.
     """
-    seated = [member for member in members if member.rank >= 0]
+    seated = [member for member in members if member.rank >= 0 and state_of(member) not in ("left", "dead")]
     steps = [member.step for member in seated] or [0]
     front = max(steps)
     moved = min((member.step_age_ms for member in seated), default=0)

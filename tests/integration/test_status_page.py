@@ -110,7 +110,8 @@ def test_a_healthy_job(browser, process, job):
         first = cells(browser, 0)
         assert (first["rank"], first["name"], first["host"], first["state"]) == ("0", "w0000", "host-0", "active")
         assert first["doing"].startswith("all_reduce(op=mean, float32[1000]) #")
-        assert browser.text("#steps .row span") == "rank 2", "who needs longest between operations comes first"
+        # who needs longest between operations comes first
+        browser.until("document.querySelector('#steps .row span').textContent === 'rank 2'")
         assert "4 of 4 joined" in browser.text("#generations")
         assert browser.text("#line") == "live"
         picture()
@@ -168,13 +169,13 @@ def test_a_barrier_that_waits_for_a_rank(browser, process, job):
 MODEL = """(async () => {
   const { Model } = await import("/model.js");
   const model = new Model();
-  const [steps, ages] = %s;
+  const [steps, ages, state] = %s;
   const all = (value) => steps.map(() => value);
   const ranks = [...steps.keys()];
   model.take({
     cluster_id: "c", epoch: 1, generation: 1, at_ms: 0, barriers: [], links: [], waiting: "",
     generations: [{ generation: 1, end_reason: "" }],
-    members: { name: ranks.map((rank) => `w${rank}`), rank: ranks, state: all("active"), host: all("h"), step: steps,
+    members: { name: ranks.map((rank) => `w${rank}`), rank: ranks, state: all(state), host: all("h"), step: steps,
       step_age_ms: ages, beat_age_ms: all(0), operation_ms: all(0), activity: all("all_reduce #20"), training: all(null) },
   });
   return [...model.verdict(), model.members.map((member) => member.lateMs)];
@@ -182,19 +183,20 @@ MODEL = """(async () => {
 
 
 @pytest.mark.parametrize(
-    ("steps", "ages", "late", "mood"),
+    ("steps", "ages", "state", "late", "mood"),
     [
-        ([21, 20, 21], [13_000, 13_000, 13_000], [0, 13_000, 0], "warn"),  # all stand: the others wait for rank 1
-        ([21, 20, 21], [10, 13_000, 10], [0, 13_000, 0], "warn"),
-        ([21, 20, 21], [3_000, 3_000, 3_000], [0, 3_000, 0], "good"),  # shown, but not yet worth an alarm
-        ([21, 21, 21], [13_000, 13_000, 13_000], [0, 0, 0], "good"),  # all compute
-        ([900, 450, 900], [13_000, 13_000, 13_000], [0, 0, 0], "good"),  # a pipeline whose stages all compute
+        ([21, 20, 21], [13_000, 13_000, 13_000], "active", [0, 13_000, 0], "warn"),  # all stand: the others wait for rank 1
+        ([21, 20, 21], [10, 13_000, 10], "active", [0, 13_000, 0], "warn"),
+        ([21, 20, 21], [3_000, 3_000, 3_000], "active", [0, 3_000, 0], "good"),  # shown, but not yet worth an alarm
+        ([21, 21, 21], [13_000, 13_000, 13_000], "active", [0, 0, 0], "good"),  # all compute
+        ([900, 450, 900], [13_000, 13_000, 13_000], "active", [0, 0, 0], "good"),  # a pipeline whose stages all compute
+        ([21, 20, 21], [13_000, 13_000, 13_000], "left", [0, 0, 0], "good"),  # nobody waits for those who said goodbye
     ],
 )
-def test_who_is_behind(browser, process, steps, ages, late, mood):
+def test_who_is_behind(browser, process, steps, ages, state, late, mood):
     browser.open(f"http://{process.http_address}/")
     browser.until("document.readyState === 'complete' && location.protocol === 'http:'")
-    found, head, more, behind = browser.evaluate(MODEL % [steps, ages])
+    found, head, more, behind = browser.evaluate(MODEL % [steps, ages, state])
     assert (found, behind) == (mood, late)
     if mood == "warn":
         assert head == "Rank 1 has been behind for 13 s"

@@ -96,16 +96,17 @@ def test_rates_come_from_two_answers():
 
 
 def test_where_all_stand_the_one_behind_is_late_if_the_ranks_work_in_step():
-    def late(*steps):
+    def late(*steps, state="MEMBER_STATE_ACTIVE"):
         members = [
-            identity_pb2.Member(
-                name=f"w{rank}", rank=rank, state=identity_pb2.MEMBER_STATE_ACTIVE, step=step, step_age_ms=13_000
-            )
+            identity_pb2.Member(name=f"w{rank}", rank=rank, state=identity_pb2.MemberState.Value(state), step=step)
             for rank, step in enumerate(steps)
         ]
+        for member in members:
+            member.step_age_ms = 13_000
         return as_text(session_pb2.StatusResponse(members=members)).count("13.0 s")
 
     assert late(21, 20, 21) == 1
+    assert late(21, 20, 21, state="MEMBER_STATE_LEFT") == 0, "nobody waits for those who said goodbye"
     assert late(21, 21, 21) == 0, "all compute"
     assert late(900, 450, 900) == 0, "stages of a pipeline drift apart, and all compute"
 

@@ -84,11 +84,11 @@ export class Model {
   // others wait for those behind. Ranks that do different things, such as stages of a pipeline, drift apart and wait for nobody
   // when all of them compute.
   #lateRanks() {
-    const steps = this.seated().map((member) => member.step);
+    const there = this.seated().filter((member) => member.state !== "left" && member.state !== "dead");
+    const steps = there.map((member) => member.step);
     const front = Math.max(0, ...steps);
-    const moved = Math.min(...this.seated().map((member) => member.step_age_ms));
-    const grace = front - Math.min(...steps) <= IN_STEP ? 0 : moved;
-    return new Set(this.seated().filter((member) => member.step < front && member.step_age_ms - grace > LATE_MS));
+    const grace = front - Math.min(...steps) <= IN_STEP ? 0 : Math.min(...there.map((member) => member.step_age_ms));
+    return new Set(there.filter((member) => member.step < front && member.step_age_ms - grace > LATE_MS));
   }
 
   #spark(at) {
