@@ -29,7 +29,8 @@ _ENDS, _READY = range(2)
 class CollectiveTimeline(Timeline):
     """What the ranks of one collective do, in milliseconds."""
 
-    key = "to 3: sent to rank 3 · from 3: received from it · + 3: its part folded in · time in milliseconds"
+    key = "to 3: sent to rank 3 · from 3: received from it · + 3: its part folded in"
+    unit = "milliseconds"
 
     def summary(self) -> str:
         return f"predicted {self.makespan:.4g} ms"

@@ -60,6 +60,12 @@ class Step:
         return StepTimes(self.waited - self.began, self.ended - self.waited, hidden)
 
 
+class StepTimeline(Timeline):
+    """What one rank did in its last steps, in seconds."""
+
+    unit = "seconds"
+
+
 class Steps:
     """This rank's last STEPS_KEPT steps. Each is told to the coordinator too, so that `ferrorpc status` shows who is slow."""
 
@@ -109,7 +115,7 @@ class Steps:
         lanes = [f"rank {rank}", *(f"bucket {bucket} of rank {rank}" for bucket in buckets)]
         start = self._kept[0].began if self._kept else 0.0
         spans = [span for step in self._kept for span in _spans(step, start, buckets)]
-        return Timeline(lanes, spans, f"rank {rank}: training steps")
+        return StepTimeline(lanes, spans, f"rank {rank}: training steps")
 
     def to_chrome_trace(self, path: str | Path) -> None:
         """Writes the timeline as a Chrome trace: JSON for chrome://tracing and ui.perfetto.dev."""
