@@ -1,6 +1,8 @@
 """A GPU through CuPy. CuPy is imported only when somebody asks for a device.
 
-Written against CuPy 14 (`cupy.cuda.runtime.memcpyAsync`, `Stream`, `Event`, `alloc_pinned_memory`).
+Written against CuPy 14 (`cupy.cuda.runtime.memcpyAsync`, `Stream`, `Event`, `alloc_pinned_memory`), some of whose ways decide
+how it has to be used. The null stream is 0 on every GPU, so who uses it says on which. `with stream:` forgets a stream that the
+program made current by `use()`. `Event.done` says no for ever once the GPU has failed.
 """
 
 from __future__ import annotations
@@ -10,17 +12,22 @@ import importlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
+from uuid import UUID
 
 import numpy as np
 
 from ferrorpc.arrays.device import DeviceArray, Event, Stream
 from ferrorpc.arrays.staging import Staging
-from ferrorpc.errors import BackendUnavailableError
+from ferrorpc.errors import BackendUnavailableError, UsageError
 from ferrorpc.kernels.cuda.launcher import DeviceKernels
 
 INSTALL: Final = "pip install 'ferrorpc[gpu]' (CUDA 12) or 'ferrorpc[gpu-cuda13]' (CUDA 13)"
+_SUCCESS: Final = 0
+_NOT_READY: Final = 600
+_UUID_BYTES: Final = 16
 _HIGHEST_PRIORITY: Final = -5
 """The highest of today's GPUs; CUDA takes what is out of range for the nearest it has."""
 
@@ -28,15 +35,30 @@ _HIGHEST_PRIORITY: Final = -5
 class CupyEvent:
     """A mark without a time."""
 
-    __slots__ = ("_event",)
+    __slots__ = ("_event", "_runtime")
 
-    def __init__(self, event: Any) -> None:
+    def __init__(self, runtime: Any, event: Any) -> None:
+        self._runtime = runtime
         self._event = event
 
     @property
     def done(self) -> bool:
-        """As `Event.done`."""
-        return bool(self._event.done)
+        """As `Event.done`.
+
+        Raises:
+            BackendUnavailableError: the GPU has failed, and will come past no mark any more.
+        """
+        status = self._runtime.eventQuery(self._event.ptr)
+        if status in (_SUCCESS, _NOT_READY):
+            return bool(status == _SUCCESS)
+        try:
+            self._runtime.check_status(status)
+        except self._runtime.CUDARuntimeError as failure:
+            raise BackendUnavailableError(
+                f"the GPU has failed: {failure}",
+                "look for the kernel with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; the process has to be started again",
+            ) from None
+        raise AssertionError(f"CUDA knows no status {status}")
 
 
 class CupyStream:
@@ -55,13 +77,34 @@ class CupyStream:
         with self._cupy.cuda.Device(self._index):  # an event marks streams of the GPU it was made on
             event = self._cupy.cuda.Event(disable_timing=True)
             event.record(self.own)
-        return CupyEvent(event)
+        return CupyEvent(self._cupy.cuda.runtime, event)
 
     def wait(self, event: Event) -> None:
         """As `Stream.wait`."""
         if not isinstance(event, CupyEvent):
             raise AssertionError(f"{event!r} is no event of CuPy's")
-        self.own.wait_event(event._event)
+        with self._cupy.cuda.Device(self._index):  # whose null stream it may be
+            self.own.wait_event(event._event)
+
+    @contextmanager
+    def as_current(self) -> Iterator[None]:
+        """Makes it the calling thread's current stream, on its GPU, which is current. Afterwards the one before is so again."""
+        before = self._cupy.cuda.get_current_stream()
+        self.own.use()
+        try:
+            yield
+        finally:
+            before.use()
+
+
+@dataclass(frozen=True, slots=True)
+class _Foreign:
+    """A CUDA stream that something else has made, as CuPy takes it."""
+
+    pointer: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer
 
 
 class CupyDevice:
@@ -71,7 +114,7 @@ class CupyDevice:
         self._cupy = cupy
         self._copy = cupy.cuda.runtime.memcpyAsync
         self.index = index
-        self.uuid = _text(cupy.cuda.runtime.getDeviceProperties(index)["uuid"])
+        self.uuid = _identity(cupy.cuda.runtime, index)
 
     def here(self) -> Any:
         """A context in which it is the current device."""
@@ -108,9 +151,19 @@ class CupyDevice:
         return bool(array.device.id == self.index)
 
     def current(self) -> Stream:
-        """As `Device.current`."""
+        """As `Device.current`.
+
+        Raises:
+            UsageError: it is CUDA's per-thread default stream, which other threads cannot name.
+        """
         with self.here():
-            return CupyStream(self._cupy, self.index, self._cupy.cuda.get_current_stream())
+            stream = self._cupy.cuda.get_current_stream()
+        if stream.ptr == self._cupy.cuda.runtime.streamPerThread:
+            raise UsageError(
+                "the current stream is CUDA's per-thread default stream, which other threads cannot wait for",
+                hint="leave CUPY_CUDA_PER_THREAD_DEFAULT_STREAM away, or work in a cupy.cuda.Stream(non_blocking=True)",
+            )
+        return CupyStream(self._cupy, self.index, stream)
 
     def new_stream(self) -> Stream:
         """As `Device.new_stream`."""
@@ -120,7 +173,7 @@ class CupyDevice:
     def adopt(self, stream: Any) -> Stream:
         """As `Device.adopt`."""
         if isinstance(stream, int):
-            return CupyStream(self._cupy, self.index, self._cupy.cuda.ExternalStream(stream, self.index))
+            return CupyStream(self._cupy, self.index, self._cupy.cuda.Stream.from_external(_Foreign(stream)))
         return CupyStream(self._cupy, self.index, stream)
 
     def empty(self, shape: Sequence[int], storage: np.dtype[Any], stream: Stream | None = None) -> DeviceArray:
@@ -207,9 +260,13 @@ def _as_current(stream: Stream) -> Any:
     """A context in which it is the calling thread's current stream."""
     if not isinstance(stream, CupyStream):
         raise AssertionError(f"{stream!r} is no stream of CuPy's")
-    return stream.own
+    return stream.as_current()
 
 
-def _text(uuid: Any) -> str:
-    """A GPU's UUID as text: CUDA gives 16 bytes, of any value."""
-    return uuid.decode() if isinstance(uuid, bytes) and uuid.startswith(b"GPU-") else f"GPU-{bytes(uuid).hex()}"
+def _identity(runtime: Any, index: int) -> str:
+    """A GPU's UUID as text, the same in every process. CuPy reads the 16 bytes as a C string, which ends before a zero: then
+    what there is of it, and where the GPU is plugged in."""
+    found = bytes(runtime.getDeviceProperties(index)["uuid"])[:_UUID_BYTES]
+    if len(found) == _UUID_BYTES:
+        return f"GPU-{UUID(bytes=found)}"
+    return f"GPU-{found.hex()}-at-{runtime.deviceGetPCIBusId(index)}"

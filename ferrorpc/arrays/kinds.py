@@ -80,7 +80,9 @@ def copy_into(target: Any, source: Any) -> None:
         spec = TensorSpec(dtype_of(target.dtype), target.shape)
         np.copyto(target, source if isinstance(source, np.ndarray) else kind_of(source).home(source, spec))
     else:
-        target[...] = given_back(kind_of(target), source, TensorSpec(dtype_of(np.dtype(target.dtype)), target.shape))
+        kind, spec = kind_of(target), TensorSpec(dtype_of(np.dtype(target.dtype)), target.shape)
+        with kind.staging.device.here():
+            target[...] = given_back(kind, source, spec)
 
 
 def spec_of(x: Any) -> TensorSpec:

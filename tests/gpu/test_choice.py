@@ -62,7 +62,7 @@ def test_what_lacks_is_an_error_where_it_was_asked_for_and_a_warning_under_auto(
 
 def test_a_member_says_its_gpu_and_its_nccl(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "open_nccl", lambda: FakeNccl(cupy.machine).api(0))
-    assert gpu.said_at_join("auto", None, 3) == {"gpu": "GPU-fake-0003", "nccl": "22809"}
+    assert gpu.said_at_join("auto", None, 3) == {"gpu": "GPU-66616b6520475055-at-0000:1A:00.0", "nccl": "22809"}
 
 
 @pytest.mark.parametrize(("asked", "local_rank", "index"), [(None, None, 0), (5, 1, 5), (None, 2, 2), (None, 9, 1)])

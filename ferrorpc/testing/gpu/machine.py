@@ -14,6 +14,7 @@ from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -23,6 +24,8 @@ Task: TypeAlias = Callable[[], bool]
 ALIGNMENT_BYTES: Final = 256
 FREED: Final = 0xCB
 """What freed memory holds."""
+UUID: Final = b"fake GPU\0\xff\xfe\xfd"
+"""How the UUID of each begins: with a zero byte within, as one in seventeen has."""
 STUCK_SECONDS: Final = 20.0
 """How long `FakeStream.synchronize` waits for other ranks before it says that nothing moves."""
 
@@ -132,7 +135,7 @@ class FakeEvent:
 class Gpu:
     """One GPU."""
 
-    def __init__(self, machine: Machine, index: int, uuid: str) -> None:
+    def __init__(self, machine: Machine, index: int, uuid: bytes) -> None:
         self.machine = machine
         self.index = index
         self.uuid = uuid
@@ -176,8 +179,16 @@ class Machine:
         self.pinned = Memory()
         self.faults: list[Exception] = []
         self.copying: Callable[[str, int, int], bool] = lambda direction, gpu, size_bytes: True
+        self.events: WeakValueDictionary[int, FakeEvent] = WeakValueDictionary()
+        """By the number that CUDA would know them by."""
+        self.failure = 0
+        """What every question about an event is answered with once a GPU has failed: a number of CUDA's, such as 700."""
         self._pointers = 0x5000
-        self.gpus = [Gpu(self, index, f"GPU-fake-{index:04d}") for index in range(count)]
+        self.gpus = [Gpu(self, index, UUID + index.to_bytes(4, "big")) for index in range(count)]
+
+    def stream(self, pointer: int) -> FakeStream:
+        """The stream with this number, which is not 0, of any GPU."""
+        return next(gpu.streams[pointer] for gpu in self.gpus if pointer in gpu.streams)
 
     def next_pointer(self) -> int:
         """A number for a stream."""

@@ -11,30 +11,20 @@ arrays it queues on the current stream; only `asnumpy`, `get` and `synchronize` 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
-from typing import Any, Self
+from typing import Any, Final
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ferrorpc.arrays.cupy_device import forget
+from ferrorpc.testing.gpu.cuda import Thread, cuda
 from ferrorpc.testing.gpu.kernels import raw_module
-from ferrorpc.testing.gpu.machine import FakeEvent, FakeStream, Gpu, GpuFault, Machine
+from ferrorpc.testing.gpu.machine import FakeStream, Gpu, GpuFault, Machine
 
-HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
-
-
-class _Thread(threading.local):
-    """What CUDA keeps for each thread: the current device, and CuPy: the current stream of each."""
-
-    def __init__(self) -> None:
-        self.device = 0
-        self.streams: dict[int, FakeStream] = {}
-        self.before: list[FakeStream | None] = []
-        """The streams that were current outside each `with stream:` that it is in."""
+TINY: Final = np.finfo(np.float32).tiny
 
 
 class _Block:
@@ -54,20 +44,6 @@ class _Block:
             return True
 
         self._stream.enqueue(free)
-
-
-class _Pinned:
-    """Pinned host memory: `cupy.cuda.PinnedMemoryPointer`."""
-
-    def __init__(self, machine: Machine, size_bytes: int) -> None:
-        self._machine = machine
-        self.size = size_bytes
-        with machine.lock:
-            self.ptr = machine.pinned.allocate(size_bytes)
-
-    def __del__(self) -> None:
-        with self._machine.lock:
-            self._machine.pinned.free(self.ptr)
 
 
 class Array(NDArrayOperatorsMixin):
@@ -179,9 +155,9 @@ class StandIn(ModuleType):
     def __init__(self, machine: Machine) -> None:
         super().__init__("cupy")
         self.machine = machine
-        self.thread = _Thread()
+        self.thread = Thread()
         self.ndarray = type("ndarray", (Array,), {"cupy": self})
-        self.cuda = _cuda(self)
+        self.cuda = cuda(self)
         self.RawModule = raw_module(self)
         self.tanh, self.exp, self.log = np.tanh, np.exp, np.log  # which find their way: Array.__array_ufunc__
 
@@ -193,7 +169,8 @@ class StandIn(ModuleType):
     @property
     def stream(self) -> FakeStream:
         """The calling thread's stream."""
-        return self.thread.streams.get(self.thread.device, self.gpu.default)
+        found: FakeStream = self.cuda.get_current_stream().fake
+        return found
 
     def empty(self, shape: Any, dtype: Any = "float64") -> Any:
         """As `cupy.empty`."""
@@ -227,12 +204,20 @@ class StandIn(ModuleType):
     def asnumpy(self, x: Any, order: str = "C") -> np.ndarray[Any, Any]:
         """As `cupy.asnumpy`: waits for the current stream."""
         found: np.ndarray[Any, Any] = np.empty(x.shape, x.dtype, order)  # type: ignore[call-overload]
-        self.launch(lambda values: found.__setitem__(..., values), [x], None)
-        self.stream.synchronize()
+        with self.cuda.Device(x.device.id):
+            self.launch(lambda values: found.__setitem__(..., values), [x], None)
+            self.stream.synchronize()
         return found
 
     def launch(self, apply: Callable[..., Any], operands: Sequence[Any], target: Array | None) -> None:
-        """Queues target[...] = apply(*operands) on the current stream. As a kernel it keeps no array alive."""
+        """Queues target[...] = apply(*operands) on the current stream. As a kernel it keeps no array alive.
+
+        Raises:
+            GpuFault: an array is not on the current device. CuPy would reach over to it, in a stream that orders nothing there.
+        """
+        for each in (*operands, target):
+            if isinstance(each, Array) and each.device.id != self.gpu.index:
+                raise GpuFault(f"an array of GPU {each.device.id} was used while GPU {self.gpu.index} was current")
         reads, writes = [_place(x) for x in operands], None if target is None else _place(target)
 
         def run() -> bool:
@@ -245,9 +230,12 @@ class StandIn(ModuleType):
         self.stream.enqueue(run)
 
     def apply(self, function: Callable[..., Any], operands: Sequence[Any], out: Array | None = None) -> Array:
-        """The array of what `function` gives for the operands, queued; or `out`, which it is written to."""
+        """The array of what `function` gives for the operands, queued; or `out`, which it is written to.
+
+        CuPy compiles its kernels with -ftz=true: to them, and from them, single floats that are subnormal are zero.
+        """
         target = self._fitting(function, operands) if out is None else out
-        self.launch(function, operands, target)
+        self.launch(lambda *values: _flushed(function(*map(_flushed, values))), operands, target)
         return target
 
     def _fitting(self, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
@@ -255,6 +243,15 @@ class StandIn(ModuleType):
         with np.errstate(all="ignore"):
             example = np.asarray(function(*[np.ones(x.shape, x.dtype) if isinstance(x, Array) else x for x in operands]))
         return self.empty(example.shape, example.dtype)
+
+
+def _flushed(x: Any) -> Any:
+    """Single floats, real or parts of complex ones, with zeros in place of those that are subnormal."""
+    if getattr(x, "dtype", None) not in (np.float32, np.complex64):
+        return x
+    reals = np.array(x, ndmin=1).view(np.float32)
+    reals[np.abs(reals) < TINY] *= 0
+    return reals.view(x.dtype).reshape(x.shape)
 
 
 def _scattered(x: np.ndarray[Any, Any], value: Any, *places: Any) -> np.ndarray[Any, Any]:
@@ -271,125 +268,6 @@ def _place(x: Any) -> Callable[[], Any]:
     gpu, address, layout = x._block.gpu, x._address, x._layout
     block = SimpleNamespace(gpu=gpu)
     return lambda: Array(block, address, layout).seen()  # type: ignore[arg-type]
-
-
-class _Device:
-    """`cupy.cuda.Device`."""
-
-    cupy: StandIn
-
-    def __init__(self, device: int | None = None) -> None:
-        self.id = self.cupy.thread.device if device is None else device
-        self._before: list[int] = []
-
-    def use(self) -> None:
-        self.cupy.thread.device = self.id
-
-    def __enter__(self) -> Self:
-        self._before.append(self.cupy.thread.device)
-        self.use()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.cupy.thread.device = self._before.pop()
-
-
-class _Event:
-    """`cupy.cuda.Event`."""
-
-    cupy: StandIn
-
-    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
-        self.fake = FakeEvent(self.cupy.machine)
-        self._gpu = self.cupy.gpu
-
-    def record(self, stream: _Stream | None = None) -> None:
-        fake = self.cupy.stream if stream is None else stream.fake
-        if fake.gpu is not self._gpu:
-            raise GpuFault(f"an event of GPU {self._gpu.index} cannot mark a stream of GPU {fake.gpu.index}")
-        self.fake.record(fake)
-
-    @property
-    def done(self) -> bool:
-        return self.fake.done
-
-
-class _Stream:
-    """`cupy.cuda.Stream`."""
-
-    cupy: StandIn
-
-    def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: int | None = None) -> None:
-        gpu = self.cupy.gpu
-        self.fake = gpu.default if null else gpu.new_stream(priority or 0, non_blocking)
-        self.ptr = self.fake.pointer
-
-    def wait_event(self, event: _Event) -> None:
-        event.fake.hold(self.fake)
-
-    def synchronize(self) -> None:
-        self.fake.synchronize()
-
-    def __enter__(self) -> Self:
-        thread = self.cupy.thread
-        thread.before.append(thread.streams.get(thread.device))
-        thread.streams[thread.device] = self.fake
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        thread = self.cupy.thread
-        before = thread.before.pop()
-        if before is None:
-            del thread.streams[thread.device]
-        else:
-            thread.streams[thread.device] = before
-
-
-class _ExternalStream(_Stream):
-    """`cupy.cuda.ExternalStream`."""
-
-    def __init__(self, ptr: int, device_id: int = -1) -> None:
-        gpu = self.cupy.gpu if device_id < 0 else self.cupy.machine.gpus[device_id]
-        self.fake = gpu.stream(ptr)
-        self.ptr = ptr
-
-
-def _cuda(cupy: StandIn) -> SimpleNamespace:
-    """`cupy.cuda`."""
-    own: dict[str, Any] = {"cupy": cupy}
-    classes = {
-        name: type(name, (base,), own)
-        for name, base in (("Device", _Device), ("Event", _Event), ("Stream", _Stream), ("ExternalStream", _ExternalStream))
-    }
-    return SimpleNamespace(
-        **classes,
-        get_current_stream=lambda: classes["ExternalStream"](cupy.stream.pointer),
-        alloc_pinned_memory=lambda size_bytes: _Pinned(cupy.machine, size_bytes),
-        runtime=_runtime(cupy),
-    )
-
-
-def _runtime(cupy: StandIn) -> SimpleNamespace:
-    """`cupy.cuda.runtime`."""
-    machine = cupy.machine
-
-    def memcpy_async(target: int, source: int, size_bytes: int, kind: int, stream: int) -> None:
-        gpu = cupy.gpu
-        copy = {
-            HOST_TO_DEVICE: machine.copy_in,
-            DEVICE_TO_HOST: machine.copy_out,
-            DEVICE_TO_DEVICE: machine.copy_on,
-        }[kind]
-        copy(gpu, target, source, size_bytes, gpu.stream(stream))
-
-    return SimpleNamespace(
-        memcpyAsync=memcpy_async,
-        memcpyHostToDevice=HOST_TO_DEVICE,
-        memcpyDeviceToHost=DEVICE_TO_HOST,
-        memcpyDeviceToDevice=DEVICE_TO_DEVICE,
-        getDeviceCount=lambda: len(machine.gpus),
-        getDeviceProperties=lambda index: {"name": b"fake", "uuid": machine.gpus[index].uuid.encode()},
-    )
 
 
 @contextmanager

@@ -1,0 +1,218 @@
+"""`cupy.cuda` over fake GPUs: devices, streams, events and the runtime's calls, with CuPy's own ways.
+
+Ways that have to be known: the null stream, whose number is 0, is that of whatever device is current when it is used; leaving
+`with stream:` goes back to the stream of the `with` around it, never to one that `use()` made current; an event that is asked
+whether it is done says no when the GPU has failed; a UUID ends before its first zero byte, as a C string does.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from ferrorpc.testing.gpu.machine import FakeEvent, FakeStream, Gpu, GpuFault, Machine
+
+if TYPE_CHECKING:
+    from ferrorpc.testing.gpu.stand_in import StandIn
+
+HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
+NOT_READY: Final = 600
+PER_THREAD: Final = 2
+"""The number of the stream that every thread has one of."""
+
+
+class Thread(threading.local):
+    """What CUDA keeps for each thread: the current device, and CuPy: the current stream of each."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.devices: list[int] = []
+        """Of each `with device:` that it is in, the one before."""
+        self.current: dict[int, _Stream] = {}
+        self.inside: list[tuple[int, _Stream]] = []
+        """Device and stream of each `with stream:` that it is in."""
+
+
+class Pinned:
+    """Pinned host memory: `cupy.cuda.PinnedMemoryPointer`."""
+
+    def __init__(self, machine: Machine, size_bytes: int) -> None:
+        self._machine = machine
+        self.size = size_bytes
+        with machine.lock:
+            self.ptr = machine.pinned.allocate(size_bytes)
+
+    def __del__(self) -> None:
+        with self._machine.lock:
+            self._machine.pinned.free(self.ptr)
+
+
+class _Device:
+    """`cupy.cuda.Device`."""
+
+    cupy: StandIn
+
+    def __init__(self, device: int | None = None) -> None:
+        self.id = self.cupy.thread.device if device is None else device
+
+    def use(self) -> None:
+        self.cupy.thread.device = self.id
+
+    def __enter__(self) -> Self:
+        self.cupy.thread.devices.append(self.cupy.thread.device)
+        self.use()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.cupy.thread.device = self.cupy.thread.devices.pop()
+
+
+class _Event:
+    """`cupy.cuda.Event`."""
+
+    cupy: StandIn
+
+    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+        self.fake = FakeEvent(self.cupy.machine)
+        self.ptr = id(self)
+        self._gpu = self.cupy.gpu
+        self.cupy.machine.events[self.ptr] = self.fake
+
+    def record(self, stream: _Stream | None = None) -> None:
+        fake = self.cupy.stream if stream is None else stream.fake
+        if fake.gpu is not self._gpu:
+            raise GpuFault(f"an event of GPU {self._gpu.index} cannot mark a stream of GPU {fake.gpu.index}")
+        self.fake.record(fake)
+
+    @property
+    def done(self) -> bool:
+        return bool(self.cupy.cuda.runtime.eventQuery(self.ptr) == 0)
+
+
+class _Stream:
+    """`cupy.cuda.Stream`."""
+
+    cupy: StandIn
+
+    def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: int | None = None) -> None:
+        self.device_id = -1 if null or ptds else self.cupy.thread.device
+        if null or ptds:
+            self.ptr = PER_THREAD if ptds else 0
+        else:
+            self.ptr = self.cupy.gpu.new_stream(priority or 0, non_blocking).pointer
+
+    @classmethod
+    def from_external(cls, obj: Any) -> _Stream:
+        """One that something else has made, which says so by `__cuda_stream__`."""
+        found = cls(null=True)
+        _, found.ptr = obj.__cuda_stream__()
+        return found
+
+    @property
+    def fake(self) -> FakeStream:
+        """Its queue. The null stream is the current device's."""
+        return self.cupy.gpu.default if self.ptr == 0 else self.cupy.machine.stream(self.ptr)
+
+    def wait_event(self, event: _Event) -> None:
+        event.fake.hold(self.fake)
+
+    def synchronize(self) -> None:
+        self.fake.synchronize()
+
+    def _on_device(self) -> int:
+        """The current device, which has to be its own where that is known."""
+        device = self.cupy.thread.device
+        if self.device_id not in (-1, device):
+            raise RuntimeError(f"the stream is GPU {self.device_id}'s, but GPU {device} is current")
+        return device
+
+    def use(self) -> Self:
+        self.cupy.thread.current[self._on_device()] = self
+        return self
+
+    def __enter__(self) -> Self:
+        self.cupy.thread.inside.append((self._on_device(), self))
+        return self.use()
+
+    def __exit__(self, *error: object) -> None:
+        device, _ = self.cupy.thread.inside.pop()
+        around = [stream for other, stream in self.cupy.thread.inside if other == device]
+        self.cupy.thread.current[device] = around[-1] if around else type(self)(null=True)
+
+
+class _ExternalStream(_Stream):
+    """`cupy.cuda.ExternalStream`."""
+
+    def __init__(self, ptr: int, device_id: int = -1) -> None:
+        warnings.warn("ExternalStream is deprecated. Use Stream.from_external() instead", DeprecationWarning, stacklevel=2)
+        super().__init__(null=True)
+        self.ptr, self.device_id = ptr, device_id
+
+
+class CUDARuntimeError(RuntimeError):
+    """`cupy.cuda.runtime.CUDARuntimeError`."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"cudaError {status}")
+        self.status = status
+
+
+def cuda(cupy: StandIn) -> SimpleNamespace:
+    """`cupy.cuda` for that stand-in."""
+    own: dict[str, Any] = {"cupy": cupy}
+    stream = type("Stream", (_Stream,), own)
+    classes = {
+        "Device": type("Device", (_Device,), own),
+        "Event": type("Event", (_Event,), own),
+        "Stream": stream,
+        "ExternalStream": type("ExternalStream", (_ExternalStream, stream), own),
+    }
+    return SimpleNamespace(
+        **classes,
+        get_current_stream=lambda: cupy.thread.current.get(cupy.thread.device) or stream(null=True),
+        alloc_pinned_memory=lambda size_bytes: Pinned(cupy.machine, size_bytes),
+        runtime=_runtime(cupy),
+    )
+
+
+def _runtime(cupy: StandIn) -> SimpleNamespace:
+    """`cupy.cuda.runtime`."""
+    machine = cupy.machine
+
+    def memcpy_async(target: int, source: int, size_bytes: int, kind: int, stream: int) -> None:
+        gpu = cupy.gpu
+        copy = {
+            HOST_TO_DEVICE: machine.copy_in,
+            DEVICE_TO_HOST: machine.copy_out,
+            DEVICE_TO_DEVICE: machine.copy_on,
+        }[kind]
+        copy(gpu, target, source, size_bytes, gpu.stream(stream))
+
+    def event_query(event: int) -> int:
+        if machine.failure:
+            return machine.failure
+        return 0 if machine.events[event].done else NOT_READY
+
+    def check_status(status: int) -> None:
+        if status:
+            raise CUDARuntimeError(status)
+
+    return SimpleNamespace(
+        memcpyAsync=memcpy_async,
+        memcpyHostToDevice=HOST_TO_DEVICE,
+        memcpyDeviceToHost=DEVICE_TO_HOST,
+        memcpyDeviceToDevice=DEVICE_TO_DEVICE,
+        streamPerThread=PER_THREAD,
+        CUDARuntimeError=CUDARuntimeError,
+        check_status=check_status,
+        eventQuery=event_query,
+        getDeviceCount=lambda: len(machine.gpus),
+        getDeviceProperties=lambda index: {"name": b"fake", "uuid": machine.gpus[index].uuid.split(b"\0")[0]},
+        deviceGetPCIBusId=lambda index: _bus(machine.gpus[index]),
+    )
+
+
+def _bus(gpu: Gpu) -> str:
+    return f"0000:{0x17 + gpu.index:02X}:00.0"

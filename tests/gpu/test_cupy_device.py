@@ -1,0 +1,75 @@
+"""A GPU through CuPy, where CuPy's own ways would lead astray."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.kinds import copy_into
+from ferrorpc.errors import BackendUnavailableError, UsageError
+from ferrorpc.testing.gpu.stand_in import StandIn
+
+
+def test_the_null_stream_that_waits_is_that_of_its_own_gpu_on_every_thread(cupy: StandIn) -> None:
+    device, released = device_of(cupy, 1), False
+    null, other = device.current(), device.new_stream()
+    assert null.pointer == 0
+    cupy.machine.stream(other.pointer).enqueue(lambda: released)
+    assert cupy.cuda.Device().id == 0, "as on a thread that never chose a GPU"
+    null.wait(other.record())
+    after = null.record()
+    cupy.machine.settle()
+    assert not after.done
+    assert not cupy.machine.gpus[0].default.tasks
+    released = True
+    cupy.machine.settle()
+    assert after.done
+
+
+def test_a_stream_that_the_program_made_current_stays_so(cupy: StandIn) -> None:
+    device = device_of(cupy, 0)
+    mine = cupy.cuda.Stream(non_blocking=True).use()
+    device.empty((3,), np.dtype(np.float32), device.new_stream())
+    with device.on(device.new_stream()):
+        assert cupy.cuda.get_current_stream() is not mine
+    assert cupy.cuda.get_current_stream() is mine
+
+
+def test_a_gpu_that_has_failed_says_so_when_its_marks_are_looked_at(cupy: StandIn) -> None:
+    device = device_of(cupy, 0)
+    mark = device.current().record()
+    cupy.machine.failure = 700
+    with pytest.raises(BackendUnavailableError, match="the GPU has failed: cudaError 700"):
+        assert mark.done
+    x = cupy.asarray(np.ones(3, np.float32))
+    with pytest.raises(BackendUnavailableError, match="started again"):
+        device.staging.down(x)
+    cupy.machine.failure = 0
+
+
+def test_gpus_whose_uuids_begin_alike_up_to_a_zero_are_told_apart(cupy: StandIn) -> None:
+    assert len({device_of(cupy, index).uuid for index in range(8)}) == 8
+    cupy.machine.gpus[0].uuid = bytes(range(1, 17))
+    assert type(device_of(cupy, 0))(cupy, 0).uuid == "GPU-01020304-0506-0708-090a-0b0c0d0e0f10"
+
+
+def test_a_stream_that_is_another_on_every_thread_is_refused(cupy: StandIn) -> None:
+    with cupy.cuda.Stream(ptds=True), pytest.raises(UsageError, match="per-thread default stream"):
+        device_of(cupy, 0).current()
+
+
+def test_streams_of_other_libraries_are_adopted_by_their_number(cupy: StandIn) -> None:
+    device = device_of(cupy, 2)
+    other = cupy.machine.gpus[2].new_stream()
+    adopted = device.adopt(other.pointer)
+    with device.on(adopted):
+        assert cupy.stream is other
+    assert adopted.record().done
+
+
+def test_an_array_is_written_on_its_own_gpu_whichever_is_current(cupy: StandIn) -> None:
+    with cupy.cuda.Device(3):
+        x = cupy.asarray(np.zeros(4, np.float32))
+    copy_into(x, np.arange(4, dtype=np.float32))
+    np.testing.assert_array_equal(cupy.asnumpy(x), np.arange(4))
