@@ -181,7 +181,8 @@ class NearWorkspace(Workspace):
                 parts.append(self.device.empty((last - first,), np.dtype(np.float32), self._stream))
                 self._near_codec.decode(next(come)[1], parts[-1])
             target = self._flat(task.region)[first:last]
-            self._kernels.sum_peers(parts, target, DType.FLOAT32, self._rules.call.op is ReduceOp.MEAN)
+            is_mean = self._rules.call.op is ReduceOp.MEAN
+            self._kernels.sum_peers(parts, target, DType.FLOAT32, len(parts) if is_mean else 1)
 
     def _quantise(self, index: int, first: int, last: int, target: Any) -> None:
         found = self.encoding(index, first, last)

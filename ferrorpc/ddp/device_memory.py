@@ -16,6 +16,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.device import Device, DeviceArray, Stream
@@ -165,7 +167,7 @@ class DeviceMemory(Memory):
         if not self._lies(slot, data):
             place[...] = data
         if self._weight not in (None, 1):
-            _multiply(place, self._weight)
+            self._multiply(place, float(self._weight or 0))
 
     def _pack(self, gradients: Sequence[tuple[Slot, DeviceArray]]) -> None:
         """As `_move_in`, of many, by one kernel."""
@@ -180,6 +182,9 @@ class DeviceMemory(Memory):
                 total[...] = given
             elif dtype.is_half:
                 self._gpu.kernels.sum_peers([total, given], total, dtype)
+            elif real_type(dtype.storage) == np.float32:
+                singles = _singles(total)
+                self._gpu.kernels.sum_peers([singles, _singles(given)], singles, DType.FLOAT32)
             else:
                 total += given
 
@@ -203,7 +208,7 @@ class DeviceMemory(Memory):
         home = self._home(self._header)
         if is_share(home.total) and self.bucket.count > header:
             with self._gpu.device.here():
-                _divide(self.wide[body], home.total)
+                self._divide(self.wide[body], home.total)
                 if self.bucket.dtype.is_half:
                     self._gpu.kernels.unpack([self._storage[body]], [header], self.wide, DType.FLOAT32, self.bucket.dtype)
         return home
@@ -240,18 +245,28 @@ class DeviceMemory(Memory):
         with self._gpu.device.here():
             self.place(slot)[...] = kept
 
+    # Single floats by the library's own kernels: to CuPy's, those that are subnormal are zero.
 
-def _multiply(array: DeviceArray, factor: float) -> None:
-    """array *= factor, with NumPy's bits: complex numbers times a real one by their parts."""
-    real = real_type(array.dtype)
-    reals = array.view(real)
-    reals *= real(factor)
+    def _multiply(self, array: DeviceArray, factor: float) -> None:
+        """array *= factor, with NumPy's bits: complex numbers times a real one by their parts."""
+        real = real_type(array.dtype)
+        reals = array.view(real)
+        if real is np.float32:
+            self._gpu.kernels.pack([reals], [0], reals, DType.FLOAT32, DType.FLOAT32, factor)
+        else:
+            reals *= real(factor)
+
+    def _divide(self, array: DeviceArray, divisor: float) -> None:
+        """array /= divisor, with NumPy's bits, which are complex numbers' times the reciprocal."""
+        real = real_type(array.dtype)
+        if array.dtype != real:
+            self._multiply(array, float(real(1) / real(divisor)))
+        elif real is np.float32:
+            self._gpu.kernels.sum_peers([array], array, DType.FLOAT32, divisor)
+        else:
+            array /= real(divisor)
 
 
-def _divide(array: DeviceArray, divisor: float) -> None:
-    """array /= divisor, with NumPy's bits, which are complex numbers' times the reciprocal; GPUs have another way for these."""
-    real = real_type(array.dtype)
-    if array.dtype == real:
-        array /= real(divisor)
-    else:
-        _multiply(array, float(real(1) / real(divisor)))
+def _singles(array: DeviceArray) -> DeviceArray:
+    """float32 and complex64 as float32."""
+    return array.view(np.float32)

@@ -46,9 +46,15 @@ def world(cupy: StandIn, lanes: str, size: int, fn: Callable[[ProcessGroup], Any
 
 
 def gradients(rank: int, dtype: Any, whole: bool = False, step: int = 0) -> dict[str, Array]:
-    """One rank's; whole numbers add up to the same bits in any order."""
+    """One rank's, some of them subnormal as single floats; whole numbers add up to the same bits in any order."""
     chance = np.random.default_rng([rank, step])
-    drawn = {name: chance.integers(-8, 8, shape) if whole else chance.standard_normal(shape) for name, shape in SHAPES.items()}
+
+    def drawn_for(shape: tuple[int, ...]) -> Array:
+        if whole:
+            return chance.integers(-8, 8, shape)
+        return np.asarray(chance.standard_normal(shape) * 10.0 ** chance.choice([0, -40], shape))
+
+    drawn = {name: drawn_for(shape) for name, shape in SHAPES.items()}
     return {name: np.asarray(array).astype(dtype) for name, array in drawn.items()}
 
 
@@ -401,7 +407,7 @@ def test_gradients_given_at_once_are_packed_and_given_out_by_one_kernel_a_bucket
         assert runs == ["pack_f16_f16", "unpack_f16_f16"]
         runs.clear()
         sync(tree, weight=2)
-        assert runs == ["pack_f16_f32", "unpack_f32_f16", "unpack_f16_f16"]
+        assert runs == ["pack_f16_f32", "sum_peers_f32", "unpack_f32_f16", "unpack_f16_f16"]
 
     world(cupy, "simulated", 1, body)
 

@@ -13,7 +13,7 @@ import pytest
 
 from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.kernels.cuda import reference
-from ferrorpc.kernels.cuda.program import KERNELS, compiled
+from ferrorpc.kernels.cuda.program import KERNELS, OPTIONS, compiled
 from ferrorpc.types import DType
 from ferrorpc.wire.codecs import codec
 from tests.gpu.host_kernels import HostKernels, addresses
@@ -22,16 +22,26 @@ DTYPES = tuple(reference.NAMES)
 GRID, THREADS = (2, 1), 8
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_every_kernel_compiles(architecture: str) -> None:
+def image_for(architecture: str, *more: str) -> bytes:
     try:
-        image = compiled(architecture)
+        return compiled(architecture, (*OPTIONS, *more))
     except BackendUnavailableError as error:
         if "NVRTC cannot be used" in error.reason:
             pytest.skip(f"{error.reason}; {error.hint}")
         raise
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_every_kernel_compiles(architecture: str) -> None:
+    image = image_for(architecture)
     assert image[:4] == b"\x7fELF"
     assert [name for name in KERNELS if f".text.{name}\0".encode() not in image] == []
+
+
+@pytest.mark.parametrize("option", ["-ftz=true", "--fmad=false", "--prec-div=false"])
+def test_the_machine_code_does_not_depend_on_how_cupy_or_its_user_compiles_arithmetic(option: str) -> None:
+    """CuPy adds -ftz=true: subnormal floats would be zero."""
+    assert image_for("sm_90", option) == image_for("sm_90")
 
 
 def every_half(dtype: DType) -> np.ndarray[Any, Any]:
@@ -117,8 +127,7 @@ def test_blocks_of_int8_are_those_of_the_wire(kernels: HostKernels, place: int) 
 def test_peers_are_summed_in_rank_order_and_rounded_once(kernels: HostKernels, dtype: DType, peers: int) -> None:
     chance = np.random.default_rng(peers)
     arrays = [reference.narrowed(chance.standard_normal(501).astype(np.float32) * 100, dtype) for _ in range(peers)]
-    for mean in (False, True):
+    for divisor in (1.0, float(peers), 2.5):
         out = np.empty(501, dtype.storage)
-        divisor = float(peers) if mean else 1.0
         kernels.run(f"sum_peers_{reference.NAMES[dtype]}", GRID, THREADS, addresses(arrays), peers, 501, out, divisor)
-        same_bits(out, reference.sum_peers(arrays, dtype, mean))
+        same_bits(out, reference.sum_peers(arrays, dtype, divisor))

@@ -82,12 +82,12 @@ def test_blocks_of_int8_there_and_back(cupy: StandIn, launcher: DeviceKernels) -
     assert cupy.asnumpy(back).tobytes() == reference.dequantise_int8(*expected).tobytes()
 
 
-@pytest.mark.parametrize("mean", [False, True])
-def test_peers_are_summed(cupy: StandIn, launcher: DeviceKernels, mean: bool) -> None:
+@pytest.mark.parametrize("divisor", [1, 3, 0.7])
+def test_peers_are_summed(cupy: StandIn, launcher: DeviceKernels, divisor: float) -> None:
     peers = [reference.narrowed(floats(300, salt), DType.FLOAT16) for salt in range(3)]
     out = cupy.asarray(np.zeros(300, np.float16))
-    launcher.sum_peers([cupy.asarray(peer) for peer in peers], out, DType.FLOAT16, mean)
-    assert cupy.asnumpy(out).tobytes() == reference.sum_peers(peers, DType.FLOAT16, mean).tobytes()
+    launcher.sum_peers([cupy.asarray(peer) for peer in peers], out, DType.FLOAT16, divisor)
+    assert cupy.asnumpy(out).tobytes() == reference.sum_peers(peers, DType.FLOAT16, divisor).tobytes()
 
 
 def test_nothing_is_launched_for_nothing(cupy: StandIn, launcher: DeviceKernels) -> None:

@@ -2,10 +2,13 @@
 //
 // Each has a reference in NumPy (reference.py) and the same bits, subnormals included. So conversions are written out in
 // integers: rounding to nearest, ties to even; a NaN keeps its sign and the upper bits of its payload and is made quiet. Only
-// which NaN an addition or multiplication makes is open. Compile without contraction of a * b + c (--fmad=false). All are limited
-// by memory: they read and write every element once.
+// which NaN an addition or multiplication makes is open. All are limited by memory: they read and write every element once.
 //
-// The same text compiles as C++ for the host, where tests run it: only the qualifiers, the indices and the barrier are CUDA's.
+// CuPy compiles everything with -ftz=true, which takes subnormal floats for zero in every operation that has a choice. So here
+// arithmetic of floats is written as PTX, which has none, and comparisons as those of bits.
+//
+// The same text compiles as C++ for the host, where tests run it: only the qualifiers, the indices, the barrier and the PTX are
+// CUDA's.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -19,6 +22,18 @@ struct bfloat16_bits { u16 bits; };  // the upper half of a float
 __device__ inline u32 bits_of(float value) { union { float f; u32 u; } both; both.f = value; return both.u; }
 __device__ inline float float_of(u32 bits) { union { float f; u32 u; } both; both.u = bits; return both.f; }
 
+#ifdef __CUDA_ARCH__
+#define BINARY(name, ptx, sign) \
+  __device__ inline float name(float a, float b) { float c; asm(ptx " %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
+__device__ inline int rounded(float value) { int to; asm("cvt.rni.s32.f32 %0, %1;" : "=r"(to) : "f"(value)); return to; }
+#else
+#define BINARY(name, ptx, sign) inline float name(float a, float b) { return a sign b; }
+inline int rounded(float value) { return (int)rintf(value); }
+#endif
+BINARY(plus, "add.rn.f32", +)
+BINARY(times, "mul.rn.f32", *)
+BINARY(over, "div.rn.f32", /)
+
 __device__ inline float widen(float value) { return value; }
 
 __device__ inline float widen(bfloat16_bits value) { return float_of((u32)value.bits << 16); }
@@ -31,7 +46,7 @@ __device__ inline float widen(half_bits value) {
   }
   if (rest >= 0x400u) return float_of(sign | (rest + (112u << 10)) << 13);
   // Zero and subnormals: so many times 2^-24, which a float holds exactly.
-  return float_of(sign | bits_of((float)rest * 5.9604644775390625e-8f));
+  return float_of(sign | bits_of(times((float)rest, 5.9604644775390625e-8f)));
 }
 
 __device__ inline void narrow(float value, float *out) { *out = value; }
@@ -52,7 +67,7 @@ __device__ inline void narrow(float value, half_bits *out) {
     u32 shifted = rest - (112u << 23);
     out->bits = (u16)(sign | (shifted + 0xfffu + (shifted >> 13 & 1u)) >> 13);
   } else {  // subnormal: the adder of floats rounds, when 0.5 pushes out the bits to drop
-    out->bits = (u16)(sign | (bits_of(float_of(rest) + 0.5f) - 0x3f000000u));
+    out->bits = (u16)(sign | (bits_of(plus(float_of(rest), 0.5f)) - 0x3f000000u));
   }
 }
 
@@ -62,7 +77,7 @@ __device__ inline void narrow(float value, half_bits *out) {
 // A NaN is not multiplied: processors and GPUs make different ones of it.
 __device__ inline float scaled(float value, float scale) {
   u32 bits = bits_of(value);
-  return (bits & 0x7fffffffu) > 0x7f800000u ? float_of(bits | 0x400000u) : value * scale;
+  return (bits & 0x7fffffffu) > 0x7f800000u ? float_of(bits | 0x400000u) : times(value, scale);
 }
 
 template <typename From, typename To>
@@ -112,18 +127,20 @@ extern "C" __global__ void quantise_int8(const float *values, i64 count, float *
     for (int lane = 0; lane < LANES; ++lane) peak = peaks[lane] > peak ? peaks[lane] : peak;
     __syncthreads();
     bool damaged = peak >= 0x7f800000u;
-    float scale = float_of(peak) / 127.0f;
-    scale = scale > float_of(0x00800000u) ? scale : float_of(0x00800000u);  // 2^-126
-    scale = scale < float_of(0x7c010203u) ? scale : float_of(0x7c010203u);  // largest that * 127 is finite
+    u32 bits = bits_of(over(float_of(peak), 127.0f));
+    bits = bits > 0x00800000u ? bits : 0x00800000u;  // 2^-126
+    bits = bits < 0x7c010203u ? bits : 0x7c010203u;  // largest that * 127 is finite
+    float scale = float_of(bits);
     if (threadIdx.x == 0) scales[block] = damaged ? float_of(0x7fc00000u) : scale;
-    for (i64 i = first + threadIdx.x; i < last; i += LANES) integers[i] = damaged ? 0 : (signed char)rintf(values[i] / scale);
+    for (i64 i = first + threadIdx.x; i < last; i += LANES)
+      integers[i] = damaged ? 0 : (signed char)rounded(over(values[i], scale));
   }
 }
 
 extern "C" __global__ void dequantise_int8(const float *scales, const signed char *integers, i64 count, float *values) {
   i64 stride = (i64)gridDim.x * blockDim.x;
   for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride)
-    values[i] = (float)integers[i] * scales[i / VALUES];
+    values[i] = times((float)integers[i], scales[i / VALUES]);
 }
 
 // The left fold of n peers' arrays in rank order, in float, divided by `divisor` (1 for a sum), rounded once.
@@ -133,8 +150,8 @@ __device__ inline void sum(const u64 *peers, int size, i64 count, T *out, float 
   i64 stride = (i64)gridDim.x * blockDim.x;
   for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride) {
     float total = widen(((const T *)peers[0])[i]);
-    for (int peer = 1; peer < size; ++peer) total = total + widen(((const T *)peers[peer])[i]);
-    narrow(divisor == 1.0f ? total : total / divisor, out + i);
+    for (int peer = 1; peer < size; ++peer) total = plus(total, widen(((const T *)peers[peer])[i]));
+    narrow(bits_of(divisor) == bits_of(1.0f) ? total : over(total, divisor), out + i);
   }
 }
 

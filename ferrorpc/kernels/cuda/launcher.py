@@ -55,13 +55,12 @@ class DeviceKernels:
         if values.size:
             self._run("dequantise_int8", (_blocks(values.size),), THREADS, scales, integers, values.size, values)
 
-    def sum_peers(self, peers: Sequence[Any], out: Any, dtype: DType, mean: bool = False) -> None:
-        """out = peers[0] + peers[1] + ..., in float32, divided by how many there are for a mean, rounded once."""
+    def sum_peers(self, peers: Sequence[Any], out: Any, dtype: DType, divisor: float = 1) -> None:
+        """out = (peers[0] + peers[1] + ...) / divisor, in float32, rounded once. `out` may be one of the peers."""
         if out.size:
-            divisor = np.float32(len(peers) if mean else 1)
             table = self._table([peer.data.ptr for peer in peers], np.uint64)
             name = f"sum_peers_{NAMES[dtype]}"
-            self._run(name, (_blocks(out.size),), THREADS, table, np.int32(len(peers)), out.size, out, divisor)
+            self._run(name, (_blocks(out.size),), THREADS, table, np.int32(len(peers)), out.size, out, np.float32(divisor))
 
     def _move(
         self,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.kernels.cuda.reference import NAMES
 
-OPTIONS: Final = ("--std=c++17", "--fmad=false")
-"""Without contraction, so that the bits are those of the reference."""
+OPTIONS: Final = ("--std=c++17",)
 _PAIRS: Final = [f"{of}_{to}" for of, to in itertools.product(NAMES.values(), NAMES.values())]
 KERNELS: Final = (
     *(f"pack_{pair}" for pair in _PAIRS),
@@ -27,7 +27,7 @@ def source() -> str:
     return Path(__file__).with_name("kernels.cu").read_text(encoding="utf-8")
 
 
-def compiled(architecture: str) -> bytes:
+def compiled(architecture: str, options: Sequence[str] = OPTIONS) -> bytes:
     """A cubin for an architecture such as "sm_90".
 
     Raises:
@@ -40,8 +40,8 @@ def compiled(architecture: str) -> bytes:
         hint = "pip install cuda-bindings nvidia-cuda-nvrtc-cu12"
         raise BackendUnavailableError(f"NVRTC cannot be used: {type(problem).__name__}: {problem}", hint) from None
     _check(nvrtc, error)
-    options = [f"--gpu-architecture={architecture}".encode(), *(option.encode() for option in OPTIONS)]
-    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    given = [option.encode() for option in (f"--gpu-architecture={architecture}", *options)]
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
     if int(error):
         _, size = nvrtc.nvrtcGetProgramLogSize(program)
         log = bytearray(size)

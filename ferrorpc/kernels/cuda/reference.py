@@ -78,13 +78,13 @@ def dequantise_int8(scales: Array, integers: Array) -> Array:
         return values
 
 
-def sum_peers(peers: Sequence[Array], dtype: DType, mean: bool = False) -> Array:
-    """The left fold in float32, divided by how many there are for a mean, rounded once."""
+def sum_peers(peers: Sequence[Array], dtype: DType, divisor: float = 1) -> Array:
+    """The left fold in float32, divided, rounded once."""
     with np.errstate(all="ignore"):
         total = widened(peers[0], dtype)
         for peer in peers[1:]:
             total = total + widened(peer, dtype)
-        return narrowed(total / np.float32(len(peers)) if mean else total, dtype)
+        return narrowed(total if divisor == 1 else total / np.float32(divisor), dtype)
 
 
 def _scaled(values: Array, scale: float) -> Array:

@@ -70,7 +70,7 @@ class Kernel:
     def _sum(self, peers: int, size: int, count: int, out: int, divisor: float, rows: int) -> None:
         dtype: DType = DTYPES[self._name.removeprefix("sum_peers_")]
         arrays = [self._at(address, count, dtype.storage) for address in self._at(peers, size, np.uint64).tolist()]
-        self._at(out, count, dtype.storage)[:] = reference.sum_peers(arrays, dtype, mean=divisor != 1)
+        self._at(out, count, dtype.storage)[:] = reference.sum_peers(arrays, dtype, divisor)
 
 
 def raw_module(cupy: Any) -> Callable[..., Any]:
