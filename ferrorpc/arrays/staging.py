@@ -54,13 +54,13 @@ class Ring:
         self._lock = threading.Lock()
         self._made = 0
         self._free: deque[tuple[Array, Event | None]] = deque()
-        self._abandoned: list[tuple[Event, DeviceArray]] = []
+        self._abandoned: deque[tuple[Event, Any]] = deque()
 
     def take(self) -> Array | None:
         """A slot that nobody needs, as uint8; None while there is none. Memory is pinned when first needed."""
         with self._lock:
-            if self._abandoned:
-                self._abandoned = [each for each in self._abandoned if not each[0].done]
+            while self._abandoned and self._abandoned[0][0].done:
+                self._abandoned.popleft()
             if self._free and (self._free[0][1] is None or self._free[0][1].done):
                 return self._free.popleft()[0]
             if self._made == self.slots:
@@ -76,10 +76,10 @@ class Ring:
             else:
                 self._free.append((slot, mark))
 
-    def keep(self, array: DeviceArray, mark: Event) -> None:
-        """The GPU needs an array that nobody else has any more, until it has come past the mark."""
-        with self._lock:
-            self._abandoned.append((mark, array))
+    def keep(self, array: Any, mark: Event) -> None:
+        """The GPU needs an array, its own or pinned, that nobody else has any more, until it has come past the mark. For
+        finalizers, too, which may run within any of these methods: no lock is taken."""
+        self._abandoned.append((mark, array))
 
     @property
     def taken(self) -> int:

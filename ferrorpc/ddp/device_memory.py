@@ -20,7 +20,7 @@ import numpy as np
 
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.cupy_kind import CupyKind
-from ferrorpc.arrays.device import Device, DeviceArray, Stream
+from ferrorpc.arrays.device import Device, DeviceArray, Event, Stream
 from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.arrays.staging import COPY_SECONDS, wait_for
 from ferrorpc.ddp.bucket import Bucket, Slot
@@ -71,6 +71,10 @@ class Order:
             if home.pointer != self._last.pointer:
                 home.wait(self._last.record())
 
+    def mark(self) -> Event:
+        """A mark after all uses."""
+        return self._last.record()
+
 
 class DeviceMemory(Memory):
     """A bucket on a GPU.
@@ -94,6 +98,8 @@ class DeviceMemory(Memory):
         order = getattr(self, "_order", None)
         if order is not None and not sys.is_finalizing():
             order.leave()
+            if hasattr(self, "_pinned"):  # of a round that was given up the header may still be on its way
+                self._gpu.device.staging.ascents.keep(self._pinned, order.mark())
 
     def _zeros(self, dtype: DType) -> DeviceArray:
         with self._gpu.device.here():

@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 
 import ferrorpc
+from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.arrays.kinds import kind_of, spec_of
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
-from ferrorpc.ddp.device_memory import DeviceMemory
+from ferrorpc.ddp.bucket import lay_out
+from ferrorpc.ddp.device_memory import DeviceMemory, Gpu
 from ferrorpc.ddp.memory import HostMemory
 from ferrorpc.errors import CollectiveMismatchError, TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.kernels.cuda.launcher import DeviceKernels
 from ferrorpc.testing import run_groups
 from ferrorpc.testing.gpu.stand_in import StandIn
@@ -391,6 +395,23 @@ def test_an_optimizer_that_is_shared_out_updates_weights_on_gpus(cupy: StandIn, 
         return [cupy.asnumpy(each).ravel().tolist() for each in weights.values()]
 
     assert world(cupy, lanes, 2, body) == [[[0.5] * 5, [1.0] * 4]] * 2
+
+
+def test_a_bucket_that_is_given_up_leaves_its_header_to_the_gpu_until_that_has_read_it(cupy: StandIn) -> None:
+    x = cupy.asarray(np.ones(4))
+    bucket = lay_out([("a", spec_of(x))], 1 << 20).buckets[0]
+    released: list[bool] = []
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        memory = DeviceMemory(bucket, Gpu(kind_of(x), SYSTEM_CLOCK))
+        stream.fake.enqueue(lambda: bool(released))
+        memory.begin(None)
+        memory.leave()
+        del memory
+        live = cupy.machine.pinned.live_blocks
+        released.append(True)
+    cupy.machine.settle()  # the fixture fails where pinned memory had gone
+    device_of(cupy, 0).staging.up(np.ones(1))
+    assert cupy.machine.pinned.live_blocks == live  # a slot more, a header less
 
 
 def test_gradients_given_at_once_are_packed_and_given_out_by_one_kernel_a_bucket(

@@ -282,7 +282,7 @@ def stand_in(machine: Machine) -> Iterator[StandIn]:
             del sys.modules["cupy"]
         else:
             sys.modules["cupy"] = before
+        machine.settle()
         forget(cupy)
-    machine.settle()
     if machine.faults:
         raise machine.faults[0]
