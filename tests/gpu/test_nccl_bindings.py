@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
+import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ferrorpc.backends.nccl import choose
-from ferrorpc.backends.nccl.api import DataType, Features, NcclApi, Op, State, reduction
+from ferrorpc.backends.nccl.api import DataType, Features, Op, State, reduction
 from ferrorpc.backends.nccl.cupy_nccl import CupyNcclApi, open_cupy_nccl
 from ferrorpc.backends.nccl.nccl4py import Nccl4pyApi, open_nccl4py
 from ferrorpc.errors import BackendUnavailableError, NcclError
@@ -31,11 +33,17 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.raises: dict[str, BaseException] = {}
+        self.written: list[weakref.ref[Comm]] = []
+        """Where NCCL writes what comes of a split, after the call."""
 
     def call(self, name: str, *args: Any) -> None:
         self.calls.append((name, *args))
         if name in self.raises:
             raise self.raises[name]
+
+
+class Comm(str):
+    """`nccl.bindings.nccl.Comm`."""
 
 
 class Refused(Exception):
@@ -48,19 +56,29 @@ def nccl4py(version: int, record: Recorder) -> Any:
 
     class Config:
         ptr = 77
+        alive = 0
+
+        def __init__(self) -> None:
+            Config.alive += 1
+
+        def __del__(self) -> None:
+            Config.alive -= 1
 
     def comm_init_rank_scalable(nranks: int, myrank: int, n_id: int, comm_ids: bytearray, config: int) -> str:
         record.call("comm_init_rank_scalable", nranks, myrank, n_id, bytes(comm_ids), config)
         memoryview(comm_ids)[0:0] = b""  # the real one wants writable memory
-        return "comm"
+        return Comm("comm")
 
     def comm_init_rank_config(nranks: int, comm_id: bytearray, rank: int, config: int) -> str:
         record.call("comm_init_rank_config", nranks, bytes(comm_id), rank, config)
-        return "comm"
+        return Comm("comm")
 
     def comm_split(comm: Any, color: int, key: int, config: int) -> str:
         record.call("comm_split", comm, color, key, config)
-        return "child"
+        assert Config.alive == 1, "what the pointer points to is there"
+        written = Comm("child")
+        record.written.append(weakref.ref(written))
+        return written
 
     def comm_get_async_error(comm: Any) -> int:
         record.call("comm_get_async_error", comm)
@@ -84,16 +102,15 @@ def nccl4py(version: int, record: Recorder) -> Any:
     )
 
 
-def every_call(api: NcclApi, end: Any) -> None:
-    api.group_start()
-    end.all_reduce(1, 2, 3, FLOAT, SUM, 9)
-    end.reduce(1, 2, 3, FLOAT, SUM, 5, 9)
-    end.reduce_scatter(1, 2, 3, FLOAT, SUM, 9)
-    end.broadcast(1, 2, 3, FLOAT, 5, 9)
-    end.all_gather(1, 2, 3, FLOAT, 9)
-    end.send(1, 3, FLOAT, 5, 9)
-    end.recv(2, 3, FLOAT, 5, 9)
-    api.group_end()
+def every_call(end: Any) -> None:
+    with end.grouped():
+        end.all_reduce(1, 2, 3, FLOAT, SUM, 9)
+        end.reduce(1, 2, 3, FLOAT, SUM, 5, 9)
+        end.reduce_scatter(1, 2, 3, FLOAT, SUM, 9)
+        end.broadcast(1, 2, 3, FLOAT, 5, 9)
+        end.all_gather(1, 2, 3, FLOAT, 9)
+        end.send(1, 3, FLOAT, 5, 9)
+        end.recv(2, 3, FLOAT, 5, 9)
 
 
 def test_nccl4py_gets_its_arguments_in_its_order() -> None:
@@ -102,10 +119,10 @@ def test_nccl4py_gets_its_arguments_in_its_order() -> None:
     assert (api.version, api.features, api.unique_id()) == (22809, Features(True, True, True, True), ID)
     end: Any = api.init(4, 2, [ID, ID])
     assert end.state() is State.IN_PROGRESS
-    every_call(api, end)
+    every_call(end)
     child = end.split(0, 3)
     assert (end.split(None, 0), child.state()) == (None, State.IN_PROGRESS)
-    end.abort(), end.finalize(), end.destroy()
+    end.finalize(), end.destroy(), child.abort()
     assert record.calls == [
         ("comm_init_rank_scalable", 4, 2, 2, ID + ID, 77),
         ("comm_get_async_error", "comm"),
@@ -121,10 +138,11 @@ def test_nccl4py_gets_its_arguments_in_its_order() -> None:
         ("comm_split", "comm", 0, 3, 77),
         ("comm_split", "comm", -1, 0, 77),
         ("comm_get_async_error", "child"),
-        ("comm_abort", "comm"),
         ("comm_finalize", "comm"),
         ("comm_destroy", "comm"),
+        ("comm_abort", "child"),
     ]
+    assert all(written() is not None for written in record.written), "also where this rank is in no part of the split"
 
 
 def test_older_libraries_get_one_id_and_communicators_still_never_block() -> None:
@@ -148,16 +166,51 @@ def test_errors_carry_the_call_the_status_and_nccls_words() -> None:
     end.abort()  # in progress is no error of a communicator that does not block
 
 
+def test_an_abort_frees_nothing_that_another_thread_looks_at_and_lets_in_no_more() -> None:
+    record = Recorder()
+    bindings = nccl4py(22809, record)
+    looking, looked = threading.Event(), threading.Event()
+
+    def slow(comm: Any) -> int:
+        looking.set()
+        looked.wait(10)
+        record.call("looked")
+        return 0
+
+    bindings.comm_get_async_error = slow
+    end: Any = Nccl4pyApi(bindings).init(1, 0, [ID])
+    threads = [threading.Thread(target=each) for each in (end.state, end.abort)]
+    threads[0].start()
+    looking.wait(10)
+    threads[1].start()
+    threads[1].join(0.05)
+    assert ("comm_abort", "comm") not in record.calls
+    looked.set()
+    for each in threads:
+        each.join()
+    assert record.calls[1:] == [("looked",), ("comm_abort", "comm")]
+    for ask in (end.state, end.finalize, lambda: end.all_reduce(1, 2, 3, FLOAT, SUM, 9), lambda: every_call(end)):
+        with pytest.raises(NcclError, match="aborted"):
+            ask()
+    end.abort(), end.destroy()
+    assert end.last_error() == ""
+    assert len(record.calls) == 3
+
+
 class CupyComm:
     """`cupy.cuda.nccl.NcclCommunicator`."""
+
+    split_waits: threading.Event | None = None
 
     def __init__(self, record: Recorder, *args: Any) -> None:
         self.record = record
         record.call("NcclCommunicator", *args)
 
-    def commSplit(self, color: int, key: int, config: Any = None) -> CupyComm:
+    def commSplit(self, color: int, key: int, config: Any = None) -> CupyComm | None:
         self.record.call("commSplit", color, key)
-        return self
+        if self.split_waits is not None:
+            self.split_waits.wait(10)
+        return self if color >= 0 else None
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: self.record.call(name, *args)
@@ -197,7 +250,7 @@ def test_cupys_binding_gets_its_arguments_in_its_order_on_the_right_gpu() -> Non
     api = cupy_nccl(record)
     assert api.features == Features(False, True, True, True)
     end = complete(api.init(4, 2, [ID]))
-    every_call(api, end)
+    every_call(end)
     complete(end.split(1, 3))
     end.abort()
     calls = [call for call in record.calls if call != ("check_async_error",)]
@@ -218,6 +271,26 @@ def test_cupys_binding_gets_its_arguments_in_its_order_on_the_right_gpu() -> Non
         ("commSplit", 1, 3),
         ("abort",),
     ]
+
+
+def test_cupys_communicator_is_in_progress_while_it_is_split_and_nothing_once_it_is_aborted() -> None:
+    record = Recorder()
+    end = complete(cupy_nccl(record).init(2, 0, [ID]))
+    come = threading.Event()
+    CupyComm.split_waits = come
+    try:
+        assert end.split(None, 0) is None
+        assert end.state() is State.IN_PROGRESS, "NCCL takes one call at a time"
+    finally:
+        CupyComm.split_waits = None
+        come.set()
+    complete(end).abort()
+    record.calls.clear()
+    for ask in (end.state, lambda: end.all_reduce(1, 2, 3, FLOAT, SUM, 9)):
+        with pytest.raises(NcclError, match="aborted"):
+            ask()
+    end.abort()
+    assert record.calls == []
 
 
 def test_what_cupys_table_of_errors_lacks_is_still_an_error_of_nccl() -> None:

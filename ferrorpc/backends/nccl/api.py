@@ -8,9 +8,10 @@ asked of it until that has changed. Errors are NcclError with the field `status`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum, unique
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from ferrorpc.errors import NcclError, TensorMismatchError
 from ferrorpc.types import DType, ReduceOp, refusal
@@ -107,14 +108,20 @@ class Communicator(Protocol):
     def recv(self, target: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
         """ncclRecv."""
 
+    def grouped(self) -> AbstractContextManager[Any]:
+        """ncclGroupStart and ncclGroupEnd: what this thread calls within is launched as one."""
+
     def split(self, color: int | None, key: int) -> Communicator | None:
         """ncclCommSplit, in which all ranks take part: a communicator for each color, ordered by key; None without a color.
 
-        The new one's state is IN_PROGRESS at first, and so may be this one's.
+        This one's state is IN_PROGRESS until all ranks have come. The new one is none before that: nothing may be asked of it.
         """
 
     def abort(self) -> None:
-        """ncclCommAbort: ends what is in flight and frees it. May block; NCCL's own bugs have made it block for ever."""
+        """ncclCommAbort: ends what is in flight and frees it. May block; NCCL's own bugs have made it block for ever.
+
+        From any thread, whatever others ask meanwhile: from then on that is INVALID_USAGE.
+        """
 
     def finalize(self) -> None:
         """ncclCommFinalize: no more operations will come. Then the state is IN_PROGRESS until all have ended."""
@@ -143,12 +150,6 @@ class NcclApi(Protocol):
 
     def init(self, size: int, rank: int, unique_ids: Sequence[bytes]) -> Communicator:
         """ncclCommInitRank on the current device. The communicator's state is IN_PROGRESS until all ranks have come."""
-
-    def group_start(self) -> None:
-        """ncclGroupStart: what this thread calls from now on is launched as one."""
-
-    def group_end(self) -> None:
-        """ncclGroupEnd."""
 
 
 NAMES: Final = {

@@ -9,6 +9,7 @@ real package, everything else against stand-ins.
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -33,40 +34,30 @@ class CupyNcclApi:
 
     def __init__(self, cupy: Any, bindings: Any) -> None:
         self._cupy = cupy
-        self._nccl = bindings
+        self.bindings = bindings
         self.version = int(bindings.get_version())
         self.features = Features.of(self.version, non_blocking=False)
 
     def unique_id(self) -> bytes:
         """As `NcclApi.unique_id`."""
         with self.refusals("ncclGetUniqueId"):
-            return bytes(self._nccl.get_unique_id())
+            return bytes(self.bindings.get_unique_id())
 
     def init(self, size: int, rank: int, unique_ids: Sequence[bytes]) -> Communicator:
         """As `NcclApi.init`; several ids are more than this binding takes."""
         device = int(self._cupy.cuda.Device().id)
-        return CupyCommunicator(self, device, lambda: self._nccl.NcclCommunicator(size, unique_ids[0], rank))
+        return CupyCommunicator(self, device, lambda: self.bindings.NcclCommunicator(size, unique_ids[0], rank))
 
     def on(self, device: int) -> Any:
         """A context in which a GPU is the calling thread's current device."""
         return self._cupy.cuda.Device(device)
-
-    def group_start(self) -> None:
-        """As `NcclApi.group_start`."""
-        with self.refusals("ncclGroupStart"):
-            self._nccl.groupStart()
-
-    def group_end(self) -> None:
-        """As `NcclApi.group_end`."""
-        with self.refusals("ncclGroupEnd"):
-            self._nccl.groupEnd()
 
     @contextmanager
     def refusals(self, call: str) -> Iterator[None]:
         """Translates NCCL's errors. For those that CuPy's table lacks (in progress, timeout) it raises KeyError."""
         try:
             yield
-        except self._nccl.NcclError as error:
+        except self.bindings.NcclError as error:
             raise failed(call, error.status, str(error)) from None
         except KeyError as missing:
             raise failed(call, int(missing.args[0]), "CuPy has no words for it") from None
@@ -80,35 +71,41 @@ class CupyCommunicator:
         self._device = device
         self._made: Any = None
         self._problem: NcclError | None = None
+        self._is_over = False
+        """Whether the thread is through, also where it made none, as by a split without a color."""
+        self._splitting: CupyCommunicator | None = None
+        self._lock = threading.Lock()
+        """Held while the state is asked for: an abort frees what that looks at."""
         self._given_up = False
         SYSTEM_CLOCK.start(lambda: self._make(make), "ferrorpc-nccl-init")
 
     def _make(self, make: Callable[[], Any]) -> None:
+        made = None
         try:
             with self._api.on(self._device), self._api.refusals("ncclCommInitRank"):
                 made = make()
         except NcclError as problem:
             self._problem = problem
-            return
-        self._made = made
-        if self._given_up:
+        with self._lock:
+            self._made, self._is_over, late = made, True, self._given_up
+        if late and made is not None:
             self._abort()
 
     @property
     def _nccl(self) -> Any:
-        """The communicator; there is one once its state was SUCCESS."""
-        if self._made is None:
-            raise failed("NCCL", State.INVALID_USAGE, "the communicator is not complete")
+        """The communicator; there is one once its state was SUCCESS, until it is given up."""
+        if self._made is None or self._given_up:
+            raise failed("NCCL", State.INVALID_USAGE, "the communicator is not complete, or was aborted")
         return self._made
 
     def state(self) -> State:
         """As `Communicator.state`."""
         if self._problem is not None:
             raise self._problem.again()
-        if self._made is None:
+        if not self._is_over or (self._splitting is not None and not self._splitting._is_over):
             return State.IN_PROGRESS
-        with self._api.refusals("ncclCommGetAsyncError"):
-            self._made.check_async_error()
+        with self._lock, self._api.refusals("ncclCommGetAsyncError"):
+            self._nccl.check_async_error()
         return State.SUCCESS
 
     def last_error(self) -> str:
@@ -150,17 +147,30 @@ class CupyCommunicator:
         with self._api.refusals("ncclRecv"):
             self._nccl.recv(target, count, int(datatype), peer, stream)
 
+    @contextmanager
+    def grouped(self) -> Iterator[None]:
+        """As `Communicator.grouped`."""
+        with self._api.refusals("ncclGroupStart"):
+            self._api.bindings.groupStart()
+        try:
+            yield
+        finally:
+            with self._api.refusals("ncclGroupEnd"):
+                self._api.bindings.groupEnd()
+
     def split(self, color: int | None, key: int) -> Communicator | None:
         """As `Communicator.split`; the call waits for all ranks, on a thread of its own."""
-        made = CupyCommunicator(
+        self._splitting = CupyCommunicator(
             self._api, self._device, lambda: self._nccl.commSplit(_NO_COLOR if color is None else color, key)
         )
-        return None if color is None else made
+        return None if color is None else self._splitting
 
     def abort(self) -> None:
         """As `Communicator.abort`; one that is not complete is aborted once it is."""
-        self._given_up = True
-        if self._made is not None:
+        with self._lock:
+            mine = self._made is not None and not self._given_up
+            self._given_up = True
+        if mine:
             self._abort()
 
     def _abort(self) -> None:

@@ -215,7 +215,6 @@ class NcclExecution(Airborne):
                 lineup.stream.wait(self._begins)
                 lineup.stream.wait(self._caller.record())  # memory that was allocated in its order since
                 self._launch = Launch(
-                    backend.api,
                     lineup.communicator,
                     backend.device,
                     lineup.stream,

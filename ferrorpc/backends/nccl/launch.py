@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ferrorpc.arrays.device import Device, DeviceArray, Stream
 from ferrorpc.backends.nccl.announcement import Announced
-from ferrorpc.backends.nccl.api import Communicator, DataType, NcclApi, Op
+from ferrorpc.backends.nccl.api import Communicator, DataType, Op
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.types import TensorSpec
 
@@ -34,7 +34,6 @@ class Launch:
         after: copies (target, source) on the GPU that are due once NCCL has launched everything.
     """
 
-    api: NcclApi
     communicator: Communicator
     device: Device
     stream: Stream
@@ -209,11 +208,8 @@ def _all_to_all(launch: Launch) -> None:
 
 def _as_one(parts: Callable[[Launch], None]) -> Callable[[Launch], None]:
     def run(launch: Launch) -> None:
-        launch.api.group_start()
-        try:
+        with launch.communicator.grouped():
             parts(launch)
-        finally:
-            launch.api.group_end()
 
     return run
 

@@ -8,6 +8,7 @@ ids, its refusals and the shape of every call were tried against the real packag
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -59,16 +60,6 @@ class Nccl4pyApi:
             config.split_share = 1
         return config
 
-    def group_start(self) -> None:
-        """As `NcclApi.group_start`."""
-        with self.refusals("ncclGroupStart"):
-            self._nccl.group_start()
-
-    def group_end(self) -> None:
-        """As `NcclApi.group_end`."""
-        with self.refusals("ncclGroupEnd"):
-            self._nccl.group_end()
-
     @contextmanager
     def refusals(self, call: str, words: Callable[[], str] = str) -> Iterator[None]:
         """Translates NCCL's errors; in non-blocking mode "in progress" is none."""
@@ -80,81 +71,117 @@ class Nccl4pyApi:
 
 
 class Nccl4pyCommunicator:
-    """`Communicator` on nccl4py."""
+    """`Communicator` on nccl4py.
+
+    An abort frees what other threads may just be looking at. So calls hold a lock, which is never for long because none of
+    them blocks, and an abort waits for the one that is under way and lets in no more.
+    """
 
     def __init__(self, api: Nccl4pyApi, bindings: Any, made: Any) -> None:
         self._api = api
         self._nccl = bindings
         self._comm = made
+        self._lock = threading.RLock()
+        self._is_gone = False
+        self._splits: list[Any] = []
+        """Where NCCL writes what comes of splits, whenever it is through with them."""
 
-    def _refusals(self, call: str) -> Any:
-        return self._api.refusals(call, self.last_error)
+    @contextmanager
+    def _asking(self, call: str) -> Iterator[None]:
+        with self._lock:
+            if self._is_gone:
+                raise failed(call, State.INVALID_USAGE, "the communicator was aborted or destroyed")
+            with self._api.refusals(call, self.last_error):
+                yield
+
+    def _gone(self) -> bool:
+        """Whether it was so already; it is from now on."""
+        with self._lock:
+            before, self._is_gone = self._is_gone, True
+        return before
 
     def state(self) -> State:
         """As `Communicator.state`."""
-        with self._refusals("ncclCommGetAsyncError"):
+        with self._asking("ncclCommGetAsyncError"):
             return State(int(self._nccl.comm_get_async_error(self._comm)))
         return State.IN_PROGRESS
 
     def last_error(self) -> str:
         """As `Communicator.last_error`."""
-        return str(self._nccl.get_last_error(self._comm)).strip()
+        with self._lock:
+            return "" if self._is_gone else str(self._nccl.get_last_error(self._comm)).strip()
+
+    @contextmanager
+    def grouped(self) -> Iterator[None]:
+        """As `Communicator.grouped`."""
+        with self._lock:
+            with self._asking("ncclGroupStart"):
+                self._nccl.group_start()
+            try:
+                yield
+            finally:
+                with self._api.refusals("ncclGroupEnd", self.last_error):
+                    self._nccl.group_end()
 
     def all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
         """As `Communicator.all_reduce`."""
-        with self._refusals("ncclAllReduce"):
+        with self._asking("ncclAllReduce"):
             self._nccl.all_reduce(source, target, count, int(datatype), int(op), self._comm, stream)
 
     def reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, root: int, stream: int) -> None:
         """As `Communicator.reduce`."""
-        with self._refusals("ncclReduce"):
+        with self._asking("ncclReduce"):
             self._nccl.reduce(source, target, count, int(datatype), int(op), root, self._comm, stream)
 
     def reduce_scatter(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
         """As `Communicator.reduce_scatter`."""
-        with self._refusals("ncclReduceScatter"):
+        with self._asking("ncclReduceScatter"):
             self._nccl.reduce_scatter(source, target, count, int(datatype), int(op), self._comm, stream)
 
     def broadcast(self, source: int, target: int, count: int, datatype: DataType, root: int, stream: int) -> None:
         """As `Communicator.broadcast`."""
-        with self._refusals("ncclBroadcast"):
+        with self._asking("ncclBroadcast"):
             self._nccl.broadcast(source, target, count, int(datatype), root, self._comm, stream)
 
     def all_gather(self, source: int, target: int, count: int, datatype: DataType, stream: int) -> None:
         """As `Communicator.all_gather`."""
-        with self._refusals("ncclAllGather"):
+        with self._asking("ncclAllGather"):
             self._nccl.all_gather(source, target, count, int(datatype), self._comm, stream)
 
     def send(self, source: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
         """As `Communicator.send`."""
-        with self._refusals("ncclSend"):
+        with self._asking("ncclSend"):
             self._nccl.send(source, count, int(datatype), peer, self._comm, stream)
 
     def recv(self, target: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
         """As `Communicator.recv`."""
-        with self._refusals("ncclRecv"):
+        with self._asking("ncclRecv"):
             self._nccl.recv(target, count, int(datatype), peer, self._comm, stream)
 
     def split(self, color: int | None, key: int) -> Communicator | None:
         """As `Communicator.split`."""
-        with self._refusals("ncclCommSplit"):
-            made = self._nccl.comm_split(self._comm, NO_COLOR if color is None else color, key, self._api.config().ptr)
+        config = self._api.config()
+        with self._asking("ncclCommSplit"):
+            made = self._nccl.comm_split(self._comm, NO_COLOR if color is None else color, key, config.ptr)
+            self._splits.append(made)
         return None if color is None else Nccl4pyCommunicator(self._api, self._nccl, made)
 
     def abort(self) -> None:
         """As `Communicator.abort`."""
-        with self._refusals("ncclCommAbort"):
-            self._nccl.comm_abort(self._comm)
+        if not self._gone():
+            with self._api.refusals("ncclCommAbort"):
+                self._nccl.comm_abort(self._comm)
 
     def finalize(self) -> None:
         """As `Communicator.finalize`."""
-        with self._refusals("ncclCommFinalize"):
+        with self._asking("ncclCommFinalize"):
             self._nccl.comm_finalize(self._comm)
 
     def destroy(self) -> None:
         """As `Communicator.destroy`."""
-        with self._refusals("ncclCommDestroy"):
-            self._nccl.comm_destroy(self._comm)
+        if not self._gone():
+            with self._api.refusals("ncclCommDestroy"):
+                self._nccl.comm_destroy(self._comm)
 
 
 def open_nccl4py() -> Nccl4pyApi:

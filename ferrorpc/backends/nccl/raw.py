@@ -101,14 +101,11 @@ class RawOperations:
                 raise SelfSendError(f"rank {peer} cannot send to or receive from itself")
 
         def launch(nccl: Communicator, queue: int) -> None:
-            backend.api.group_start()
-            try:
+            with nccl.grouped():
                 for source, size_bytes, peer in sends:
                     nccl.send(source, size_bytes, BYTES, peer, queue)
                 for target, size_bytes, peer in recvs:
                     nccl.recv(target, size_bytes, BYTES, peer, queue)
-            finally:
-                backend.api.group_end()
 
         if sends or recvs:
             self._raw(f"exchange_raw({len(sends)} sends, {len(recvs)} receives)", launch, stream)

@@ -8,7 +8,6 @@ whether it is done says no when the GPU has failed; a UUID ends before its first
 from __future__ import annotations
 
 import threading
-import warnings
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -142,15 +141,6 @@ class _Stream:
         self.cupy.thread.current[device] = around[-1] if around else type(self)(null=True)
 
 
-class _ExternalStream(_Stream):
-    """`cupy.cuda.ExternalStream`."""
-
-    def __init__(self, ptr: int, device_id: int = -1) -> None:
-        warnings.warn("ExternalStream is deprecated. Use Stream.from_external() instead", DeprecationWarning, stacklevel=2)
-        super().__init__(null=True)
-        self.ptr, self.device_id = ptr, device_id
-
-
 class CUDARuntimeError(RuntimeError):
     """`cupy.cuda.runtime.CUDARuntimeError`."""
 
@@ -167,7 +157,6 @@ def cuda(cupy: StandIn) -> SimpleNamespace:
         "Device": type("Device", (_Device,), own),
         "Event": type("Event", (_Event,), own),
         "Stream": stream,
-        "ExternalStream": type("ExternalStream", (_ExternalStream, stream), own),
     }
     return SimpleNamespace(
         **classes,

@@ -4,15 +4,16 @@ Faithful in this. Communicators are complete only once all ranks have come with 
 of its own, and IN_PROGRESS until then, for ever if need be. The first operations of a communicator are IN_PROGRESS for some
 looks, while the real one connects. Operations run in streams, in the order of their communicator; those that do not match on
 all ranks never end, until the communicator is aborted, whose operations then end without a result. A communicator that is
-IN_PROGRESS refuses everything else. An aborted one is gone. Sums are folded from a rank on that depends on the element, as a
-ring does: not in rank order.
+IN_PROGRESS refuses everything else; it is so while it is split, and what will come of that is nothing yet. An aborted one is
+gone. Sums are folded from a rank on that depends on the element, as a ring does: not in rank order.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import reduce as fold
 from typing import Any, Final
@@ -126,16 +127,17 @@ class FakeApi:
                 raise failed("ncclCommInitRank", State.INVALID_ARGUMENT, f"rank {rank} of {size} was there already")
             return FakeCommunicator(self, meeting, rank, completes=unique_ids[0] not in self.world.absent)
 
-    def group_start(self) -> None:
-        """As `NcclApi.group_start`."""
+    @contextmanager
+    def grouped(self) -> Iterator[None]:
+        """As `Communicator.grouped`."""
         self._grouped = []
-
-    def group_end(self) -> None:
-        """As `NcclApi.group_end`."""
-        parts, self._grouped = self._grouped or [], None
-        for communicator in dict.fromkeys(entry[0] for entry in parts):
-            mine = [(part, stream) for owner, part, stream in parts if owner is communicator]
-            communicator.launch([part for part, _ in mine], mine[0][1])
+        try:
+            yield
+        finally:
+            parts, self._grouped = self._grouped, None
+            for communicator in dict.fromkeys(entry[0] for entry in parts):
+                mine = [(part, stream) for owner, part, stream in parts if owner is communicator]
+                communicator.launch([part for part, _ in mine], mine[0][1])
 
     def call(self, communicator: FakeCommunicator, part: Part, stream: int) -> None:
         """A call, which is launched now or with its group."""
@@ -182,12 +184,17 @@ class FakeCommunicator:
                 raise failed("ncclCommGetAsyncError", State.INVALID_ARGUMENT, "the communicator is gone")
             if self.broken is not None:
                 return self.broken
-            if not self._completes or not self.meeting.complete:
+            if not self._completes or not self.meeting.complete or self._is_splitting:
                 return State.IN_PROGRESS
             if self._connecting:
                 self._connecting -= 1
                 return State.IN_PROGRESS
             return self._judged()
+
+    @property
+    def _is_splitting(self) -> bool:
+        """Whether some rank has not come to this one's latest split."""
+        return bool(self.splits) and len(self.meeting.splits[self.splits - 1]) < self.size
 
     def _judged(self) -> State:
         ends = list(self.meeting.ends.values())
@@ -230,6 +237,10 @@ class FakeCommunicator:
         """As `Communicator.recv`."""
         self.api.call(self, Part("recv", 0, target, count, datatype, None, peer), stream)
 
+    def grouped(self) -> AbstractContextManager[Any]:
+        """As `Communicator.grouped`."""
+        return self.api.grouped()
+
     def split(self, color: int | None, key: int) -> Communicator | None:
         """As `Communicator.split`."""
         self._check("ncclCommSplit")
@@ -263,7 +274,7 @@ class FakeCommunicator:
         """Refuses calls that the real one refuses, or is undone by."""
         if self.aborted or self.destroyed or self.finalized:
             raise failed(call, State.INVALID_ARGUMENT, "the communicator is gone")
-        if not self._completes or not self.meeting.complete or self._connecting:
+        if not self._completes or not self.meeting.complete or self._connecting or self._is_splitting:
             raise failed(call, State.INVALID_USAGE, "the communicator is in progress")
 
     def launch(self, parts: list[Part], stream: int) -> None:
@@ -297,7 +308,7 @@ class _Child(FakeCommunicator):
         asked = self._parent.meeting.splits[self._number]
         with self._machine.lock:
             if len(asked) < self._parent.size:
-                return self.broken or State.IN_PROGRESS
+                raise failed("ncclCommGetAsyncError", State.INVALID_ARGUMENT, "there is no communicator before all have come")
             if not self._named:
                 self._name(asked)
         return super().state()
