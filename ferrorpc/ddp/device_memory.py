@@ -13,7 +13,9 @@ none for those that are computed in their places. The host waits once a bucket, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,11 @@ class Gpu:
         self.clock = clock
         self.device: Device = kind.device
         self.kernels = self.device.kernels
+
+    @cached_property
+    def hooks(self) -> Stream:
+        """The stream of communication hooks."""
+        return self.device.new_stream()
 
 
 class Order:
@@ -203,6 +210,12 @@ class DeviceMemory(Memory):
             target, dtype = self._target
             self._gpu.device.upload(target[: self.bucket.header], self._header.view(dtype.storage), stream)
         return self._travelling
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        with self._gpu.device.on(self._gpu.hooks):
+            self._order.enter()
+            yield
 
     def settle(self) -> Home:
         header, body = self.bucket.header, slice(self.bucket.header, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
@@ -72,6 +73,10 @@ class Memory(ABC):
     @abstractmethod
     def leave(self) -> Any:
         """The array that goes round the group, complete: dtype as users know it, shape (bucket.count,)."""
+
+    def apart(self) -> AbstractContextManager[Any]:
+        """A context in which hooks work on what has left: on a GPU, in a stream that all buckets there have for that."""
+        return nullcontext()
 
     @abstractmethod
     def settle(self) -> Home:

@@ -40,14 +40,15 @@ class DistributedDataParallel:
         init_sync: whether to begin with the weights (and buffers) of rank 0.
         buffers: what `sync_gradients` does with buffers, where the module names them: "broadcast" gives all ranks rank 0's,
             "mean" averages floating ones (others are rank 0's), "local" leaves them.
-        hook: what buckets travel as: see `ferrorpc.hooks`. With one, buckets lie on the host.
+        hook: what buckets travel as: see `ferrorpc.hooks`. With `PowerSGD` or `TopK` buckets lie on the host.
         check_every: as `check_weights`, in every so many steps; 0 for never.
         gradient_as_bucket_view: `.grad` becomes the mean as it lies in its bucket, without a copy. The next
             `sync_gradients` overwrites it.
 
     Raises:
         UsageError: the module has no parameters() or named_parameters(), or one of them is a bare array.
-        TensorMismatchError: a parameter's dtype has no mean, or parameters lie on several devices; the latter not with a hook.
+        TensorMismatchError: a parameter's dtype has no mean, or parameters lie on several devices; the latter not where a
+            hook has the buckets on the host.
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
     """
 

@@ -7,15 +7,21 @@ from typing import Any
 
 from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.kinds import kind_of
+from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.errors import TensorMismatchError
 
 
-def gpu_of(arrays: Mapping[str, Any]) -> CupyKind | None:
-    """The kind of the arrays where all of them are CuPy arrays on one GPU; None where none is.
+def bucket_kind(arrays: Mapping[str, Any], hook: Hook | None) -> CupyKind | None:
+    """The kind of the arrays where all of them are CuPy arrays on one GPU, so that buckets for their gradients lie there.
+
+    Returns:
+        None where none is, and with a hook that works on the host.
 
     Raises:
         TensorMismatchError: they lie on several devices; one array of each is named.
     """
+    if hook is not None and not hook.on_device:
+        return None
     found = {place_of(array): name for name, array in reversed(list(arrays.items()))}
     if len(found) > 1:
         where = ", ".join(f"{name!r} on {place}" for place, name in sorted(found.items()))

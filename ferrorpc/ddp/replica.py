@@ -15,7 +15,7 @@ from ferrorpc.ddp.buffers import Buffers, named_buffers
 from ferrorpc.ddp.drift import compare
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.parameter import HasGradient
-from ferrorpc.ddp.placement import gpu_of
+from ferrorpc.ddp.placement import bucket_kind
 from ferrorpc.ddp.reducer import Reducer
 from ferrorpc.ddp.round import Round
 from ferrorpc.ddp.share import share
@@ -41,7 +41,7 @@ class Replica:
 
     Raises:
         UsageError: the module has no named_parameters(), or one of them is a bare array.
-        TensorMismatchError: parameters lie on several devices; without a hook, which has all buckets on the host.
+        TensorMismatchError: parameters lie on several devices, and no hook has all buckets on the host.
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
     """
 
@@ -67,7 +67,7 @@ class Replica:
         self._known = named_parameters(module)
         self.parameters = {name: parameter for name, parameter in self._known.items() if _trains(parameter)}
         specs = [(name, _spec(name, parameter.data)) for name, parameter in self.parameters.items()]
-        kind = gpu_of({name: parameter.data for name, parameter in self.parameters.items()}) if hook is None else None
+        kind = bucket_kind({name: parameter.data for name, parameter in self.parameters.items()}, hook)
         self.reducer = Reducer(specs, group, bucket_cap_mb, "parameters", hook=hook, kind=kind)
         self._buffers = Buffers(module, group, buffers)
         self._aliases: dict[str, Any] = {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,20 +31,30 @@ class Flight:
 
     Args:
         parker: unparked, from any thread, when `advance` may get further.
+        place: a context in which operations are begun and taken home.
 
     Attributes:
         left: clock time of its start.
         home: clock time at which the last operation that was begun was complete.
     """
 
-    def __init__(self, bucket: Bucket, operations: Generator[Work[Any], Any, None], clock: Clock, parker: Parker) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        operations: Generator[Work[Any], Any, None],
+        clock: Clock,
+        parker: Parker,
+        place: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
         self.bucket = bucket
         self.left = self.home = clock.now()
         self._operations = operations
+        self._place = place
         self._clock = clock
         self._parker = parker
         self._work: Work[Any] | None = None
-        self._begin(next(operations))
+        with place():
+            self._begin(next(operations))
 
     def _begin(self, work: Work[Any]) -> None:
         self._work = work
@@ -57,7 +68,8 @@ class Flight:
         """Begins what can be begun without waiting. True when the last operation is complete."""
         while self._work is not None and self._work.done():
             try:
-                self._begin(self._operations.send(self._work.wait()))
+                with self._place():
+                    self._begin(self._operations.send(self._work.wait()))
             except StopIteration:
                 self._work = None
         return self._work is None
@@ -123,7 +135,8 @@ class Round:
 
     def _send(self, memory: Memory) -> None:
         operations = self._operations(memory.bucket, memory.leave())
-        self._flights.append(Flight(memory.bucket, operations, self._reducer.clock, self._parker))
+        place = nullcontext if self._reducer.hook is None else memory.apart
+        self._flights.append(Flight(memory.bucket, operations, self._reducer.clock, self._parker, place))
 
     def _operations(self, bucket: Bucket, array: Any) -> Generator[Work[Any], Any, None]:
         hook = self._reducer.hook

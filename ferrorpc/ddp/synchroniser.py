@@ -13,7 +13,7 @@ from ferrorpc.ddp.bucket import Slot
 from ferrorpc.ddp.drift import compare
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.memory import Memory
-from ferrorpc.ddp.placement import gpu_of
+from ferrorpc.ddp.placement import bucket_kind
 from ferrorpc.ddp.pytree import flatten, rebuild
 from ferrorpc.ddp.reducer import Reducer
 from ferrorpc.ddp.round import Round
@@ -39,12 +39,13 @@ class GradientSynchronizer:
         order: paths in the order in which gradients become ready; None for the reverse of the tree's.
         gradient_as_bucket_view: the means are given out as they lie in the buckets, without a copy. They are overwritten in the
             next step.
-        hook: what buckets travel as: see `ferrorpc.hooks`. With one, steps without a weight weigh 1, and buckets lie on the
-            host.
+        hook: what buckets travel as: see `ferrorpc.hooks`. With one, steps without a weight weigh 1; with `PowerSGD` or `TopK`
+            buckets lie on the host.
 
     Raises:
         UsageError: two leaves of one name.
-        TensorMismatchError: a dtype that has no mean, or leaves on several devices; the latter not with a hook.
+        TensorMismatchError: a dtype that has no mean, or leaves on several devices; the latter not where a hook has the
+            buckets on the host.
         CollectiveMismatchError: ranks gave different trees; the message says where they differ.
     """
 
@@ -63,7 +64,7 @@ class GradientSynchronizer:
         leaves = flatten(like)
         self._specs = {name: leaf if isinstance(leaf, TensorSpec) else spec_of(leaf) for name, leaf in leaves.items()}
         self._kinds = {name: NUMPY if isinstance(leaf, TensorSpec) else kind_of(leaf) for name, leaf in leaves.items()}
-        kind = gpu_of(leaves) if hook is None else None
+        kind = bucket_kind(leaves, hook)
         self._reducer = Reducer(list(self._specs.items()), group, bucket_cap_mb, "gradients", order, hook, kind)
         self._group = group
         self._open: SynchronizerStep | None = None

@@ -90,11 +90,22 @@ def test_peers_are_summed(cupy: StandIn, launcher: DeviceKernels, divisor: float
     assert cupy.asnumpy(out).tobytes() == reference.sum_peers(peers, DType.FLOAT16, divisor).tobytes()
 
 
+@pytest.mark.parametrize("damage", [0.0, np.inf, np.nan])
+def test_what_was_not_delivered_is_kept_unless_it_is_damaged(cupy: StandIn, launcher: DeviceKernels, damage: float) -> None:
+    values, delivered = floats(3000, 1) * np.float32(1e-38), floats(3000, 2) * np.float32(1e-38)
+    values[2900] += np.float32(damage)
+    there = cupy.asarray(values)
+    launcher.residue(there, cupy.asarray(delivered))
+    assert cupy.asnumpy(there).tobytes() == reference.residue(values, delivered).tobytes()
+    assert reference.residue(values, delivered).any() == (damage == 0)
+
+
 def test_nothing_is_launched_for_nothing(cupy: StandIn, launcher: DeviceKernels) -> None:
     empty = cupy.asarray(np.zeros(0, np.float32))
     launcher.pack([empty], [0], empty, DType.FLOAT32, DType.FLOAT32)
     launcher.quantise_int8(empty, empty, cupy.asarray(np.zeros(0, np.int8)))
     launcher.dequantise_int8(empty, cupy.asarray(np.zeros(0, np.int8)), empty)
     launcher.sum_peers([empty], empty, DType.FLOAT32)
+    launcher.residue(empty, empty)
     cupy.machine.settle()
     assert not launcher._functions

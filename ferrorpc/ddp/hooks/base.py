@@ -12,7 +12,7 @@ from ferrorpc.ddp.memory import Array
 from ferrorpc.errors import UsageError
 from ferrorpc.work import Work
 
-Exchange: TypeAlias = Generator[Work[Any], Any, Array | None]
+Exchange: TypeAlias = Generator[Work[Any], Any, Any]
 """Yields each operation it waits for and gets its result back; returns what of this rank's values was delivered."""
 
 
@@ -22,14 +22,14 @@ class Part:
 
     Attributes:
         key: the same in every round and on every rank: what a hook remembers goes by it.
-        values: float32 of shape (n,); becomes the sum.
+        values: float32 of shape (n,), on the host, or for a hook with `on_device` a CuPy array; becomes the sum.
         matrices: (start, rows, columns) of each run of values that is a matrix, row by row.
         wants_delivered: the exchange is to return what of `values`, as they were, this rank has delivered: float32 of shape
-            (n,). Otherwise it returns None.
+            (n,), where `values` are. Otherwise it returns None.
     """
 
     key: str
-    values: Array
+    values: Any
     matrices: tuple[tuple[int, int, int], ...] = ()
     wants_delivered: bool = False
 
@@ -39,9 +39,12 @@ class Hook(ABC):
 
     Attributes:
         operations: how many operations one bucket takes at most.
+        on_device: whether it takes values where they are, so that buckets of a GPU's gradients may lie there. Then `exchange`
+            runs in one stream of that GPU's, for all buckets and rounds, as does all it makes.
     """
 
     operations: int = 1
+    on_device: bool = False
 
     @property
     @abstractmethod
@@ -68,6 +71,8 @@ class Hook(ABC):
 
 class Plain(Hook):
     """The values' own bytes."""
+
+    on_device = True
 
     @property
     def text(self) -> str:

@@ -10,15 +10,16 @@ Cost, of the bytes of float32: bf16 and f16 half, int8 1/4 + 1/256.
 
 from __future__ import annotations
 
-import numpy as np
-
 from ferrorpc.ddp.hooks.base import Exchange, Hook, Part
+from ferrorpc.ddp.hooks.values import values_like
 from ferrorpc.ddp.lane import Lane
 from ferrorpc.wire.codecs import BLOCK_VALUES, codec
 
 
 class Compress(Hook):
     """Values as "bf16", "f16" or "int8" on the wire. Raises UsageError for another name."""
+
+    on_device = True
 
     def __init__(self, wire: str) -> None:
         self._codec = codec(wire)
@@ -33,9 +34,10 @@ class Compress(Hook):
             return None
         # Cut into slices of whole blocks, so that the wire rounds values again to what they were rounded to here.
         count, unit = part.values.size, lane.size * BLOCK_VALUES
-        padded = np.zeros(-(-count // unit) * unit, np.float32)
-        delivered = self._codec.decode(self._codec.encode(part.values), count)
-        padded[:count] = delivered
+        place = values_like(part.values)
+        padded = place.zeros(-(-count // unit) * unit)
+        delivered = place.rounded(self._codec, part.values)
+        place.assign(padded[:count], delivered)
         yield lane.all_reduce(padded, wire=self._codec.name)
-        part.values[...] = padded[:count]
+        place.assign(part.values, padded[:count])
         return delivered

@@ -163,3 +163,21 @@ __device__ inline void sum(const u64 *peers, int size, i64 count, T *out, float 
 SUM(f32, float)
 SUM(f16, half_bits)
 SUM(bf16, bfloat16_bits)
+
+// What error feedback keeps of values that were delivered in part: the difference, in place of the values; and nothing at all
+// where any of it is not finite, which the first kernel finds and the second does.
+
+extern "C" __global__ void residue(float *values, const float *delivered, i64 count, u32 *damaged) {
+  i64 stride = (i64)gridDim.x * blockDim.x;
+  for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride) {
+    float rest = plus(values[i], float_of(bits_of(delivered[i]) ^ 0x80000000u));
+    if ((bits_of(rest) & 0x7f800000u) == 0x7f800000u) *damaged = 1u;
+    values[i] = rest;
+  }
+}
+
+extern "C" __global__ void forget(float *values, i64 count, const u32 *damaged) {
+  i64 stride = (i64)gridDim.x * blockDim.x;
+  for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride)
+    if (*damaged) values[i] = 0.0f;
+}

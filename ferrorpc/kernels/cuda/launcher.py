@@ -62,6 +62,13 @@ class DeviceKernels:
             name = f"sum_peers_{NAMES[dtype]}"
             self._run(name, (_blocks(out.size),), THREADS, table, np.int32(len(peers)), out.size, out, np.float32(divisor))
 
+    def residue(self, values: Any, delivered: Any) -> None:
+        """values -= delivered, float32; zeros where any of it is not finite."""
+        if values.size:
+            damaged = self._table([0], np.uint32)
+            self._run("residue", (_blocks(values.size),), THREADS, values, delivered, values.size, damaged)
+            self._run("forget", (_blocks(values.size),), THREADS, values, values.size, damaged)
+
     def _move(
         self,
         name: str,

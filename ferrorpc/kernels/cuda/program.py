@@ -19,6 +19,8 @@ KERNELS: Final = (
     "quantise_int8",
     "dequantise_int8",
     *(f"sum_peers_{name}" for name in NAMES.values()),
+    "residue",
+    "forget",
 )
 
 

@@ -87,6 +87,13 @@ def sum_peers(peers: Sequence[Array], dtype: DType, divisor: float = 1) -> Array
         return narrowed(total if divisor == 1 else total / np.float32(divisor), dtype)
 
 
+def residue(values: Array, delivered: Array) -> Array:
+    """values - delivered, float32; zeros where any of it is not finite."""
+    with np.errstate(all="ignore"):
+        rest = values - delivered
+    return rest if np.isfinite(rest).all() else np.zeros_like(rest)
+
+
 def _scaled(values: Array, scale: float) -> Array:
     """Multiplied; a NaN is made quiet and keeps its bits."""
     with np.errstate(all="ignore"):

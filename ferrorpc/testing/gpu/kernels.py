@@ -30,7 +30,12 @@ class Kernel:
         self._types = [DTYPES[each] for each in types.split("_")] if verb in ("pack", "unpack") else []
 
     def __call__(self, *arguments: Any) -> None:
-        known = {"quantise_int8": self._quantise, "dequantise_int8": self._dequantise}
+        known: dict[str, Callable[..., None]] = {
+            "quantise_int8": self._quantise,
+            "dequantise_int8": self._dequantise,
+            "residue": self._residue,
+            "forget": self._forget,
+        }
         if self._types:
             (self._pack if self._name.startswith("pack") else self._unpack)(*arguments)
         else:
@@ -66,6 +71,17 @@ class Kernel:
         blocks = -(-count // reference.BLOCK_VALUES)
         found = reference.dequantise_int8(self._at(scales, blocks, np.float32), self._at(integers, count, np.int8))
         self._at(values, count, np.float32)[:] = found
+
+    def _residue(self, values: int, delivered: int, count: int, damaged: int, rows: int) -> None:
+        place, one = self._at(values, count, np.float32), self._at(delivered, count, np.float32)
+        with np.errstate(all="ignore"):
+            place -= one
+        if not np.isfinite(place).all():
+            self._at(damaged, 1, np.uint32)[:] = 1
+
+    def _forget(self, values: int, count: int, damaged: int, rows: int) -> None:
+        if self._at(damaged, 1, np.uint32)[0]:
+            self._at(values, count, np.float32)[:] = 0
 
     def _sum(self, peers: int, size: int, count: int, out: int, divisor: float, rows: int) -> None:
         dtype: DType = DTYPES[self._name.removeprefix("sum_peers_")]
