@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 import ferrorpc
 from ferrorpc.backends.hybrid import HybridBackend
@@ -66,3 +67,10 @@ def test_without_cupy_it_says_what_to_install(example: ModuleType, monkeypatch: 
     with pytest.raises(SystemExit, match=r"needs CuPy: .*pip install 'ferrorpc\[gpu\]'"):
         example.array_module("gpu")
     assert example.array_module("cpu") is np
+
+
+def test_the_profile_gpu_of_compose_trains_on_gpus() -> None:
+    service = yaml.safe_load((EXAMPLES.parent / "docker-compose.yml").read_text())["services"]["gpu"]
+    assert service["entrypoint"] == ["ferrorpc", "run", "--nproc-per-node", "gpu", "-m"]
+    assert service["command"][:3] == ["digits_ddp", "--device", "gpu"]
+    assert service["build"]["args"]["EXTRAS"] == "examples,gpu"
