@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from ferrorpc.agreement import agree
-from ferrorpc.arrays.kinds import NUMPY, spec_of, view, view_out
+from ferrorpc.arrays.kinds import spec_of
 from ferrorpc.ddp.bucket import Bucket, lay_out
-from ferrorpc.ddp.memory import Array
+from ferrorpc.ddp.parcel import Packer
 from ferrorpc.ddp.share import SHARED_BYTES
-from ferrorpc.errors import TensorMismatchError, UsageError
-from ferrorpc.types import ReduceOp, TensorSpec, refusal
+from ferrorpc.errors import UsageError
+from ferrorpc.types import ReduceOp, refusal
 from ferrorpc.work import Work
 
 if TYPE_CHECKING:
@@ -48,9 +46,10 @@ class Buffers:
         found = {} if mode == "local" else named_buffers(module)
         self.layout = lay_out([(name, spec_of(array)) for name, array in found.items()], SHARED_BYTES, SHARED_BYTES)
         agree(group, "buffers", f"mode {mode}\n{self.layout.text}")
+        self._packer = Packer(found)
         self._stream = group.stream()
         self._exchanges = 0
-        self._flying: list[tuple[Bucket, Array, Work[Any]]] = []
+        self._flying: list[tuple[Bucket, Any, Work[Any]]] = []
 
     def begin(self) -> None:
         """Sends this step's buffers on their way. They may change until `finish` writes them."""
@@ -59,19 +58,14 @@ class Buffers:
         found = named_buffers(self._module)
         self._flying = []
         for bucket in self.layout.buckets:
-            packed = np.zeros(bucket.count, bucket.dtype.storage)
-            for slot in bucket.slots:
-                got = view(found.get(slot.name))
-                if got.spec != slot.spec:
-                    raise TensorMismatchError(f"buffer {slot.name!r} is {got.spec}, but was {slot.spec} when it was wrapped")
-                packed[slot.start : slot.stop] = got.data.reshape(-1)
+            packed = self._packer.packed(bucket, found, "buffer")
             self._flying.append((bucket, packed, self._start(bucket, packed)))
         self._exchanges += 1
 
-    def _start(self, bucket: Bucket, packed: Array) -> Work[Any]:
+    def _start(self, bucket: Bucket, packed: Any) -> Work[Any]:
         number = self._exchanges * len(self.layout.buckets) + bucket.index
         if self._mode == "mean" and refusal(ReduceOp.MEAN, bucket.dtype) is None:
-            typed = NUMPY.typed(packed, TensorSpec(bucket.dtype, packed.shape))
+            typed = self._packer.typed(bucket, packed)
             return self._stream.all_reduce(typed, number, op=ReduceOp.MEAN, out=typed)
         return self._stream.broadcast(packed, number, root=0)
 
@@ -79,9 +73,6 @@ class Buffers:
         """Writes what came, in place. Raises what ended the generation."""
         found = named_buffers(self._module) if self._flying else {}
         for bucket, packed, work in self._flying:
-            work.wait()
-            for slot in bucket.slots:
-                place = view_out(found[slot.name], slot.spec)
-                place.data.reshape(-1)[...] = packed[slot.start : slot.stop]
-                place.commit()
+            work.wait(host=True)
+            self._packer.unpack(bucket, packed, found)
         self._flying = []

@@ -7,6 +7,7 @@ Parameter Models", 2020. Buffers are of limited size, so that one is packed or u
 
 Cost, for n bytes of gradients on p ranks: n (p-1)/p bytes sent to reduce and as many to gather, as for an all_reduce. Memory:
 the buffers, n bytes, and a shard each for gradients and weights, 2 n/p, besides what the update rule remembers, which is 1/p.
+Buffers lie where the parameters do. Updates are NumPy's, so of parameters on a GPU a shard comes to the host and goes back.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 from ferrorpc.agreement import agree
-from ferrorpc.arrays.kinds import spec_of, view, view_out
+from ferrorpc.arrays.cupy_kind import CupyKind
+from ferrorpc.arrays.kinds import copy_into, spec_of, split, view, view_out
 from ferrorpc.ddp.bucket import Bucket, lay_out
+from ferrorpc.ddp.parcel import current
 from ferrorpc.ddp.reducer import cap_bytes
 from ferrorpc.errors import TensorMismatchError
 from ferrorpc.types import ReduceOp, TensorSpec, refusal
@@ -35,36 +38,50 @@ _ALIGNMENT_BYTES: Final = 64
 class Shard:
     """This rank's part of one buffer.
 
+    Args:
+        kind: of the arrays of the GPU where the buffer is to lie; None for the host.
+
     Attributes:
-        weights: shape (length,), storage dtype: what the update reads and writes.
+        weights: shape (length,), storage dtype, on the host: what the update reads and writes.
         gradient: the same: the mean over all ranks.
     """
 
-    def __init__(self, bucket: Bucket, group: ProcessGroup) -> None:
+    def __init__(self, bucket: Bucket, group: ProcessGroup, kind: CupyKind | None) -> None:
         self.bucket = bucket
         count = bucket.count - bucket.header
         unit = _ALIGNMENT_BYTES // bucket.dtype.itemsize
         length = -(-count // (group.size * unit)) * unit
         self._group = group
         self._first = group.rank * length
-        self._flat: Array = group.empty((group.size * length,), bucket.dtype)
-        self._flat[...] = 0
-        self._storage: Array = self._flat.view(bucket.dtype.storage)
+        self._kind = kind
+        shape = (group.size * length,)
+        self._flat: Any = group.empty(shape, bucket.dtype) if kind is None else kind.empty(shape, bucket.dtype)
+        self._storage: Any = self._flat.view(bucket.dtype.storage)
+        with current(kind):
+            self._storage[...] = 0
         self.weights: Array = np.zeros(length, bucket.dtype.storage)
         self.gradient: Array = np.zeros(length, bucket.dtype.storage)
         self._typed = [np.ndarray((length,), self._flat.dtype, each.data) for each in (self.weights, self.gradient)]
 
     def reduce(self, gradients: Mapping[str, Any]) -> Work[Any]:
-        """Begins to reduce; `gradient` is the mean when it is done. A gradient that is None counts as zeros."""
-        for slot in self.bucket.slots:
-            given, place = gradients[slot.name], self._place(slot.start, slot.stop)
-            if given is None:
-                place[...] = 0
-            else:
-                np.copyto(place, view(given).data.reshape(-1))
-        parts = np.split(self._flat, self._group.size)
-        work: Work[Any] = self._group.reduce_scatter(parts, op=ReduceOp.MEAN, out=self._typed[1], async_op=True)
+        """Begins to reduce, for `take`. A gradient that is None counts as zeros."""
+        with current(self._kind):
+            for slot in self.bucket.slots:
+                given, place = gradients[slot.name], self._place(slot.start, slot.stop)
+                if given is None:
+                    place[...] = 0
+                elif place.size:
+                    copy_into(place, view(given, near=self._kind is not None).data.reshape(-1))
+        out = self._typed[1] if self._kind is None else None
+        parts = split(self._flat, self._group.size)
+        work: Work[Any] = self._group.reduce_scatter(parts, op=ReduceOp.MEAN, out=out, async_op=True)
         return work
+
+    def take(self, work: Work[Any]) -> None:
+        """Waits until `gradient` is the mean."""
+        mean = work.wait(host=True)
+        if self._kind is not None:
+            np.copyto(self.gradient, self._kind.staging.down(mean))
 
     def load(self, weights: Mapping[str, Any]) -> None:
         """Copies this rank's shard of the weights."""
@@ -72,22 +89,24 @@ class Shard:
             start, stop = slot.start - self.bucket.header, slot.stop - self.bucket.header
             first, last = max(start, self._first), min(stop, self._first + len(self.weights))
             if first < last:
-                source = view(weights[slot.name]).data.reshape(-1)
-                self.weights[first - self._first : last - self._first] = source[first - start : last - start]
+                source = view(weights[slot.name], near=self._kind is not None).data.reshape(-1)
+                copy_into(self.weights[first - self._first : last - self._first], source[first - start : last - start])
 
     def gather(self) -> Work[Any]:
         """Begins to gather everyone's `weights`."""
-        work: Work[Any] = self._group.all_gather(self._typed[0], out=self._flat, async_op=True)
+        mine = self._typed[0] if self._kind is None else self._kind.staging.up(self._typed[0])
+        work: Work[Any] = self._group.all_gather(mine, out=self._flat, async_op=True)
         return work
 
     def store(self, weights: Mapping[str, Any]) -> None:
         """Writes what was gathered into the parameters."""
-        for slot in self.bucket.slots:
-            place = view_out(weights[slot.name], slot.spec)
-            np.copyto(place.data.reshape(-1), self._place(slot.start, slot.stop))
-            place.commit()
+        with current(self._kind):
+            for slot in self.bucket.slots:
+                place = view_out(weights[slot.name], slot.spec, near=self._kind is not None)
+                place.data.reshape(-1)[...] = self._place(slot.start, slot.stop)
+                place.commit()
 
-    def _place(self, start: int, stop: int) -> Array:
+    def _place(self, start: int, stop: int) -> Any:
         header = self.bucket.header
         return self._storage[start - header : stop - header]
 
@@ -100,6 +119,7 @@ class Shards:
         group: every rank constructs its shards at the same point of its program.
         bucket_cap_mb: how many MiB a buffer may hold; a larger parameter has one of its own.
         text: what else all ranks must agree on.
+        kind: of the arrays of the GPU where the buffers are to lie; None for the host.
 
     Raises:
         UsageError: a bad cap.
@@ -108,7 +128,12 @@ class Shards:
     """
 
     def __init__(
-        self, parameters: Sequence[tuple[str, TensorSpec]], group: ProcessGroup, bucket_cap_mb: float, text: str
+        self,
+        parameters: Sequence[tuple[str, TensorSpec]],
+        group: ProcessGroup,
+        bucket_cap_mb: float,
+        text: str,
+        kind: CupyKind | None = None,
     ) -> None:
         for name, spec in parameters:
             why_not = refusal(ReduceOp.MEAN, spec.dtype)
@@ -119,7 +144,7 @@ class Shards:
         layout = lay_out(parameters, cap, cap)
         agree(group, "optimizer", f"{layout.text}\n{text}")
         filled = [bucket for bucket in layout.buckets if any(math.prod(slot.spec.shape) for slot in bucket.slots)]
-        self.shards = [Shard(bucket, group) for bucket in filled]
+        self.shards = [Shard(bucket, group, kind) for bucket in filled]
 
     def reduce(self, weights: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
         """Brings `gradient` of every shard to the mean over all ranks, and `weights` to what they are.
@@ -136,10 +161,10 @@ class Shards:
                 raise TensorMismatchError(f"the gradient of {name!r} is {found}, but the parameter is {spec}")
         for shard, work in [(shard, shard.reduce(gradients)) for shard in self.shards]:
             shard.load(weights)
-            work.wait()
+            shard.take(work)
 
     def gather(self, weights: Mapping[str, Any]) -> None:
         """Writes everyone's `weights` into the arrays they were read from."""
         for shard, work in [(shard, shard.gather()) for shard in self.shards]:
-            work.wait()
+            work.wait(host=True)
             shard.store(weights)

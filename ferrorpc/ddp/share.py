@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ferrorpc.arrays.kinds import spec_of, view, view_out
+from ferrorpc.arrays.kinds import spec_of, view_out
 from ferrorpc.ddp.bucket import lay_out
+from ferrorpc.ddp.parcel import Packer
 
 if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
@@ -19,16 +18,14 @@ SHARED_BYTES = 25 << 20
 
 def share(arrays: Mapping[str, Any], group: ProcessGroup, root: int = 0) -> None:
     """Gives every rank the arrays of rank `root`, in place. Collective: same names, dtypes and shapes in the same order."""
-    places = {name: view_out(array, spec_of(array)) for name, array in arrays.items()}
-    layout = lay_out([(name, place.spec) for name, place in places.items()], SHARED_BYTES, SHARED_BYTES)
-    packed = [np.zeros(bucket.count, bucket.dtype.storage) for bucket in layout.buckets]
-    if group.rank == root:
-        for slot in layout.slots.values():
-            packed[slot.bucket][slot.start : slot.stop] = view(arrays[slot.name]).data.reshape(-1)
+    specs = {name: spec_of(array) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        view_out(array, specs[name], near=True)  # refused before anything is sent
+    layout = lay_out(list(specs.items()), SHARED_BYTES, SHARED_BYTES)
+    packer, is_root = Packer(arrays), group.rank == root
+    packed = [packer.packed(each, arrays, "array") if is_root else packer.zeros(each) for each in layout.buckets]
     works = [group.broadcast(each, root=root, out=each, async_op=True) for each in packed]
-    for work in works:
-        work.wait()
-    if group.rank != root:
-        for slot in layout.slots.values():
-            places[slot.name].data.reshape(-1)[...] = packed[slot.bucket][slot.start : slot.stop]
-            places[slot.name].commit()
+    for bucket, each, work in zip(layout.buckets, packed, works, strict=True):
+        work.wait(host=True)
+        if not is_root:
+            packer.unpack(bucket, each, arrays)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ferrorpc.arrays.kinds import spec_of, view_out
+from ferrorpc.ddp.parcel import common_gpu
 from ferrorpc.ddp.pytree import flatten
 from ferrorpc.ddp.rules import Array, Rule
 from ferrorpc.ddp.shards import Shards
@@ -31,7 +32,7 @@ class ZeroOptimizer:
 
     Args:
         weights: a tree (dicts, lists, tuples, named tuples) of float32 or float64 arrays, which are written in place. All ranks
-            hold the same.
+            hold the same. Of CuPy arrays each rank's share comes to the host, where the rule is applied and its memory is.
         group: every rank constructs its optimizer at the same point of its program.
         rule: `ferrorpc.rules.SGD` or `Adam`, or one's own `Rule`; it must treat every element alike.
         bucket_cap_mb: how many MiB a message may hold.
@@ -54,7 +55,7 @@ class ZeroOptimizer:
             _check_place(name, self._weights[name], spec)
         _check_rule(rule)
         self._rule = rule
-        self._shards = Shards(specs, group, bucket_cap_mb, f"rule: {rule!r}")
+        self._shards = Shards(specs, group, bucket_cap_mb, f"rule: {rule!r}", common_gpu(self._weights))
         self._memory = [[np.zeros_like(shard.weights) for _ in range(rule.slots)] for shard in self._shards.shards]
         self._steps = 0
 

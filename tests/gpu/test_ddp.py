@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -403,6 +404,36 @@ def test_an_optimizer_that_is_shared_out_updates_weights_on_gpus(cupy: StandIn, 
     assert world(cupy, lanes, 2, body) == [[[0.5] * 5, [1.0] * 4]] * 2
 
 
+@pytest.mark.parametrize("cap_mb", [25, 1e-3])
+@pytest.mark.parametrize("lanes", LANES)
+def test_an_optimizer_on_gpus_has_the_bits_of_the_host_where_only_shares_go_by_nccl(
+    cupy: StandIn, lanes: str, cap_mb: float
+) -> None:
+    shapes = {"a": (70, 10), "b": (333,), "none": (0,), "c": (9, 2, 5)}
+    copied: list[int] = []
+    cupy.machine.copying = lambda direction, gpu, size_bytes: not copied.append(size_bytes)
+
+    def steps(group: ProcessGroup, place: Callable[[Any], Any], home: Callable[[Any], Array]) -> list[bytes]:
+        chance = np.random.default_rng(7)
+        weights = {name: place(chance.standard_normal(shape).astype(np.float32)) for name, shape in shapes.items()}
+        optimizer = ferrorpc.ZeroOptimizer(weights, group, ferrorpc.rules.Adam(0.1), bucket_cap_mb=cap_mb)
+        chance = np.random.default_rng([group.rank, 8])
+        copied.clear()
+        for number in range(2):
+            grads: dict[str, Any] = {name: chance.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+            if number:  # a gradient that is on the host all the same
+                grads = {name: place(grad) if name != "b" else grad for name, grad in grads.items()}
+            else:
+                grads = {name: place(grad) for name, grad in grads.items()} | {"c": None}
+            optimizer.step(grads)
+        return [home(each).tobytes() for each in weights.values()]
+
+    wanted = run_groups([ProcessGroup(each) for each in host_lanes(2)], lambda group: steps(group, np.asarray, np.asarray))
+    assert world(cupy, lanes, 2, lambda group: steps(group, cupy.asarray, cupy.asnumpy)) == wanted
+    everything = 4 * sum(math.prod(shape) for shape in shapes.values())
+    assert (sum(copied) < 2 * 2 * 2.5 * everything) == (lanes != "simulated")
+
+
 def test_a_bucket_that_is_given_up_leaves_its_header_to_the_gpu_until_that_has_read_it(cupy: StandIn) -> None:
     x = cupy.asarray(np.ones(4))
     bucket = lay_out([("a", spec_of(x))], 1 << 20).buckets[0]
@@ -511,6 +542,34 @@ def test_with_a_hook_that_works_there_buckets_lie_on_the_host_and_means_still_co
         return float(found[299])
 
     assert world(cupy, "hybrid", 2, body) == [1.0] * 2
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_first_weights_and_buffers_on_gpus_are_the_roots_and_nccl_moves_them_without_the_host(
+    cupy: StandIn, lanes: str
+) -> None:
+    copied: list[int] = []
+    cupy.machine.copying = lambda direction, gpu, size_bytes: not copied.append(size_bytes)
+    chance = np.random.default_rng(3)
+    roots = {
+        "single": chance.standard_normal((40, 30)).astype(np.float32),
+        "half": chance.standard_normal(300).astype(ml_dtypes.bfloat16),
+        "none": np.zeros((0, 2)),
+        "strided": chance.standard_normal((20, 6)),
+    }
+
+    def body(group: ProcessGroup) -> Any:
+        mine = on_gpu(cupy, {name: array if group.rank == 1 else np.zeros_like(array) for name, array in roots.items()})
+        mine["strided"] = mine["strided"].T
+        ddp = ferrorpc.DistributedDataParallel(Plain(**mine), group, init_sync=False)
+        before = [parameter.data.data.ptr for parameter in ddp.parameters()]
+        ddp.broadcast_parameters(root=1)
+        assert [parameter.data.data.ptr for parameter in ddp.parameters()] == before
+        return {name: cupy.asnumpy(parameter.data).tobytes() for name, parameter in ddp.named_parameters()}
+
+    wanted = {name: (array.T if name == "strided" else array).tobytes() for name, array in roots.items()}
+    assert world(cupy, lanes, 3, body) == [wanted] * 3
+    assert (sum(copied) >= sum(array.nbytes for array in roots.values())) == (lanes == "simulated")
 
 
 @pytest.mark.parametrize("lanes", LANES)
