@@ -7,7 +7,7 @@ from typing import Any
 
 from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.kinds import kind_of
-from ferrorpc.ddp.hooks.base import Hook
+from ferrorpc.ddp.hooks.base import Hook, check_hook
 from ferrorpc.errors import TensorMismatchError
 
 
@@ -20,7 +20,7 @@ def bucket_kind(arrays: Mapping[str, Any], hook: Hook | None) -> CupyKind | None
     Raises:
         TensorMismatchError: they lie on several devices; one array of each is named.
     """
-    if hook is not None and not hook.on_device:
+    if hook is not None and not check_hook(hook).on_device:
         return None
     found = {place_of(array): name for name, array in reversed(list(arrays.items()))}
     if len(found) > 1:

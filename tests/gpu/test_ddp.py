@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import ml_dtypes
@@ -16,40 +13,18 @@ import pytest
 import ferrorpc
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.arrays.kinds import kind_of, spec_of
-from ferrorpc.backends.hybrid import HybridBackend
-from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.device_memory import DeviceMemory, Gpu
-from ferrorpc.ddp.hooks.base import Plain as PlainHook
-from ferrorpc.ddp.memory import HostMemory
-from ferrorpc.errors import CollectiveMismatchError, TensorMismatchError, UsageError
+from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.kernels.cuda.launcher import DeviceKernels
-from ferrorpc.testing import run_groups
 from ferrorpc.testing.gpu.stand_in import StandIn
-from tests.gpu.worlds import host_lanes, nccl_backends
+from tests.gpu.ddp_worlds import LANES, Array, at_home, on_gpu, world
 from tests.unit.ddp.model import Plain
 
 SHAPES = {"weight": (3, 4), "scalar": (), "none": (0, 2), "bias": (5,), "last": (7,)}
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.complex64]
-LANES = ["simulated", "nccl", "hybrid"]
-Array = np.ndarray[Any, Any]
-
-
-def world(cupy: StandIn, lanes: str, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
-    """fn(group) on every rank, each with its GPU current."""
-    backends: list[Any]
-    if lanes == "simulated":
-        backends = list(host_lanes(size))
-    else:
-        backends = list(nccl_backends(cupy, size, kind={"nccl": NcclBackend, "hybrid": HybridBackend}[lanes]))
-
-    def body(group: ProcessGroup) -> Any:
-        with cupy.cuda.Device(group.rank):
-            return fn(group)
-
-    return run_groups([ProcessGroup(backend) for backend in backends], body)
 
 
 def gradients(rank: int, dtype: Any, whole: bool = False, step: int = 0) -> dict[str, Array]:
@@ -74,19 +49,6 @@ def mean(arrays: list[Array], weights: list[float] | None) -> Array:
         return np.asarray(reduce(np.add, wide) / real(len(wide))).astype(dtype)
     shares = [array * real(weight) for array, weight in zip(wide, weights, strict=True)]
     return np.asarray(reduce(np.add, shares) / real(sum(weights))).astype(dtype)
-
-
-def feedback(wire: str) -> ferrorpc.hooks.ErrorFeedback:
-    return ferrorpc.hooks.ErrorFeedback(ferrorpc.hooks.Compress(wire))
-
-
-def on_gpu(cupy: StandIn, tree: dict[str, Array]) -> dict[str, Any]:
-    return {name: cupy.asarray(array) for name, array in tree.items()}
-
-
-def at_home(cupy: StandIn, tree: dict[str, Any]) -> dict[str, Array]:
-    assert all(type(array) is cupy.ndarray for array in tree.values())
-    return {name: cupy.asnumpy(array) for name, array in tree.items()}
 
 
 def check(found: list[dict[str, Array]], per_rank: list[dict[str, Array]], weights: list[float] | None) -> None:
@@ -368,72 +330,6 @@ def test_a_module_whose_rank_has_left_follows_the_others_steps(cupy: StandIn, la
     assert world(cupy, lanes, 2, body) == [[-0.5 - 10.0 - 20.0] * 2] * 2
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"), [("broadcast", [[1, 2]] * 2), ("mean", [[1.5, 2]] * 2), ("local", [[1, 2], [2, 3]])]
-)
-@pytest.mark.parametrize("lanes", LANES)
-def test_buffers_on_gpus_travel_with_each_step(cupy: StandIn, lanes: str, mode: str, expected: list[list[float]]) -> None:
-    class Buffered(Plain):
-        def __init__(self) -> None:
-            super().__init__(w=cupy.asarray(np.zeros(2)))
-            self.running, self.count = cupy.asarray(np.zeros(1)), cupy.asarray(np.zeros((), np.int64))
-
-        def named_buffers(self) -> list[tuple[str, Any]]:
-            return [("running", self.running), ("count", self.count)]
-
-    def body(group: ProcessGroup) -> Any:
-        module = Buffered()
-        ddp = ferrorpc.DistributedDataParallel(module, group, buffers=mode)
-        module["w"].grad = cupy.asarray(np.ones(2))
-        module.running += 1.0 + group.rank
-        module.count += 2 + group.rank
-        ddp.sync_gradients()
-        return [float(module.running[0]), int(module.count)]
-
-    assert world(cupy, lanes, 2, body) == expected
-
-
-@pytest.mark.parametrize("lanes", LANES)
-def test_an_optimizer_that_is_shared_out_updates_weights_on_gpus(cupy: StandIn, lanes: str) -> None:
-    def body(group: ProcessGroup) -> Any:
-        weights = on_gpu(cupy, {"a": np.ones(5, np.float32), "b": np.ones((2, 2), np.float32)})
-        optimizer = ferrorpc.ZeroOptimizer(weights, group, ferrorpc.rules.SGD(0.5))
-        optimizer.step({"a": cupy.asarray(np.full(5, 2.0 * group.rank, np.float32)), "b": None})
-        return [cupy.asnumpy(each).ravel().tolist() for each in weights.values()]
-
-    assert world(cupy, lanes, 2, body) == [[[0.5] * 5, [1.0] * 4]] * 2
-
-
-@pytest.mark.parametrize("cap_mb", [25, 1e-3])
-@pytest.mark.parametrize("lanes", LANES)
-def test_an_optimizer_on_gpus_has_the_bits_of_the_host_where_only_shares_go_by_nccl(
-    cupy: StandIn, lanes: str, cap_mb: float
-) -> None:
-    shapes = {"a": (70, 10), "b": (333,), "none": (0,), "c": (9, 2, 5)}
-    copied: list[int] = []
-    cupy.machine.copying = lambda direction, gpu, size_bytes: not copied.append(size_bytes)
-
-    def steps(group: ProcessGroup, place: Callable[[Any], Any], home: Callable[[Any], Array]) -> list[bytes]:
-        chance = np.random.default_rng(7)
-        weights = {name: place(chance.standard_normal(shape).astype(np.float32)) for name, shape in shapes.items()}
-        optimizer = ferrorpc.ZeroOptimizer(weights, group, ferrorpc.rules.Adam(0.1), bucket_cap_mb=cap_mb)
-        chance = np.random.default_rng([group.rank, 8])
-        copied.clear()
-        for number in range(2):
-            grads: dict[str, Any] = {name: chance.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-            if number:  # a gradient that is on the host all the same
-                grads = {name: place(grad) if name != "b" else grad for name, grad in grads.items()}
-            else:
-                grads = {name: place(grad) for name, grad in grads.items()} | {"c": None}
-            optimizer.step(grads)
-        return [home(each).tobytes() for each in weights.values()]
-
-    wanted = run_groups([ProcessGroup(each) for each in host_lanes(2)], lambda group: steps(group, np.asarray, np.asarray))
-    assert world(cupy, lanes, 2, lambda group: steps(group, cupy.asarray, cupy.asnumpy)) == wanted
-    everything = 4 * sum(math.prod(shape) for shape in shapes.values())
-    assert (sum(copied) < 2 * 2 * 2.5 * everything) == (lanes != "simulated")
-
-
 def test_a_bucket_that_is_given_up_leaves_its_header_to_the_gpu_until_that_has_read_it(cupy: StandIn) -> None:
     x = cupy.asarray(np.ones(4))
     bucket = lay_out([("a", spec_of(x))], 1 << 20).buckets[0]
@@ -490,102 +386,6 @@ def test_parameters_on_several_devices_are_named_before_anything_moves(cupy: Sta
         assert cupy.asnumpy(sync({"a": here, "b": here})["a"]).tolist() == [0.0, 0.0]
 
     world(cupy, "simulated", 1, body)
-
-
-HOOKS = {
-    **{wire: partial(ferrorpc.hooks.Compress, wire) for wire in ("bf16", "f16", "int8")},
-    **{f"{wire} with feedback": partial(feedback, wire) for wire in ("bf16", "f16", "int8")},
-    "feedback alone": lambda: ferrorpc.hooks.ErrorFeedback(PlainHook()),
-}
-
-
-@pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize(("lanes", "size"), [("simulated", 1), ("simulated", 3), ("hybrid", 2)])
-def test_hooks_that_compress_do_so_on_the_gpu_with_the_bits_of_the_host(
-    cupy: StandIn, lanes: str, size: int, name: str
-) -> None:
-    """Four rounds, each in a stream of its own, the last from a saved state; the second has values that are not finite."""
-
-    def rounds(group: ProcessGroup, place: Callable[[Any], Any], home: Callable[[Any], Array]) -> list[bytes]:
-        hook = HOOKS[name]()
-        like = {"a": place(np.zeros(700, np.float32)), "b": place(np.zeros((3, 5), np.float16)), "c": place(np.zeros(2))}
-        sync, found = ferrorpc.GradientSynchronizer(like, group, hook=hook), []
-        kind = HostMemory if place is np.asarray else DeviceMemory
-        assert {type(memory) for memory in sync._reducer.memory} == {kind}
-        for number in range(4):
-            chance = np.random.default_rng([group.rank, number])
-            mine = {each: chance.standard_normal(like[each].shape) * 10.0 ** chance.choice([0, -41]) for each in like}
-            mine["a"][600:] *= np.inf if number == 1 else 1
-            with nullcontext() if kind is HostMemory else cupy.cuda.Stream(non_blocking=True):
-                with np.errstate(all="ignore"):
-                    means = sync({each: place(mine[each].astype(like[each].dtype)) for each in like})
-                found += [home(means[each]).tobytes() for each in like]
-            state = hook.state()
-            found += [key.encode() + array.tobytes() for key, array in state.items()]
-            if number == 2:
-                hook.load_state(state)
-        return found
-
-    wanted = run_groups([ProcessGroup(each) for each in host_lanes(size)], lambda group: rounds(group, np.asarray, np.asarray))
-    assert world(cupy, lanes, size, lambda group: rounds(group, cupy.asarray, cupy.asnumpy)) == wanted
-
-
-def test_with_a_hook_that_works_there_buckets_lie_on_the_host_and_means_still_come_back_to_the_gpu(cupy: StandIn) -> None:
-    def body(group: ProcessGroup) -> Any:
-        like, hook = {"a": cupy.asarray(np.zeros(300, np.float32))}, ferrorpc.hooks.TopK(1.0)
-        sync = ferrorpc.GradientSynchronizer(like, group, hook=hook)
-        assert {type(memory) for memory in sync._reducer.memory} == {HostMemory}
-        plain = ferrorpc.GradientSynchronizer(like, group)
-        assert {type(memory) for memory in plain._reducer.memory} == {DeviceMemory}
-        found = sync({"a": cupy.asarray(np.full(300, 2.0 * group.rank, np.float32))})["a"]
-        assert type(found) is cupy.ndarray
-        return float(found[299])
-
-    assert world(cupy, "hybrid", 2, body) == [1.0] * 2
-
-
-@pytest.mark.parametrize("lanes", LANES)
-def test_first_weights_and_buffers_on_gpus_are_the_roots_and_nccl_moves_them_without_the_host(
-    cupy: StandIn, lanes: str
-) -> None:
-    copied: list[int] = []
-    cupy.machine.copying = lambda direction, gpu, size_bytes: not copied.append(size_bytes)
-    chance = np.random.default_rng(3)
-    roots = {
-        "single": chance.standard_normal((40, 30)).astype(np.float32),
-        "half": chance.standard_normal(300).astype(ml_dtypes.bfloat16),
-        "none": np.zeros((0, 2)),
-        "strided": chance.standard_normal((20, 6)),
-    }
-
-    def body(group: ProcessGroup) -> Any:
-        mine = on_gpu(cupy, {name: array if group.rank == 1 else np.zeros_like(array) for name, array in roots.items()})
-        mine["strided"] = mine["strided"].T
-        ddp = ferrorpc.DistributedDataParallel(Plain(**mine), group, init_sync=False)
-        before = [parameter.data.data.ptr for parameter in ddp.parameters()]
-        ddp.broadcast_parameters(root=1)
-        assert [parameter.data.data.ptr for parameter in ddp.parameters()] == before
-        return {name: cupy.asnumpy(parameter.data).tobytes() for name, parameter in ddp.named_parameters()}
-
-    wanted = {name: (array.T if name == "strided" else array).tobytes() for name, array in roots.items()}
-    assert world(cupy, lanes, 3, body) == [wanted] * 3
-    assert (sum(copied) >= sum(array.nbytes for array in roots.values())) == (lanes == "simulated")
-
-
-@pytest.mark.parametrize("lanes", LANES)
-def test_weights_that_drifted_apart_on_gpus_are_found(cupy: StandIn, lanes: str) -> None:
-    def body(group: ProcessGroup) -> None:
-        module = Plain(**on_gpu(cupy, {"a": np.zeros(3, np.float32), "b": np.zeros(3, ml_dtypes.bfloat16)}))
-        ddp = ferrorpc.DistributedDataParallel(module, group, check_every=1)
-        module["a"].grad = cupy.asarray(np.ones(3, np.float32))
-        ddp.sync_gradients()
-        ddp.check_weights()
-        if group.rank == 1:
-            module["b"].data[...] = 1
-        with pytest.raises(CollectiveMismatchError, match="first in 'b'"):
-            ddp.sync_gradients()
-
-    world(cupy, lanes, 2, body)
 
 
 def test_ranks_with_and_without_a_gpu_average_over_host_lanes(cupy: StandIn) -> None:
