@@ -227,3 +227,12 @@ def test_tls_leaves_nothing_unprotected() -> None:
     assert job in {one["metadata"]["name"] for one in render(KUBERNETES / "overlays" / "tls") if one["kind"] == "Job"}
     probes = [coordinator["containers"][0][f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
     assert all("exec" in probe and "grpc" not in probe for probe in probes)
+
+
+def test_workers_with_a_gpu_train_on_it_and_keep_its_kernels_where_they_may_write() -> None:
+    (workers,) = [spec for spec in pods(KUBERNETES / "overlays" / "gpu") if spec["containers"][0]["name"] == "worker"]
+    (container,) = workers["containers"]
+    assert container["args"][:2] == ["--device", "gpu"]
+    cache = next(entry["value"] for entry in container["env"] if entry["name"] == "CUPY_CACHE_DIR")
+    writable = [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert any(Path(cache).is_relative_to(path) for path in writable)
