@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator
@@ -134,7 +135,10 @@ class Work(Generic[Result]):
             self._done = True
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:  # one who is told must not keep the others, or the driver's other operations, waiting
+                _log.exception("%s is done, but one who was to be told of it failed", self.label)
 
     def __del__(self) -> None:
         if getattr(self, "_error", None) is not None and not self._observed:
@@ -146,4 +150,5 @@ class Work(Generic[Result]):
 
 
 def _signal(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    loop.call_soon_threadsafe(event.set)
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits any more
+        loop.call_soon_threadsafe(event.set)

@@ -43,6 +43,31 @@ def test_it_can_be_awaited() -> None:
     assert asyncio.run(main()) == 3
 
 
+def test_who_stopped_awaiting_and_closed_the_loop_disturbs_neither_the_driver_nor_who_waits() -> None:
+    handle = work()
+    told: list[int] = []
+
+    async def impatient() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(handle, 0.01)
+
+    asyncio.run(impatient())
+    handle.on_done(lambda: told.append(1))
+    handle.complete(3)
+    assert (handle.wait(timeout=0), told) == (3, [1])
+
+
+def test_a_callback_that_fails_is_logged_and_keeps_nobody_else_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    handle = work()
+    told: list[int] = []
+    handle.on_done(lambda: [].pop())
+    handle.on_done(lambda: told.append(1))
+    with caplog.at_level(logging.ERROR, "ferrorpc.work"):
+        handle.complete(3)
+    assert (handle.wait(timeout=0), told) == (3, [1])
+    assert "all_reduce #1" in caplog.text
+
+
 def test_an_unobserved_error_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "ferrorpc.work"):
         handle = work()
