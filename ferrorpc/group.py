@@ -20,6 +20,7 @@ from ferrorpc.collectives.call import Call, Operation, example
 from ferrorpc.coordination.base import Session, Store
 from ferrorpc.coordination.farewell import reason_of
 from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, UsageError
+from ferrorpc.guard import seconds_of
 from ferrorpc.operations.arguments import (
     Arguments,
     kind_like,
@@ -27,7 +28,6 @@ from ferrorpc.operations.arguments import (
     peer_of,
     rank_of,
     ranks_of,
-    seconds_of,
     shape_of,
     tag_of,
 )

@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
-from ferrorpc.errors import FerroError
+from ferrorpc.errors import FerroError, UsageError
 
 FOREVER: Final = float("inf")
 
@@ -137,6 +137,19 @@ class Latch:
         """Raises a fresh copy of the first cause when the latch has tripped."""
         if self.cause is not None:
             raise self.cause.again()
+
+
+def seconds_of(timeout: Any, default: float) -> float:
+    """A timeout as callers give it, in seconds. Raises UsageError."""
+    if timeout is None:
+        return default
+    try:
+        seconds = float(timeout)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not seconds >= 0:
+        raise UsageError(f"timeout={timeout!r} is no number of seconds", hint="pass 0 or more, or None for the default")
+    return seconds
 
 
 class Guard:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
 from ferrorpc.errors import CollectiveTimeoutError
-from ferrorpc.guard import FOREVER, Clock
+from ferrorpc.guard import FOREVER, Clock, seconds_of
 
 Result = TypeVar("Result")
 _log = logging.getLogger("ferrorpc.work")
@@ -69,7 +69,7 @@ class Work(Generic[Result]):
             CollectiveTimeoutError: it still runs after `timeout`; it goes on, and wait may be called again.
             FerroError: whatever ended the operation.
         """
-        until = FOREVER if timeout is None else self._clock.now() + timeout
+        until = self._clock.now() + seconds_of(timeout, FOREVER)
         if not self._done:
             began = self._clock.now()
             try:
@@ -137,7 +137,7 @@ class Work(Generic[Result]):
         for callback in callbacks:
             try:
                 callback()
-            except Exception:  # one who is told must not keep the others, or the driver's other operations, waiting
+            except Exception:  # noqa: BLE001  one who is told must not keep others waiting, nor the driver's other operations
                 _log.exception("%s is done, but one who was to be told of it failed", self.label)
 
     def __del__(self) -> None:

@@ -65,8 +65,8 @@ class Store(ABC):
         """Sets the key if it holds `expected` (None: if it is absent). Returns whether it was set."""
 
     @abstractmethod
-    def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
-        """Returns when every key exists; StoreTimeoutError names those that do not."""
+    def wait(self, keys: str | Iterable[str], timeout: float | None = None) -> None:
+        """Returns when every key (of several, or a single one) exists; StoreTimeoutError names those that do not."""
 
     @abstractmethod
     def delete(self, key: str) -> bool:

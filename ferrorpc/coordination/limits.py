@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from operator import index
 from typing import Final
 
-from ferrorpc.errors import LimitExceededError, UsageError
+from ferrorpc.errors import InvalidRankError, LimitExceededError, UsageError
 
 KEY_BYTES_MAX: Final = 512
 VALUE_BYTES_MAX: Final = 1 << 20
@@ -32,28 +34,84 @@ def check_key(key: str) -> None:
 
     Raises:
         LimitExceededError: longer than 512 bytes.
-        UsageError: empty, or with characters other than printable ASCII without the blank.
+        UsageError: no text, empty, or with characters other than printable ASCII without the blank.
     """
+    if not isinstance(key, str):
+        raise UsageError(
+            f"a name in the store or of a barrier is text, not {type(key).__name__}", hint="use keys such as 'run/lr'"
+        )
     require(f"the length of key {key[:40]!r}...", len(key.encode("utf-8", "surrogatepass")), "key_bytes", KEY_BYTES_MAX)
     if not _KEY.fullmatch(key):
         raise UsageError(f"key {key!r} is not made of printable ASCII without blanks", hint="use keys such as 'run/lr'")
 
 
-def check_value(value: bytes) -> None:
-    """Refuses a value larger than 1 MiB, or one that is no bytes."""
-    if not isinstance(value, bytes | bytearray | memoryview):
-        raise UsageError(
-            f"a store holds bytes, not {type(value).__name__}", hint="encode it: str.encode(), json.dumps(...).encode()"
-        )
-    require("the bytes of a value", len(value), "value_bytes", VALUE_BYTES_MAX)
+def check_keys(keys: str | Iterable[str]) -> list[str]:
+    """Several keys, or a single one. Raises as `check_key`."""
+    if not isinstance(keys, Iterable):
+        raise UsageError(f"{keys!r} is no list of keys", hint="pass one, such as ['run/lr']")
+    found = [keys] if isinstance(keys, str) else list(keys)
+    for key in found:
+        check_key(key)
+    return found
 
 
-def check_payload(payload: bytes) -> None:
-    """Refuses a barrier payload larger than 4 KiB."""
-    require("the bytes of a barrier's payload", len(payload), "payload_bytes", PAYLOAD_BYTES_MAX)
+def check_prefix(prefix: str) -> None:
+    """Refuses what no key can begin with. Raises as `check_key`."""
+    if prefix != "":
+        check_key(prefix)
+
+
+def check_value(value: bytes) -> bytes:
+    """The bytes of a value. Refuses more than 1 MiB, and what is no bytes."""
+    found = _bytes_of(value, "a store holds")
+    require("the bytes of a value", len(found), "value_bytes", VALUE_BYTES_MAX)
+    return found
+
+
+def check_payload(payload: bytes) -> bytes:
+    """The bytes of a barrier's payload. Refuses more than 4 KiB, and what is no bytes."""
+    found = _bytes_of(payload, "a barrier's payload is")
+    require("the bytes of a barrier's payload", len(found), "payload_bytes", PAYLOAD_BYTES_MAX)
+    return found
+
+
+def check_amount(amount: int) -> int:
+    """What is added to a counter. Refuses what is no integer of 64 bits."""
+    try:
+        found = index(amount)
+    except TypeError:
+        raise UsageError(f"a counter counts integers, not {amount!r}", hint="pass an int") from None
+    if not -(1 << 63) <= found < 1 << 63:
+        raise UsageError(f"{found} does not fit into 64 bits", hint="a counter is a signed 64-bit integer")
+    return found
+
+
+def check_participants(ranks: Iterable[int] | None, own: int, size: int) -> tuple[int, ...]:
+    """Who meets in a barrier, in ascending order: these world ranks of a world of `size`, or all.
+
+    Raises:
+        UsageError: no ranks.
+        InvalidRankError: there is no such rank, or the caller is not among them.
+    """
+    try:
+        chosen = tuple(range(size)) if ranks is None else tuple(sorted({index(rank) for rank in ranks}))
+    except TypeError:
+        raise UsageError(f"ranks={ranks!r} is no list of ranks", hint="pass integers, such as [0, 2]") from None
+    outside = [rank for rank in chosen if not 0 <= rank < size]
+    if outside or own not in chosen:
+        wrong = f"ranks {outside} are" if outside else f"rank {own} itself is not"
+        raise InvalidRankError(f"{wrong} among the {len(chosen)} participants of a world of {size}")
+    return chosen
 
 
 def check_binding(bind: str) -> None:
     """Refuses what a key cannot be bound to."""
     if bind not in BINDINGS:
         raise UsageError(f"bind={bind!r} is not one of {', '.join(BINDINGS)}")
+
+
+def _bytes_of(value: bytes, whose: str) -> bytes:
+    if not isinstance(value, bytes | bytearray | memoryview):
+        hint = "encode it: str.encode(), json.dumps(...).encode()"
+        raise UsageError(f"{whose} bytes, not {type(value).__name__}", hint=hint)
+    return bytes(value)

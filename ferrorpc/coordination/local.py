@@ -27,7 +27,7 @@ from ferrorpc.errors import (
     StaleGenerationError,
     UsageError,
 )
-from ferrorpc.guard import SYSTEM_CLOCK, Clock
+from ferrorpc.guard import SYSTEM_CLOCK, Clock, seconds_of
 from ferrorpc.types import Assignment, Peer
 
 _world_numbers = itertools.count(1)
@@ -297,13 +297,13 @@ class LocalSession(Session):
         self, name: str, payload: bytes = b"", *, ranks: Iterable[int] | None = None, timeout: float | None = None
     ) -> list[bytes]:
         limits.check_key(name)
-        limits.check_payload(payload)
+        payload, seconds = limits.check_payload(payload), seconds_of(timeout, self._world.timeout)
         gathering = _Gathering(f"barrier {name!r}", self._participants(ranks))
         with self._monitor.lock:
             ordinal = self._ordinals.get(name, 0) + 1
             generation, gathering = self._arrive(("barrier", name, ordinal), gathering, [payload])
             self._ordinals[name] = ordinal
-        return self._await(generation, gathering, self._world.timeout if timeout is None else timeout)
+        return self._await(generation, gathering, seconds)
 
     def exchange_nccl_id(
         self,
@@ -381,13 +381,7 @@ class LocalSession(Session):
         self._world.end_session(self, "left", reason, own)
 
     def _participants(self, ranks: Iterable[int] | None) -> tuple[int, ...]:
-        size = self.membership.assignment.size
-        chosen = tuple(range(size)) if ranks is None else tuple(sorted(set(ranks)))
-        outside = [rank for rank in chosen if not 0 <= rank < size]
-        if outside or self.rank not in chosen:
-            wrong = f"ranks {outside} are" if outside else f"rank {self.rank} itself is not"
-            raise InvalidRankError(f"{wrong} among the {len(chosen)} participants of a world of {size}")
-        return chosen
+        return limits.check_participants(ranks, self.rank, self.membership.assignment.size)
 
     def _arrive(self, key: tuple[str, str, int], gathering: _Gathering, brought: list[bytes]) -> tuple[_Generation, _Gathering]:
         """Joins the gathering of this name, or opens it. The lock is held."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from ferrorpc.coordination import limits
 from ferrorpc.coordination.base import Store
 from ferrorpc.coordination.monitor import Monitor
 from ferrorpc.errors import StoreTimeoutError, UsageError
+from ferrorpc.guard import seconds_of
 
 _NUMBER: Final = re.compile(rb"-?[0-9]{1,20}")
 Owner = tuple[str, int]
@@ -60,11 +61,11 @@ class LocalStore(Store):
 
     def set(self, key: str, value: bytes, *, bind: str = "job") -> None:
         limits.check_key(key)
-        limits.check_value(value)
+        value = limits.check_value(value)
         limits.check_binding(bind)
         with self._monitor.lock:
             self._check()
-            self._put(key, bytes(value), self._owner_of(bind))
+            self._put(key, value, self._owner_of(bind))
 
     def get(self, key: str, timeout: float | None = None) -> bytes:
         limits.check_key(key)
@@ -75,6 +76,7 @@ class LocalStore(Store):
 
     def add(self, key: str, amount: int = 1) -> int:
         limits.check_key(key)
+        amount = limits.check_amount(amount)
         with self._monitor.lock:
             self._check()
             text = self._keyspace.values.get(key, b"0")
@@ -88,18 +90,18 @@ class LocalStore(Store):
 
     def compare_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
         limits.check_key(key)
-        limits.check_value(value)
+        value = limits.check_value(value)
+        wanted = None if expected is None else limits.check_value(expected)
         with self._monitor.lock:
             self._check()
-            swapped = self._keyspace.values.get(key) == expected
+            swapped = self._keyspace.values.get(key) == wanted
             if swapped:
-                self._put(key, bytes(value), self._owner_of("job"))
+                self._put(key, value, self._owner_of("job"))
         return swapped
 
-    def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
-        for key in keys:
-            limits.check_key(key)
-        seconds = self._timeout if timeout is None else timeout
+    def wait(self, keys: str | Iterable[str], timeout: float | None = None) -> None:
+        keys = limits.check_keys(keys)
+        seconds = seconds_of(timeout, self._timeout)
 
         def all_exist() -> bool | None:
             self._check()
@@ -117,6 +119,7 @@ class LocalStore(Store):
             return self._keyspace.remove(key)
 
     def keys(self, prefix: str = "") -> list[str]:
+        limits.check_prefix(prefix)
         with self._monitor.lock:
             self._check()
             return sorted(key for key in self._keyspace.values if key.startswith(prefix))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Final
 
 from ferrorpc.coordination import limits
@@ -12,6 +12,7 @@ from ferrorpc.coordination.base import Store
 from ferrorpc.coordination.link import Link
 from ferrorpc.coordination.local_store import timed_out
 from ferrorpc.errors import FerroError, StoreTimeoutError
+from ferrorpc.guard import seconds_of
 from ferrorpc.v1 import store_pb2 as wire
 
 _BINDING: Final = {
@@ -23,7 +24,7 @@ _BINDING: Final = {
 
 def milliseconds(seconds: float) -> int:
     """Seconds as the wire has them: at least 0, at most what 32 bits hold."""
-    return max(0, min(round(seconds * 1000), (1 << 32) - 1))
+    return max(0, round(min(seconds * 1000, (1 << 32) - 1)))
 
 
 class RemoteStore(Store):
@@ -41,13 +42,13 @@ class RemoteStore(Store):
 
     def set(self, key: str, value: bytes, *, bind: str = "job") -> None:
         limits.check_key(key)
-        limits.check_value(value)
+        value = limits.check_value(value)
         limits.check_binding(bind)
-        self._ask(f"store.set({key!r})", set=wire.SetOperation(key=key, value=bytes(value), binding=_BINDING[bind]))
+        self._ask(f"store.set({key!r})", set=wire.SetOperation(key=key, value=value, binding=_BINDING[bind]))
 
     def get(self, key: str, timeout: float | None = None) -> bytes:
         limits.check_key(key)
-        seconds = self._timeout if timeout is None else timeout
+        seconds = seconds_of(timeout, self._timeout)
         operation = wire.GetOperation(key=key, wait_ms=milliseconds(seconds))
         response = self._ask(f"store.get({key!r})", seconds, get=operation)
         if not response.found:
@@ -56,35 +57,34 @@ class RemoteStore(Store):
 
     def add(self, key: str, amount: int = 1) -> int:
         limits.check_key(key)
-        operation = wire.AddOperation(key=key, amount=amount, binding=wire.KEY_BINDING_JOB)
+        operation = wire.AddOperation(key=key, amount=limits.check_amount(amount), binding=wire.KEY_BINDING_JOB)
         return self._ask(f"store.add({key!r})", add=operation).number
 
     def compare_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
         limits.check_key(key)
-        limits.check_value(value)
         operation = wire.CompareSetOperation(
             key=key,
-            expected=expected or b"",
+            expected=b"" if expected is None else limits.check_value(expected),
             expect_absent=expected is None,
-            value=bytes(value),
+            value=limits.check_value(value),
             binding=wire.KEY_BINDING_JOB,
         )
         return self._ask(f"store.compare_set({key!r})", compare_set=operation).found
 
-    def wait(self, keys: Sequence[str], timeout: float | None = None) -> None:
-        for key in keys:
-            limits.check_key(key)
+    def wait(self, keys: str | Iterable[str], timeout: float | None = None) -> None:
+        keys = limits.check_keys(keys)
         if not keys:
             return
-        seconds = self._timeout if timeout is None else timeout
+        seconds = seconds_of(timeout, self._timeout)
         operation = wire.WaitOperation(keys=keys, wait_ms=milliseconds(seconds))
-        self._ask(f"store.wait({list(keys)[:4]})", seconds, wait=operation)
+        self._ask(f"store.wait({keys[:4]})", seconds, wait=operation)
 
     def delete(self, key: str) -> bool:
         limits.check_key(key)
         return self._ask(f"store.delete({key!r})", delete=wire.DeleteOperation(key=key)).found
 
     def keys(self, prefix: str = "") -> list[str]:
+        limits.check_prefix(prefix)
         found: list[str] = []
         while True:
             page = wire.KeysOperation(prefix=prefix, after=found[-1] if found else "")

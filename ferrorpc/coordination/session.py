@@ -25,11 +25,10 @@ from ferrorpc.errors import (
     CollectiveTimeoutError,
     FerroError,
     GroupClosedError,
-    InvalidRankError,
     PeerLostError,
     RendezvousTimeoutError,
 )
-from ferrorpc.guard import SYSTEM_CLOCK, Clock, Latch
+from ferrorpc.guard import SYSTEM_CLOCK, Clock, Latch, seconds_of
 from ferrorpc.logs import say_where
 from ferrorpc.types import Assignment, Peer
 from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
@@ -241,8 +240,8 @@ class RemoteSession(Session):
         self, name: str, payload: bytes = b"", *, ranks: Iterable[int] | None = None, timeout: float | None = None
     ) -> list[bytes]:
         limits.check_key(name)
-        limits.check_payload(payload)
-        seconds = self._timeout if timeout is None else timeout
+        payload = limits.check_payload(payload)
+        seconds = seconds_of(timeout, self._timeout)
         membership = self.membership
         generation = membership.assignment.generation
         participants = self._participants(ranks)
@@ -403,13 +402,8 @@ class RemoteSession(Session):
             raise
 
     def _participants(self, ranks: Iterable[int] | None) -> tuple[int, ...]:
-        size, own = self.membership.assignment.size, self.membership.assignment.rank
-        chosen = tuple(range(size)) if ranks is None else tuple(sorted(set(ranks)))
-        outside = [rank for rank in chosen if not 0 <= rank < size]
-        if outside or own not in chosen:
-            wrong = f"ranks {outside} are" if outside else f"rank {own} itself is not"
-            raise InvalidRankError(f"{wrong} among the {len(chosen)} participants of a world of {size}")
-        return chosen
+        assignment = self.membership.assignment
+        return limits.check_participants(ranks, assignment.rank, assignment.size)
 
     def _member_changed(self, member: identity_pb2.Member) -> None:
         report = report_of(member)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from operator import index
 from typing import Any, Final, TypeAlias
 
@@ -29,11 +29,13 @@ def rank_of(rank: Any, size: int, what: str) -> int:
     return found
 
 
-def ranks_of(ranks: Sequence[Any], size: int) -> list[int]:
+def ranks_of(ranks: Iterable[Any], size: int) -> list[int]:
     """The ranks of a subgroup, each once. Raises InvalidRankError or UsageError."""
+    if not isinstance(ranks, Iterable):
+        raise UsageError(f"ranks={ranks!r} is no list of ranks", hint="give one, such as [0, 2]")
     chosen = [rank_of(rank, size, "a subgroup's rank") for rank in ranks]
     if not chosen or len(set(chosen)) != len(chosen):
-        raise UsageError(f"ranks={list(ranks)!r} must name each member of the subgroup once", hint="give at least one rank")
+        raise UsageError(f"ranks={chosen!r} must name each member of the subgroup once", hint="give at least one rank")
     return chosen
 
 
@@ -56,23 +58,10 @@ def tag_of(tag: Any) -> int:
     return found
 
 
-def seconds_of(timeout: Any, default: float) -> float:
-    """A timeout in seconds. Raises UsageError."""
-    if timeout is None:
-        return default
-    try:
-        seconds = float(timeout)
-    except (TypeError, ValueError):
-        seconds = -1.0
-    if not seconds >= 0:
-        raise UsageError(f"timeout={timeout!r} is no number of seconds", hint="pass 0 or more, or None for the group's")
-    return seconds
-
-
 def shape_of(shape: Any) -> tuple[int, ...]:
     """A shape, given as an integer or a sequence of them. Raises UsageError."""
     try:
-        sizes = tuple(index(size) for size in shape) if isinstance(shape, Sequence) else (index(shape),)
+        sizes = tuple(index(size) for size in shape) if isinstance(shape, Iterable) else (index(shape),)
     except TypeError:
         sizes = (-1,)
     if any(size < 0 for size in sizes):

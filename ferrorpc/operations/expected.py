@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ferrorpc.arrays.kinds import NUMPY
-from ferrorpc.operations.arguments import seconds_of
+from ferrorpc.guard import seconds_of
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.results import New
 

@@ -9,8 +9,8 @@ from typing import Any
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.guard import Clock
-from ferrorpc.operations.arguments import Arguments, seconds_of
+from ferrorpc.guard import Clock, seconds_of
+from ferrorpc.operations.arguments import Arguments
 from ferrorpc.operations.dispatch import Dispatch, Signature
 from ferrorpc.operations.results import Result
 from ferrorpc.types import ReduceOp

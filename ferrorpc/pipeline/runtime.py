@@ -10,8 +10,7 @@ import numpy as np
 
 from ferrorpc.agreement import agree
 from ferrorpc.errors import UsageError
-from ferrorpc.guard import SYSTEM_CLOCK, Clock
-from ferrorpc.operations.arguments import seconds_of
+from ferrorpc.guard import SYSTEM_CLOCK, Clock, seconds_of
 from ferrorpc.pipeline.actions import Action, Kind, action
 from ferrorpc.pipeline.batch import cut, join, rows, shares, split
 from ferrorpc.pipeline.ends import Ends, Inference, LossFunction, Training

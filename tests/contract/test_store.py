@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -140,6 +141,54 @@ def test_what_passes_a_limit_is_refused_and_changes_nothing(stores):
 def test_a_key_outside_the_alphabet_is_refused(stores, key):
     with pytest.raises(UsageError):
         stores[0].set(key, b"")
+
+
+def test_bytes_of_any_kind_are_counted_by_the_byte_and_compared(stores):
+    ours, theirs = stores
+    with pytest.raises(LimitExceededError, match="value_bytes is 1048576"):
+        ours.set("doubles", memoryview(array("d", bytes((1 << 20) + 8))))
+    assert ours.compare_set("key", None, bytearray(b"1"))
+    assert theirs.compare_set("key", memoryview(b"1"), bytearray(b"2"))
+    assert ours.get("key") == b"2"
+    with pytest.raises(UsageError):
+        ours.compare_set("key", "2", b"3")
+    assert theirs.keys() == ["key"]
+
+
+@pytest.mark.parametrize("amount", [1.5, "1", None, 1 << 63])
+def test_only_integers_of_64_bits_are_counted(stores, amount):
+    stores[0].set("n", b"7")
+    with pytest.raises(UsageError):
+        stores[1].add("n", amount)
+    assert stores[0].get("n") == b"7"
+
+
+def test_the_keys_of_a_wait_may_be_any_iterable_or_a_single_key(stores):
+    stores[0].set("here", b"")
+    stores[1].wait("here", timeout=0)
+    stores[1].wait(iter(["here"]), timeout=0)
+    with pytest.raises(StoreTimeoutError) as caught:
+        stores[1].wait(iter(["here", "not-here"]), timeout=0)
+    assert caught.value.fields["missing"] == ["not-here"]
+
+
+@pytest.mark.parametrize("key", [None, 1, b"key"])
+def test_a_key_that_is_no_text_is_refused(stores, key):
+    store = stores[0]
+    calls = (lambda: store.get(key, timeout=0), lambda: store.set(key, b""), lambda: store.keys(key), lambda: store.wait([key]))
+    for call in (*calls, lambda: store.wait(1)):
+        with pytest.raises(UsageError):
+            call()
+
+
+def test_a_timeout_may_be_endless_but_is_a_number_from_0(stores):
+    ours, theirs = stores
+    theirs.set("key", b"1")
+    ours.wait(["key"], timeout=float("inf"))
+    assert ours.get("key", timeout=1e300) == b"1"
+    for seconds in (-1, float("nan"), "1 s"):
+        with pytest.raises(UsageError, match="timeout"):
+            ours.get("key", timeout=seconds)
 
 
 def test_only_bytes_are_stored_and_only_known_bindings_taken(stores):

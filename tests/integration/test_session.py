@@ -20,6 +20,7 @@ from ferrorpc.errors import (
     PeerLostError,
     RendezvousTimeoutError,
     StaleGenerationError,
+    UsageError,
 )
 from tests.integration.service import Service, eventually, join, join_all, together
 
@@ -180,6 +181,9 @@ def test_a_payload_over_the_limit_never_leaves_the_process(world):
         world[0].barrier("b", bytes(4097))
     with pytest.raises(LimitExceededError, match="frame_bytes"):
         world[0].store.wait([f"{n}/" + "k" * 500 for n in range(4000)], timeout=1)
+    with pytest.raises(UsageError, match="payload"):
+        world[0].barrier("b", "text")
+    assert together([lambda s=s: s.barrier("b", bytearray(b"x"), timeout=float("inf")) for s in world]) == [[b"x"] * 3] * 3
     assert world[0].store.add("still") == 1
 
 

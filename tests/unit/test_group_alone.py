@@ -17,6 +17,7 @@ from ferrorpc import (
     ReduceOp,
     SimulatedBackend,
     TensorMismatchError,
+    UsageError,
 )
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Prepared
@@ -52,6 +53,8 @@ def test_a_world_of_one_gives_back_what_it_was_given_in_memory_of_its_own(alone:
 def test_a_world_of_one_still_refuses_what_means_nothing(alone: ProcessGroup) -> None:
     with pytest.raises(TensorMismatchError, match="mean"):
         alone.all_reduce(np.arange(3), op="mean")
+    with pytest.raises(UsageError, match="ranks"):
+        alone.subgroup(0)
 
 
 def test_a_bfloat16_array_comes_back_as_one(alone: ProcessGroup) -> None:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from ferrorpc.errors import CollectiveTimeoutError, PeerLostError
+from ferrorpc.errors import CollectiveTimeoutError, PeerLostError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.work import Work
 
@@ -20,6 +20,8 @@ def test_wait_may_time_out_any_number_of_times_without_consuming_the_result() ->
     for _ in range(3):
         with pytest.raises(CollectiveTimeoutError, match="still runs"):
             handle.wait(timeout=0.01)
+    with pytest.raises(UsageError, match="timeout"):
+        handle.wait(timeout="1 s")
     handle.complete(7)
     assert handle.done()
     assert [handle.wait(), handle.wait(timeout=0)] == [7, 7]

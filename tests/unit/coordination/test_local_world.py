@@ -207,6 +207,14 @@ def test_a_large_payload_is_refused_before_it_is_sent():
         world.session(0).barrier("b", bytes(4097))
 
 
+@pytest.mark.parametrize("wrong", [{"payload": "text"}, {"ranks": 0}, {"ranks": ["0"]}, {"timeout": -1.0}, {"timeout": "1 s"}])
+def test_what_is_no_payload_no_list_of_ranks_or_no_time_is_refused_and_no_barrier_is_counted(wrong):
+    world = LocalWorld(2)
+    with pytest.raises(UsageError):
+        world.session(0).barrier("b", **wrong)
+    assert on_all(world, lambda s: s.barrier("b", bytearray(b"x"), timeout=float("inf")), [0, 1]) == [[b"x", b"x"]] * 2
+
+
 def test_survivors_of_an_elastic_world_go_on_with_the_ranks_they_can_keep():
     world = LocalWorld(4, min_size=2)
     survivors = [world.session(rank) for rank in (0, 2, 3)]
