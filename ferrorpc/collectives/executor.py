@@ -172,8 +172,11 @@ class PlanExecution(Advancing):
         return True
 
     def _entered(self) -> Box:
+        """What has come for it. Raises CollectiveMismatchError where that was of a different call."""
         if self._box is None:
             self._box = self._transport.mailbox.enter(self._key, self._prepared.signature, self.poke)
+        if self._box.refused is not None:
+            raise self._box.refused.again()
         return self._box
 
     def _collect(self, box: Box) -> bool:

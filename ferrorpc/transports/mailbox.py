@@ -2,9 +2,9 @@
 
 Reader threads put frames, grants and probe answers in; the one driver of each operation takes them out. Three rules keep
 strange messages from doing harm. A frame for an operation that this rank has not entered waits (credit bounds how much can).
-A frame whose signature differs from the local call is reported at once, whether it came before, during or after that call:
-finished operations leave their signature in a bounded history for that. Anything for an operation older than the history
-is dropped.
+A frame whose signature differs from the local call is reported at once, whether it came before, during or after that call,
+and no call takes it: one that is not over fails of it. (Finished operations leave their signature in a bounded history.)
+Anything for an operation older than the history is dropped.
 """
 
 from __future__ import annotations
@@ -59,12 +59,14 @@ def _nobody() -> None:
 class Box:
     """What has arrived for one operation. Filled by reader threads, emptied by the operation's driver."""
 
-    __slots__ = ("answers", "frames", "granted", "news", "signature", "ungranted", "wake")
+    __slots__ = ("answers", "frames", "granted", "news", "refused", "signature", "ungranted", "wake")
 
     def __init__(self) -> None:
         self.signature: str | None = None
         """The local call's; None until this rank has entered."""
         self.wake: Callable[[], None] = _nobody
+        self.refused: CollectiveMismatchError | None = None
+        """Somebody's frame was of a different call: this one cannot go well."""
         self.frames: dict[tuple[int, int], Chunks] = {}
         """Chunks by (source, slot), in order."""
         self.news: deque[tuple[int, int]] = deque()
@@ -123,8 +125,11 @@ class Mailbox:
             if key.number >= self._last.get((key.group, key.stream), (0, ""))[0]:
                 self._last[key.group, key.stream] = key.number, signature
             early = [queue[0] for queue in box.frames.values() if queue and queue[0].header.signature != signature]
-        if early:
-            self._mismatch(key, signature, early[0].source, early[0].header.signature)
+            if early:
+                box.frames.clear()
+                box.refused = self._difference(key, signature, early[0].source, early[0].header.signature)
+        if box.refused is not None:
+            self._report(box.refused)
         return box
 
     def look_elsewhere(self, group: int, entered: Callable[[Key], Entered]) -> None:
@@ -151,18 +156,20 @@ class Mailbox:
                 woken = self._inbound_of(key.group, frame.source, frame.header.slot).put(frame)
             _wake(woken)
             return
+        difference, theirs = None, frame.header.signature
         with self._lock:
             box = self._boxes.get(key)
-            if box is None:
-                finished = self._history.get(key)
-                if finished is None and key.number > self._forgotten(key):
-                    box = self._boxes[key] = Box()
+            mine = self._history.get(key) if box is None else box.signature
+            if box is None and mine is None and key.number > self._forgotten(key):
+                box = self._boxes[key] = Box()
+            if mine is not None and mine != theirs:
+                difference = self._difference(key, mine, frame.source, theirs)
             if box is not None:
-                box.put(frame)
-                finished = box.signature
-                wake = box.wake
-        if finished is not None and finished != frame.header.signature:
-            self._mismatch(key, finished, frame.source, frame.header.signature)
+                wake, box.refused = box.wake, box.refused or difference
+                if difference is None:
+                    box.put(frame)
+        if difference is not None:
+            self._report(difference)
         if box is not None:
             wake()
 
@@ -211,7 +218,7 @@ class Mailbox:
             box.answers[peer] = Standing(standing, signature, last_number, last_signature)
             mine = box.signature
         if standing == DIFFERENT and signature != mine:
-            self._mismatch(key, mine, peer, signature)
+            self._report(self._difference(key, mine, peer, signature))
 
     def failed(self, error: FerroError) -> None:
         """A lane met something that ends the generation, such as bytes that are no frame."""
@@ -251,9 +258,9 @@ class Mailbox:
             inbound = self._inbound[place] = Inbound()
         return inbound
 
-    def _mismatch(self, key: Key, mine: str, peer: int, theirs: str) -> None:
+    def _difference(self, key: Key, mine: str, peer: int, theirs: str) -> CollectiveMismatchError:
         where = f"operation {key.number}" + (f" of group {key.group:x}" if key.group else "")
         text = (
             f"ranks {self.rank} and {peer} disagree about {where}: rank {self.rank} called {mine}, rank {peer} called {theirs}"
         )
-        self._report(CollectiveMismatchError({self.rank: mine, peer: theirs}, text, number=key.number))
+        return CollectiveMismatchError({self.rank: mine, peer: theirs}, text, number=key.number)

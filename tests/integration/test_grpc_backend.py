@@ -164,6 +164,22 @@ def test_ranks_that_call_different_shapes_all_learn_both_signatures() -> None:
         assert len(outcome.signatures) == 2
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_call_in_which_ranks_disagree_has_no_result(world_size: int) -> None:
+    """Although nothing about the messages but their signature is different."""
+
+    def body(backend: Backend) -> list[np.ndarray]:
+        op = ReduceOp.SUM if backend.rank else ReduceOp.MAX
+        call = Call(Operation.ALL_REDUCE, (TensorSpec(DType.FLOAT32, (8,)),), op=op)
+        guard = Guard(backend.clock, backend.latch, SECONDS)
+        return backend.run(backend.prepare(call).start(Key(0, 0, 1), [values_of(backend.rank, 8)], None, guard))
+
+    for _ in range(5):
+        with GrpcWorld(world_size) as world:
+            outcomes = on_every_rank(world.backends, body)
+        assert {type(outcome) for outcome in outcomes} == {CollectiveMismatchError}
+
+
 def test_a_call_by_messages_learns_that_a_peer_had_another_in_shared_memory_and_left_it() -> None:
     """In a reduce to rank 1, rank 0 is done once its array lies where rank 1 finds it."""
 

@@ -54,6 +54,20 @@ def test_a_different_signature_is_reported_with_both_texts_before_during_and_aft
         assert error.signatures == {0: "b()", 1: "a()"}, order
 
 
+def test_no_call_takes_a_frame_of_a_different_one() -> None:
+    for early in (True, False):
+        box_of, reported = mailbox()
+        key = Key(0, 0, 7)
+        if early:
+            box_of.deliver(frame(key, 0, signature="b()"))
+        box = box_of.enter(key, "a()", lambda: None)
+        if not early:
+            assert box.refused is None
+            box_of.deliver(frame(key, 0, signature="b()"))
+        assert [box.refused] == reported
+        assert box.frames == {}
+
+
 def test_a_late_frame_of_a_finished_call_is_dropped_when_it_agrees() -> None:
     box_of, reported = mailbox()
     key = Key(0, 0, 1)
