@@ -367,7 +367,7 @@ class ProcessGroup:
     def abort(self, cause: str | BaseException) -> None:
         """Ends the generation on every rank: operations in flight and later ones raise GroupAbortedError(rank, cause)."""
         text = f"{type(cause).__name__}: {cause}" if isinstance(cause, BaseException) else str(cause)
-        self._backend.abort(GroupAbortedError(self.world_ranks[self._rank], text))
+        self._dispatch.end(GroupAbortedError(self.world_ranks[self._rank], text))
 
     def reform(self, timeout: float | None = None) -> ProcessGroup:
         """The group of the next generation, after a break or to admit `pending_members`. Every survivor must call it.

@@ -20,7 +20,7 @@ import numpy as np
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import nap_seconds
 from ferrorpc.errors import FerroError, UsageError
-from ferrorpc.guard import FOREVER, Clock, Parker
+from ferrorpc.guard import FOREVER, Clock, Guard, Parker
 from ferrorpc.work import Work
 
 PROBE_SECONDS: Final = 0.25
@@ -95,7 +95,7 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
     except FerroError as error:
         if guard.latch.cause is not None or not breaks(execution, error):
             raise
-        raise verdict(execution, error, abort, parker) from None
+        raise verdict(guard, error, abort, parker) from None
     except Exception as bug:
         abort(FerroError(f"{execution.label}: {bug!r}"))
         raise
@@ -143,10 +143,9 @@ def _poll(execution: Execution, parker: Parker) -> None:
         latch.forget(ticket)
 
 
-def verdict(execution: Execution, error: FerroError, abort: Callable[[FerroError], None], parker: Parker) -> FerroError:
+def verdict(guard: Guard, error: FerroError, abort: Callable[[FerroError], None], parker: Parker) -> FerroError:
     """Reports a failure and returns what to raise: the first cause as soon as it is known, else the failure itself."""
-    latch = execution.guard.latch
-    until = execution.guard.clock.now() + VERDICT_SECONDS
+    latch, until = guard.latch, guard.clock.now() + VERDICT_SECONDS
     ticket = latch.watch(parker.unpark)
     abort(error)
     while latch.cause is None and parker.park(until):

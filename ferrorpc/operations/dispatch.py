@@ -18,6 +18,7 @@ from ferrorpc.backends.base import Backend
 from ferrorpc.collectives.advancing import Advancing
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.collectives.progress import verdict
 from ferrorpc.errors import FerroError, GroupClosedError
 from ferrorpc.guard import FOREVER, Guard
 from ferrorpc.operations.results import NOTHING, Result, settle
@@ -58,6 +59,11 @@ class Dispatch:
         cause = self.backend.latch.cause
         if cause is not None:
             raise self.located(cause.again())
+
+    def end(self, cause: FerroError) -> None:
+        """Ends the generation on every rank. Returns when this one knows, so that nothing of it begins afterwards."""
+        guard = self.guard(0.0)
+        verdict(guard, cause, self.backend.abort, guard.clock.parker())
 
     def open_stream(self, channels: int | None) -> int:
         """The number of a new stream. Ranks agree on it by opening streams in the same order."""

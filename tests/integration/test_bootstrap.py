@@ -161,3 +161,19 @@ def test_a_script_that_never_closes_ends_soon(service):
     code, _, errors = outcome(start(code, environment))
     assert code == 0
     assert time.time() - float(errors) < 2.0
+
+
+def test_nothing_begins_on_a_rank_after_it_has_aborted(service):
+    code = """
+import ferrorpc
+for _ in range(5):
+    with ferrorpc.init_process_group() as group:
+        group.abort("enough")
+        try:
+            print("went on to", group.all_reduce(1))
+        except ferrorpc.GroupAbortedError as error:
+            print(error.rank, error.cause)
+"""
+    environment = clean(FERRORPC_COORDINATOR=service.address, FERRORPC_WORLD_SIZE="1", FERRORPC_JOB="aborts")
+    code, output, errors = outcome(start(code, environment))
+    assert (code, output) == (0, "0 enough\n" * 5), errors
