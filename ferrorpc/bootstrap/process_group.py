@@ -50,7 +50,7 @@ def init_process_group(
 
     Raises:
         ConfigError: a setting or a variable is wrong, and named.
-        UsageError: this process has an open group already.
+        UsageError: this process has an open group already, or was forked from one that had been a member.
         CoordinatorUnavailableError: nobody answered at the coordinator's address in time.
         RendezvousTimeoutError: naming who did not come.
         BackendUnavailableError: the backend cannot work here.
@@ -92,6 +92,7 @@ def _local_seat(config: Config) -> tuple[LocalSession, None]:
 
 def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerServer]:
     """A seat at the coordinator, and the server whose address the others get with it."""
+    farewell.refuse_in_child()
     address, job = config["coordinator"], config["job"]
     if address is None:
         address = own_coordinator(place, config["port"])

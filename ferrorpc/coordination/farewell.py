@@ -1,6 +1,6 @@
 """How a process ends while it has seats: it says goodbye, with the reason if there is one, and its exit code is true.
 
-A forked child is no member: what it inherits is inert.
+A forked child is no member: what it inherits is inert. Nor can it become one, because gRPC has lost its threads there and hangs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import weakref
 from types import TracebackType
 from typing import Final, Protocol
 
-from ferrorpc.errors import ConfigError, FerroError
+from ferrorpc.errors import ConfigError, FerroError, UsageError
 
 EXIT_CONFIG: Final = 64
 """Bad configuration: retrying cannot help."""
@@ -34,6 +34,9 @@ class Seat(Protocol):
 
 _seats: weakref.WeakSet[Seat] = weakref.WeakSet()
 _installed = False
+_had_seats = False
+"""This process, or the one it was forked from, has been a member."""
+_forked_from_member = False
 
 
 def install() -> None:
@@ -58,8 +61,19 @@ def install() -> None:
 
 def watch_over(seat: Seat) -> None:
     """Leaves this seat when the process ends."""
+    global _had_seats
     install()
+    _had_seats = True
     _seats.add(seat)
+
+
+def refuse_in_child() -> None:
+    """Raises UsageError in a process that was forked from a member."""
+    if _forked_from_member:
+        raise UsageError(
+            f"this process ({os.getpid()}) was forked from one that had been a member, where gRPC does not survive",
+            hint="start it with the spawn method (multiprocessing.get_context('spawn')), or before init_process_group()",
+        )
 
 
 def forget(seat: Seat) -> None:
@@ -92,6 +106,8 @@ def say_goodbye(reason: str = "") -> None:
 
 
 def _abandon_all() -> None:
+    global _forked_from_member
+    _forked_from_member = _had_seats
     for seat in list(_seats):
         seat.abandon_in_child()
     _seats.clear()

@@ -200,7 +200,7 @@ class Link:
         self._stream = None
         self.over = UsageError(
             f"this process ({os.getpid()}) was forked from a member; a session does not survive a fork",
-            hint="start worker processes with the spawn method, or call ferrorpc.init_process_group() in the child",
+            hint="start worker processes that are to be members with the spawn method",
         )
 
     def _wait(self, request: Request, until: float) -> Message | FerroError | None:

@@ -33,6 +33,31 @@ def test_a_data_loader_that_forks_works_between_operations(tmp_path: Path) -> No
     assert sorted(result.stdout.splitlines()) == ["0: trained", "1: trained"]
 
 
+def test_a_child_of_a_member_is_refused_a_seat_of_its_own_at_once(tmp_path: Path) -> None:
+    body = """
+    import os
+    import sys
+    import ferrorpc
+
+    def child_is_refused(**settings):
+        child = os.fork()
+        if child == 0:
+            try:
+                ferrorpc.init_process_group(**settings)
+            except ferrorpc.UsageError as error:
+                os._exit(7 if "forked" in error.message and "spawn" in error.hint else 8)
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+    with ferrorpc.init_process_group() as group:
+        child_is_refused(job="another", world_size=1)
+        group.barrier()
+    child_is_refused()
+    """
+    result = run("-n", "2", write_script(tmp_path, body))
+    assert result.returncode == 0, result.stderr
+
+
 DIES_BESIDE_A_CHILD = """
 import os, signal, sys, time
 import ferrorpc
