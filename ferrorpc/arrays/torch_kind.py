@@ -44,6 +44,8 @@ class TorchKind(Kind):
     def spec(self, x: Any) -> TensorSpec:
         if x.requires_grad:
             raise UsageError("the tensor requires a gradient, which does not flow through this call", hint="pass x.detach()")
+        if x.is_meta:
+            raise UsageError("the tensor is on the meta device, so it has no elements", hint="pass one that has data")
         if str(x.layout) != "torch.strided":
             raise UsageError(f"the tensor's layout is {x.layout}", hint="pass x.to_dense()")
         return TensorSpec(dtype_named(str(x.dtype).removeprefix("torch.")), tuple(x.shape))

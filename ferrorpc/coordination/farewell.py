@@ -1,6 +1,6 @@
 """How a process ends while it has seats: it says goodbye, with the reason if there is one, and its exit code is true.
 
-A forked child is no member: what it inherits is inert. Nor can it become one, because gRPC has lost its threads there and hangs.
+A forked child is no member: what it inherits is inert. Nor can it become one: gRPC has lost its threads there, and hangs.
 """
 
 from __future__ import annotations

@@ -43,6 +43,13 @@ def test_a_tensor_with_a_gradient_is_refused_with_the_way_out():
     assert view(x.detach()).spec.shape == (3,)
 
 
+def test_a_tensor_without_elements_is_neither_read_nor_written():
+    nothing = torch.ones(3, device="meta")
+    for call in (lambda: view(nothing), lambda: view_out(nothing, TensorSpec(DType.FLOAT32, (3,)))):
+        with pytest.raises(UsageError, match="meta"):
+            call()
+
+
 def test_sparse_tensors_and_other_dtypes_are_refused():
     with pytest.raises(UsageError, match="to_dense"):
         view(torch.eye(2).to_sparse())
