@@ -283,7 +283,7 @@ class ProcessGroup:
         Raises:
             SelfSendError: `dst` is this rank.
         """
-        peer, tag, source = peer_of(dst, self._rank, self._size, "dst"), tag_of(tag), self._given.view(x)
+        peer, tag, source = peer_of(dst, self._rank, self._size, "dst"), tag_of(tag), self._given.parcel(x)
         guard = self._dispatch.guard(seconds_of(timeout, self.timeout))
         self._dispatch.check_open()
         return self._dispatch.send(self._backend.start_send(source.data, source.spec, peer, tag, guard), async_op)

@@ -11,6 +11,7 @@ from ferrorpc.arrays.kinds import NUMPY, kind_of, split, view
 from ferrorpc.errors import InvalidRankError, SelfSendError, TensorMismatchError, UsageError
 from ferrorpc.operations.results import NOTHING, Into, IntoList, IntoWhole, New, NewList, Result
 from ferrorpc.types import TensorSpec
+from ferrorpc.wire.frames import DIMENSION_MAX, NDIM_MAX
 
 TAG_MAX: Final = (1 << 62) - 1
 """Larger tags belong to collectives that run over a backend's send and recv."""
@@ -69,6 +70,16 @@ def shape_of(shape: Any) -> tuple[int, ...]:
     return sizes
 
 
+def check_sendable(specs: Iterable[TensorSpec]) -> None:
+    """Refuses arrays that no frame can describe. Raises UsageError."""
+    for spec in specs:
+        if len(spec.shape) > NDIM_MAX or max(spec.shape, default=0) >= DIMENSION_MAX:
+            raise UsageError(
+                f"an array of {len(spec.shape)} dimensions, the longest {max(spec.shape)}, cannot be sent",
+                hint=f"reshape it: at most {NDIM_MAX} dimensions, each below 2^40",
+            )
+
+
 def kind_like(like: Any, out: Any = None) -> Kind:
     """The kind of a result that only arrives here: that of what was passed in its place, if anything was."""
     if isinstance(like, list | tuple):
@@ -93,6 +104,12 @@ class Arguments:
     def view(self, x: Any) -> View:
         """Reads an array or a number. Raises as `arrays.kinds.view`."""
         return view(x, self._near)
+
+    def parcel(self, x: Any) -> View:
+        """As `view`, for an array that is sent by itself. Raises UsageError where no frame can describe it."""
+        found = view(x, self._near)
+        check_sendable((found.spec,))
+        return found
 
     def parts(self, parts: Any, size: int) -> list[View]:
         """One array for each rank: a list as it is, an array split along axis 0 as by np.array_split.

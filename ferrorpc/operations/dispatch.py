@@ -21,6 +21,7 @@ from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.progress import verdict
 from ferrorpc.errors import FerroError, GroupClosedError
 from ferrorpc.guard import FOREVER, Guard
+from ferrorpc.operations.arguments import check_sendable
 from ferrorpc.operations.results import NOTHING, Result, settle
 from ferrorpc.telemetry import telemetry
 from ferrorpc.wire.frames import Key
@@ -92,7 +93,9 @@ class Dispatch:
         """
         found = self._prepared.get(signature)
         if found is None:
-            found = self.backend.prepare(call())
+            wanted = call()
+            check_sendable(wanted.inputs)
+            found = self.backend.prepare(wanted)
             with self._lock:
                 self._prepared[signature] = found
                 if len(self._prepared) > PREPARED_CALLS:

@@ -63,6 +63,21 @@ class MoveContract(Contract):
         self.world(size, body)
 
     @on_every_size
+    def test_an_array_that_no_frame_can_describe_is_refused_and_the_group_stays_open(self, size: int) -> None:
+        def body(group: ProcessGroup) -> None:
+            for x in (np.ones((1,) * 33), np.ones((0, 1 << 40))):
+                for call, argument in ((group.all_reduce, x), (group.all_gather, x), (group.all_to_all, [x] * size)):
+                    with pytest.raises(UsageError, match="dimensions"):
+                        call(argument)
+                if size > 1:
+                    with pytest.raises(UsageError, match="dimensions"):
+                        group.send(x, (group.rank + 1) % size)
+            x = np.ones((1,) * 32)
+            check_list(group.all_gather(x), [x] * size, "32 dimensions")
+
+        self.world(size, body)
+
+    @on_every_size
     def test_one_array_is_split_along_its_first_axis(self, size: int) -> None:
         def body(group: ProcessGroup) -> None:
             everyones = [values(FLOAT, (10, 2), rank) for rank in range(size)]
