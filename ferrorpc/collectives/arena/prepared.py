@@ -10,7 +10,7 @@ import numpy as np
 
 from ferrorpc.arrays.device import is_host
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.board import CHUNK_BITS, SIGNATURE, TEXT, Array, Bank, Channel
+from ferrorpc.collectives.arena.board import CHUNK_BITS, POISONED, SIGNATURE, STAGED, TEXT, Array, Bank, Channel
 from ferrorpc.collectives.arena.execution import ArenaExecution, Steps
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
@@ -140,12 +140,15 @@ class ArenaPrepared(Prepared):
         return memory[offset : offset + nbytes]
 
     def mismatch(self, channel: Channel) -> CollectiveMismatchError:
-        board = self.arena.board
+        """The error of a call in which somebody is in another one. Who has not come yet is not in it: what stands in its line is
+        of an earlier operation."""
+        board, ticket = self.arena.board, channel.last >> CHUNK_BITS
         signatures = {board.rank: self.signature}
         for peer, other in zip(channel.bank.peers, channel.others, strict=True):
-            if other[SIGNATURE] != self._digest:
+            is_behind = POISONED < other[STAGED] < ticket << CHUNK_BITS
+            if other[SIGNATURE] != self._digest and not is_behind:
                 signatures[peer] = board.read_text(peer, other[TEXT])
-        number = (channel.last >> CHUNK_BITS) - 1
+        number = ticket - 1
         calls = ", ".join(f"rank {rank} called {text}" for rank, text in sorted(signatures.items()))
         text = f"ranks {sorted(signatures)} disagree about operation {number}: {calls}"
         return CollectiveMismatchError(signatures, text, number=number)

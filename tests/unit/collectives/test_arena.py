@@ -231,6 +231,24 @@ def test_different_calls_are_a_mismatch_with_both_signatures():
             assert part.error.signatures == {0: sum_call.signature, 1: max_call.signature}
 
 
+def test_a_mismatch_does_not_accuse_a_rank_that_is_not_there_yet():
+    """What stands in its line is of an operation long over."""
+    with SharedWorld(3) as world:
+        for number in range(1, PROGRAM_CHANNELS + 1):
+            assert world.advance([world.begin(rank, Call(Operation.BARRIER), [], number=number) for rank in range(3)])
+        sum_call, max_call = all_reduce_call(DType.FLOAT32, 4), all_reduce_call(DType.FLOAT32, 4, ReduceOp.MAX)
+        array = np.zeros(4, np.float32)
+        running = [world.begin(1, max_call, [array], number=PROGRAM_CHANNELS + 1)]
+        assert not world.advance(running, limit=100)
+        running.append(world.begin(0, sum_call, [array], number=PROGRAM_CHANNELS + 1))
+        world.advance(running, limit=1000)
+        errors = [part.error for part in running if part.error is not None]
+        assert errors
+        for error in errors:
+            assert isinstance(error, CollectiveMismatchError)
+            assert error.signatures == {0: sum_call.signature, 1: max_call.signature}
+
+
 def test_barrier_lets_nobody_through_before_all_are_there():
     with SharedWorld(3) as world:
         running = [world.begin(rank, Call(Operation.BARRIER), [], number=1) for rank in range(2)]
