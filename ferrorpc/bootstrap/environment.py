@@ -56,12 +56,13 @@ def detect(environment: Environment, config: Mapping[str, Any]) -> Place:
     """The place of this process.
 
     Args:
-        environment: `os.environ`, or what is to be read in its stead.
+        environment: `os.environ`, or what is to be read in its stead. A variable that is empty is not set.
         config: the settings coordinator, world_size and rank_hint.
 
     Raises:
         ConfigError: what is said contradicts itself or is incomplete; the variables are named.
     """
+    environment = {name: value for name, value in environment.items() if value}
     launched = next((place for place in (ask(environment) for ask in _LAUNCHERS) if place is not None), None)
     hint = config["rank_hint"]
     if config["world_size"] is not None:

@@ -96,6 +96,13 @@ def test_the_first_that_speaks_wins():
     assert place_of(order[0] | TORCHRUN).source == "FERRORPC_WORLD_SIZE, RANK and WORLD_SIZE"
 
 
+def test_an_empty_variable_is_not_set():
+    """As where a compose file passes on what nobody set."""
+    empty = dict.fromkeys(TORCHRUN, "") | {"JOB_COMPLETION_INDEX": "", "PMI_RANK": ""}
+    assert place_of(empty).source == "nothing"
+    assert place_of(empty | SLURM) == place_of(SLURM)
+
+
 def test_a_launchers_rank_is_pinned_in_the_same_fixed_world_and_a_hint_in_another():
     same = place_of(TORCHRUN | {"FERRORPC_WORLD_SIZE": "8"})
     assert (same.world, same.pinned_rank, same.hinted_rank) == ((8, 8), 5, None)
