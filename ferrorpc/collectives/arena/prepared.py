@@ -140,7 +140,7 @@ class ArenaPrepared(Prepared):
         return memory[offset : offset + nbytes]
 
     def mismatch(self, channel: Channel) -> CollectiveMismatchError:
-        """The error where somebody is in another call. Who has not come yet is not in it: its line is of an earlier operation."""
+        """The error where somebody is in another call. Who has not come yet is left out: its line is of an earlier one."""
         board, ticket = self.arena.board, channel.last >> CHUNK_BITS
         signatures = {board.rank: self.signature}
         for peer, other in zip(channel.bank.peers, channel.others, strict=True):
