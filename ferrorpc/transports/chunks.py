@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from ferrorpc.wire.frames import Frame
+from ferrorpc.errors import CodecError
+from ferrorpc.wire.frames import Frame, Header
 
 
 class Chunks(deque[Frame]):
@@ -13,17 +14,28 @@ class Chunks(deque[Frame]):
     One thread at a time puts in; one takes out from the left, which may be at the same time.
     """
 
-    __slots__ = ("_early", "_end")
+    __slots__ = ("_early", "_end", "header")
 
-    def __init__(self) -> None:
+    def __init__(self, header: Header) -> None:
         super().__init__()
+        self.header = header
+        """What the first of them says of the message."""
         self._end = 0
         """Bytes that have come without a gap."""
         self._early: dict[int, Frame] = {}
         """Chunks behind the first gap, by offset."""
 
     def put(self, frame: Frame) -> None:
-        """A chunk has come. One that does not continue the message is left for the taker to complain of."""
+        """A chunk has come. One that does not continue the message is left for the taker to complain of.
+
+        Raises:
+            CodecError: it describes another message.
+        """
+        if frame.header != self.header:
+            raise CodecError(
+                f"rank {frame.source} sent a chunk at byte {frame.offset} of a message of {frame.header.total} bytes of shape "
+                f"{frame.header.shape}, which began as one of {self.header.total} of shape {self.header.shape}"
+            )
         if frame.offset > self._end:
             self._early[frame.offset] = frame
             return

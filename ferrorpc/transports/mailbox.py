@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from ferrorpc.errors import CollectiveMismatchError, FerroError
+from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError
 from ferrorpc.transports.chunks import Chunks
 from ferrorpc.transports.credit import EAGER_BYTES
 from ferrorpc.transports.pairwise import Inbound, Post
@@ -83,7 +83,7 @@ class Box:
         place = (frame.source, frame.header.slot)
         queue = self.frames.get(place)
         if queue is None:
-            queue = self.frames[place] = Chunks()
+            queue = self.frames[place] = Chunks(frame.header)
         queue.put(frame)
         self.news.append(place)
         if frame.offset == 0 and frame.header.total > EAGER_BYTES:
@@ -150,6 +150,12 @@ class Mailbox:
 
     def deliver(self, frame: Frame) -> None:
         """A chunk arrived. Called by reader threads; never blocks."""
+        try:
+            self._deliver(frame)
+        except CodecError as error:
+            self._report(error)
+
+    def _deliver(self, frame: Frame) -> None:
         key = frame.key
         if key.stream == POINT_TO_POINT:
             with self._lock:

@@ -23,7 +23,7 @@ class Message:
 
     def __init__(self, first: Frame) -> None:
         self.header = first.header
-        self.frames = Chunks()
+        self.frames = Chunks(first.header)
         """Filled by the mailbox, emptied by the recv it is matched to."""
         self.needs_grant = first.header.total > EAGER_BYTES
         """Long, and its sender still waits for the grant of its later chunks."""

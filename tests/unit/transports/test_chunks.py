@@ -6,9 +6,11 @@ from ferrorpc.transports.chunks import Chunks
 from ferrorpc.types import DType
 from ferrorpc.wire.frames import Frame, Header, Key
 
+HEADER = Header(0, "a()", DType.UINT8, (8,), 8)
+
 
 def frame(offset: int, size: int = 2) -> Frame:
-    return Frame(Key(0, 0, 1), 0, Header(0, "a()", DType.UINT8, (8,), 8), offset, memoryview(bytes(size)))
+    return Frame(Key(0, 0, 1), 0, HEADER, offset, memoryview(bytes(size)))
 
 
 def offsets(chunks: Chunks) -> list[int]:
@@ -17,7 +19,7 @@ def offsets(chunks: Chunks) -> list[int]:
 
 def test_in_whatever_order_they_come_they_are_there_once_all_before_them_are() -> None:
     for order in itertools.permutations((0, 2, 4, 6)):
-        chunks, came = Chunks(), set[int]()
+        chunks, came = Chunks(HEADER), set[int]()
         for offset in order:
             chunks.put(frame(offset))
             came.add(offset)
@@ -25,7 +27,7 @@ def test_in_whatever_order_they_come_they_are_there_once_all_before_them_are() -
 
 
 def test_what_was_taken_is_not_waited_for_again() -> None:
-    chunks = Chunks()
+    chunks = Chunks(HEADER)
     chunks.put(frame(0))
     assert chunks.popleft().offset == 0
     chunks.put(frame(4))
@@ -35,7 +37,7 @@ def test_what_was_taken_is_not_waited_for_again() -> None:
 
 
 def test_one_that_came_before_is_left_for_its_taker_to_complain_of() -> None:
-    chunks = Chunks()
+    chunks = Chunks(HEADER)
     for offset in (0, 2, 0):
         chunks.put(frame(offset))
     assert offsets(chunks) == [0, 2, 0]

@@ -1,6 +1,8 @@
 """Frames, grants and probe answers find their operation, and nothing strange does harm."""
 
-from ferrorpc.errors import CollectiveMismatchError, FerroError
+import pytest
+
+from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError
 from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_CHUNKS
 from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, HISTORY, SAME, Mailbox
 from ferrorpc.transports.pairwise import Post
@@ -103,6 +105,16 @@ def test_an_answer_that_differs_is_a_mismatch_although_no_frame_came() -> None:
     box_of.enter(Key(0, 0, 1), "a()", lambda: None)
     box_of.probe_answered(0, Key(0, 0, 1), DIFFERENT, "b()", 1, "b()")
     assert [type(error) for error in reported] == [CollectiveMismatchError]
+
+
+@pytest.mark.parametrize("stream", [0, POINT_TO_POINT])
+def test_a_chunk_that_describes_another_message_than_the_first_ends_the_generation(stream: int) -> None:
+    box_of, reported = mailbox()
+    key = Key(0, stream, 1)
+    box_of.enter(key, "a()", lambda: None)
+    box_of.deliver(frame(key, 0, total=8))
+    box_of.deliver(frame(key, 0, total=12, offset=4, size=8))
+    assert [type(error) for error in reported] == [CodecError]
 
 
 def test_a_long_message_asks_for_a_grant_once() -> None:

@@ -118,7 +118,7 @@ def test_after_the_end_of_the_generation_nothing_is_told(pair: Pair) -> None:
 
 def test_a_message_of_a_newer_version_is_passed_over(pair: Pair) -> None:
     pair.stranger.send(1, bytes([15 << 3 | 2, 1, 7]))
-    pair.stranger.send(1, transport_pb2.DataMessage.FromString(frame_of(3)).SerializeToString())
+    pair.stranger.send(1, transport_pb2.DataMessage.FromString(frame_of(4)).SerializeToString())
     pair.stranger.send(1, bytes([15 << 3 | 2, 1, 7]) + frame_of(4))
     wait_for(lambda: len(pair.box.frames.get((0, 0), ())) == 2)
     assert pair.failures == []
