@@ -59,7 +59,8 @@ class LaneRank:
         self._room = threading.Semaphore(0)
 
     def send(self, array: np.ndarray, *, answer: bool) -> None:
-        header = Header(int(answer), "bench()", DType.UINT8, array.shape, array.size)
+        slot = 2 * array.size + answer  # messages of one slot are alike
+        header = Header(slot, "bench()", DType.UINT8, array.shape, array.size)
         for offset in range(0, array.size, CHUNK_BYTES):
             chunk = array[offset : offset + CHUNK_BYTES]
             while not self.transport.send(self.peer, KEY, header, offset, chunk, self._room.release):
@@ -79,7 +80,7 @@ class LaneRank:
                     array[frame.offset : frame.offset + len(frame.payload)] = np.frombuffer(frame.payload, np.uint8)
                     received += len(frame.payload)
                     if received == array.size:
-                        return array, bool(slot)
+                        return array, bool(slot % 2)
             self._arrived.acquire(timeout=SECONDS)
 
 

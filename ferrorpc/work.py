@@ -7,13 +7,23 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ferrorpc.errors import CollectiveTimeoutError
 from ferrorpc.guard import FOREVER, Clock, seconds_of
 
 Result = TypeVar("Result")
 _log = logging.getLogger("ferrorpc.work")
+
+
+class Meter(Protocol):
+    """Counts the time that callers spend in operations. Both are called by the thread that waits."""
+
+    def operating(self, began: float) -> None:
+        """It waits since that clock time."""
+
+    def operated(self, seconds: float) -> None:
+        """It has waited so long."""
 
 
 class Work(Generic[Result]):
@@ -35,8 +45,8 @@ class Work(Generic[Result]):
         self._error: BaseException | None = None
         self.locate: Callable[[BaseException], BaseException] | None = None
         """What an error goes through before the caller sees it; set before the handle is handed out."""
-        self.waited: Callable[[float], None] | None = None
-        """Told how many seconds a caller had to wait; set before the handle is handed out."""
+        self.meter: Meter | None = None
+        """Told of callers who wait; set before the handle is handed out."""
         self.bring: Callable[[Any], Result] | None = None
         """Makes the result of what the operation left, on the thread that waits first: arrays on a GPU belong to a stream, and
         every thread has its own. Set before the handle is handed out."""
@@ -72,11 +82,13 @@ class Work(Generic[Result]):
         until = self._clock.now() + seconds_of(timeout, FOREVER)
         if not self._done:
             began = self._clock.now()
+            if self.meter is not None:
+                self.meter.operating(began)
             try:
                 self._park(until, timeout)
             finally:
-                if self.waited is not None:
-                    self.waited(self._clock.now() - began)
+                if self.meter is not None:
+                    self.meter.operated(self._clock.now() - began)
         self._observed = True
         error = self._located(self._error)
         if error is not None:
@@ -98,6 +110,7 @@ class Work(Generic[Result]):
         self.on_done(parker.unpark)
         while not self._done:
             if not parker.park(until) and not self._done:
+                self._forget(parker.unpark)
                 raise CollectiveTimeoutError(
                     [], f"{self.label} still runs after {timeout:g} s", hint="call wait() again: nothing was lost"
                 )
@@ -119,6 +132,11 @@ class Work(Generic[Result]):
                 self._callbacks.append(callback)
                 return
         callback()
+
+    def _forget(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if callback in self._callbacks:
+                self._callbacks.remove(callback)
 
     def complete(self, result: Result) -> None:
         """For the driver: the operation went well."""

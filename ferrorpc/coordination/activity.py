@@ -4,6 +4,7 @@ what it sent to whom."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from threading import get_ident
 from typing import Final, TypeAlias
 
 from ferrorpc.v1 import identity_pb2, session_pb2
@@ -24,6 +25,9 @@ class Activity:
         self._operations = 0
         self._last = ""
         self._operation_seconds = 0.0
+        self._since: dict[int, float] = {}
+        """Thread -> when it came into the operation that it is in."""
+        self._told_ms = 0
         self._steps = 0
         self._step_seconds = (0.0, 0.0, 0.0)
         self._traffic: Callable[[], Traffic] = dict
@@ -35,8 +39,13 @@ class Activity:
         self._last = operation
         self._operations += 1
 
+    def operating(self, began: float) -> None:
+        """The calling thread is in an operation since that clock time, or waits for one, until it has `operated`."""
+        self._since[get_ident()] = began
+
     def operated(self, seconds: float) -> None:
-        """So much time went into operations, or into waiting for them."""
+        """It is in none any more. So much time went into operations, or into waiting for them."""
+        self._since.pop(get_ident(), None)
         self._operation_seconds += seconds
 
     def stepped(self, compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
@@ -51,14 +60,16 @@ class Activity:
         self._told = {}
         self._traffic = traffic
 
-    def beat(self, generation: int) -> session_pb2.Beat:
-        """What to tell now."""
+    def beat(self, generation: int, now: float) -> session_pb2.Beat:
+        """What to tell now. Time in operations includes those that are not over: a rank that hangs in one is seen to wait."""
         self._beats += 1
+        seconds = self._operation_seconds + sum(now - began for began in list(self._since.values()))
+        self._told_ms = max(self._told_ms, int(seconds * 1000))
         return session_pb2.Beat(
             step=self._operations,
             activity=self._last[:ACTIVITY_CHARACTERS_MAX],
             generation=generation,
-            operation_ms=int(self._operation_seconds * 1000),
+            operation_ms=self._told_ms,
             links=self._links() if self._beats % LINKS_EVERY_BEATS == 0 else (),
             training=self._training() if self._steps else None,
         )

@@ -141,6 +141,10 @@ class Session(ABC):
     def note(self, activity: str) -> None:
         """Tells the next beat what this rank does, and counts a step. Cheap: called for every operation."""
 
+    def operating(self, began: float) -> None:
+        """The calling thread is in an operation since that clock time, or waits for one, until it calls `operated`. Cheap."""
+        return
+
     def operated(self, seconds: float) -> None:
         """Counts time that went into operations or into waiting for them. Cheap; a seat that does not beat counts nothing."""
         return

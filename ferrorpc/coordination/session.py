@@ -201,6 +201,9 @@ class RemoteSession(Session):
     def note(self, activity: str) -> None:
         self._activity.note(activity)
 
+    def operating(self, began: float) -> None:
+        self._activity.operating(began)
+
     def operated(self, seconds: float) -> None:
         self._activity.operated(seconds)
 
@@ -257,6 +260,7 @@ class RemoteSession(Session):
         )
         others = [rank for rank in participants if rank != membership.assignment.rank]
         began = self.clock.now()
+        self._activity.operating(began)
         try:
             response = self._ask_generation(
                 f"barrier {name!r}", seconds, lambda message: BarrierTimeoutError(others, message), barrier=request
@@ -305,7 +309,7 @@ class RemoteSession(Session):
 
     def beat(self) -> wire.Beat:
         """What this member does now."""
-        return self._activity.beat(self._generation)
+        return self._activity.beat(self._generation, self.clock.now())
 
     def result(self, position: identity_pb2.Position, result: wire.Result) -> None:
         """Enters the next generation before anything that happens in it can be pushed."""

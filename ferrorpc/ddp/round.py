@@ -163,8 +163,19 @@ class Round:
         for name in () if self.is_complete else self._reducer.layout.slots:
             if name not in self._put:
                 self.put(name, None)
-        totals = [float(self._reducer.size)]
         waited, flights = self._reducer.clock.now(), list(self._flights)
+        with self._reducer.steps.waiting(waited):
+            totals = self._bring_home()
+        self._report(waited, flights)
+        if not all(map(math.isfinite, totals)):
+            raise UsageError(
+                f"the weights of all ranks sum to {max(totals)}", hint="weigh by samples or tokens, in smaller units"
+            )
+        return totals[-1]
+
+    def _bring_home(self) -> list[float]:
+        """Waits for all buckets; what the weights sum to, as each of them says."""
+        totals = [float(self._reducer.size)]
         while self._flights:
             # All of them go on while any is waited for: which one comes home first differs from rank to rank.
             under_way = [flight for flight in self._flights if not self._advance(flight)]
@@ -174,12 +185,7 @@ class Round:
             if len(under_way) == len(self._flights):
                 self._parker.park(FOREVER)  # each operation has its own deadline
             self._flights = under_way
-        self._report(waited, flights)
-        if not all(map(math.isfinite, totals)):
-            raise UsageError(
-                f"the weights of all ranks sum to {max(totals)}", hint="weigh by samples or tokens, in smaller units"
-            )
-        return totals[-1]
+        return totals
 
     def _report(self, waited: float, flights: list[Flight]) -> None:
         steps, ended = self._reducer.steps, self._reducer.clock.now()

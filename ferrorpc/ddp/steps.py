@@ -8,7 +8,8 @@ a bucket.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -20,6 +21,7 @@ from ferrorpc.plans.timeline import Span, Timeline
 from ferrorpc.telemetry import telemetry
 
 if TYPE_CHECKING:
+    from ferrorpc.coordination.base import Session
     from ferrorpc.group import ProcessGroup
 
 STEPS_KEPT: Final = 256
@@ -73,21 +75,32 @@ class Steps:
         self._group = group
         self._telemetry = telemetry()
         self._kept: deque[Step] = deque(maxlen=STEPS_KEPT)
-        try:
-            self._tell = group.session.stepped
-        except BackendUnavailableError:
-            self._tell = _tell_nobody
+        self._session: Session | None = None
+        with suppress(BackendUnavailableError):  # There is no coordinator.
+            self._session = group.session
 
     @property
     def last_end(self) -> float | None:
         """When the last step ended; None before that."""
         return self._kept[-1].ended if self._kept else None
 
+    @contextmanager
+    def waiting(self, since: float) -> Iterator[None]:
+        """Within it this thread has nothing left to do but to wait; `add` counts for how long."""
+        if self._session is not None:
+            self._session.operating(since)
+        try:
+            yield
+        finally:
+            if self._session is not None:
+                self._session.operated(0.0)
+
     def add(self, step: Step) -> None:
         """A step is over."""
         self._kept.append(step)
         times = step.times
-        self._tell(*times)
+        if self._session is not None:
+            self._session.stepped(*times)
         if self._telemetry is not None:
             self._telemetry.stepped(*times)
 
@@ -132,7 +145,3 @@ def _spans(step: Step, start: float, buckets: Sequence[int]) -> list[Span]:
         for bucket, left, home in step.flights
     ]
     return own + flights
-
-
-def _tell_nobody(compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
-    """There is no coordinator."""

@@ -134,6 +134,8 @@ class Dispatch:
         ended = self._observed(execution)
         began = backend.clock.now()
         failure = ""
+        if session is not None:
+            session.operating(began)
         try:
             backend.run(execution)
         except FerroError as error:
@@ -172,8 +174,7 @@ class Dispatch:
             work.on_done(lambda: ended(work.failure))
         if self._is_part:
             work.locate = self.located
-        if self.backend.session is not None:
-            work.waited = self.backend.session.operated
+        work.meter = self.backend.session
         with self._lock:
             self._flying[id(work)] = work
         work.on_done(lambda: self._landed(work))

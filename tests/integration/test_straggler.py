@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.integration.launching import run, write_script
 
 SCRIPT = """
@@ -41,3 +43,36 @@ def test_status_names_the_rank_that_computes_longest(tmp_path: Path) -> None:
     assert float(compute) >= 29 * 39 / 40
     assert float(exposed) < float(table[2].split()[3]), "the others wait for it"
     assert table[4].startswith("rank 1 computes longest, ")
+
+
+WAITS = """
+    import json, subprocess, sys
+    import numpy as np
+    import ferrorpc
+
+    def waited_ms(rank):
+        command = [sys.executable, "-m", "ferrorpc.cli.main", "status", "--json"]
+        members = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["members"]
+        return next(int(member["operation_ms"]) for member in members if int(member["rank"]) == rank)
+
+    with ferrorpc.init_process_group() as group:
+        x = np.ones(10, np.float32)
+        sync = ferrorpc.GradientSynchronizer(x, group)
+        operations = {
+            "blocking": lambda: group.all_reduce(x),
+            "asynchronous": lambda: group.all_reduce(x, async_op=True).wait(),
+            "step": lambda: sync(x),
+        }
+        operation = operations[sys.argv[1]]
+        operation()
+        if group.rank == 1:
+            while waited_ms(0) < 300:  # the other one waits for this one
+                pass
+        operation()
+"""
+
+
+@pytest.mark.parametrize("how", ["blocking", "asynchronous", "step"])
+def test_status_shows_who_waits_in_an_operation_that_is_not_over(tmp_path: Path, how: str) -> None:
+    result = run("-n", "2", write_script(tmp_path, WAITS), how, FERRORPC_HEARTBEAT_INTERVAL="0.1")
+    assert result.returncode == 0, result.stderr

@@ -89,3 +89,40 @@ def test_repr_is_a_status_line() -> None:
     assert repr(handle) == "<Work all_reduce #1: running>"
     handle.complete(0)
     assert repr(handle) == "<Work all_reduce #1: done>"
+
+
+class Counted:
+    """A meter that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def operating(self, began: float) -> None:
+        self.told.append("waits")
+
+    def operated(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.told.append("has waited")
+
+
+def test_a_meter_is_told_of_every_wait_from_its_beginning() -> None:
+    handle: Work[int] = Work(SYSTEM_CLOCK, "send")
+    meter = handle.meter = Counted()
+    with pytest.raises(CollectiveTimeoutError):
+        handle.wait(timeout=0.01)
+    assert meter.told == ["waits", "has waited"]
+    handle.complete(3)
+    assert handle.wait() == 3
+    assert meter.told == ["waits", "has waited"], "nobody waited for what was there"
+
+
+def test_a_wait_that_timed_out_leaves_nothing_behind() -> None:
+    handle: Work[int] = Work(SYSTEM_CLOCK, "send")
+    told: list[int] = []
+    handle.on_done(lambda: told.append(1))
+    for _ in range(20):
+        with pytest.raises(CollectiveTimeoutError):
+            handle.wait(timeout=0)
+    assert len(handle._callbacks) == 1
+    handle.complete(3)
+    assert told == [1]

@@ -8,7 +8,7 @@ from ferrorpc.coordination.activity import LINKS_MAX, Activity
 def links_of(activity: Activity) -> dict[int, tuple[str, int]]:
     """The links of the next beat that tells of any."""
     for _ in range(2):
-        found = activity.beat(1).links
+        found = activity.beat(1, 0.0).links
         if found:
             return {link.peer_rank: (link.kind, link.sent_bytes) for link in found}
     return {}
@@ -19,8 +19,30 @@ def test_a_beat_tells_the_last_operation_how_many_there_were_and_the_time_in_the
     for number in range(3):
         activity.note(f"all_reduce #{number}")
         activity.operated(0.25)
-    beat = activity.beat(7)
+    beat = activity.beat(7, 0.0)
     assert (beat.step, beat.activity, beat.operation_ms, beat.generation) == (3, "all_reduce #2", 750, 7)
+
+
+def test_an_operation_that_is_not_over_counts_and_is_not_counted_twice() -> None:
+    activity = Activity()
+    told = []
+    activity.operating(10.0)
+    told.append(activity.beat(1, 10.5).operation_ms)
+    told.append(activity.beat(1, 11.0).operation_ms)
+    activity.operated(1.25)
+    told.append(activity.beat(1, 20.0).operation_ms)
+    activity.operating(30.0)
+    activity.operated(0.0)  # what it waited is counted elsewhere
+    told.append(activity.beat(1, 40.0).operation_ms)
+    assert told == [500, 1000, 1250, 1250]
+
+
+def test_time_in_operations_never_goes_back() -> None:
+    activity = Activity()
+    activity.operating(0.0)
+    assert activity.beat(1, 1.0).operation_ms == 1000
+    activity.operated(0.5)
+    assert activity.beat(1, 2.0).operation_ms == 1000
 
 
 def test_links_are_told_once_until_something_is_sent_again() -> None:
@@ -39,7 +61,7 @@ def test_every_other_beat_is_without_links() -> None:
     told = []
     for number in range(6):
         sent[1] = ("grpc", number)
-        told.append(len(activity.beat(1).links))
+        told.append(len(activity.beat(1, 0.0).links))
     assert told == [0, 1, 0, 1, 0, 1]
 
 
@@ -66,11 +88,11 @@ def test_a_new_generation_begins_from_nothing() -> None:
 
 def test_training_steps_are_summed_and_their_waits_are_time_in_operations() -> None:
     activity = Activity()
-    assert not activity.beat(1).HasField("training")
+    assert not activity.beat(1, 0.0).HasField("training")
     activity.operated(1.0)
     for _ in range(2):
         activity.stepped(0.5, 0.25, 0.125)
-    beat = activity.beat(1)
+    beat = activity.beat(1, 0.0)
     told = beat.training
     assert (told.steps, told.compute_ms, told.exposed_ms, told.hidden_ms) == (2, 1000, 500, 250)
     assert beat.operation_ms == 1500
