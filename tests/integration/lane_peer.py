@@ -63,7 +63,7 @@ class PeerProcess:
 
     def send(self, peer: int, size: int) -> None:
         data = np.arange(size, dtype=np.int64).astype(np.uint8)
-        header = Header(0, "a()", DType.UINT8, (size,), size)
+        header = Header(size, "a()", DType.UINT8, (size,), size)  # messages of one slot are alike
         room = threading.Event()
         for offset in range(0, size, CHUNK_BYTES):
             while not self.transport.send(peer, KEY, header, offset, data[offset : offset + CHUNK_BYTES], room.set):

@@ -48,9 +48,10 @@ class Reader:
         self._heard = heard
         self._ended = ended
         self._lock = threading.Lock()
-        self._wake_descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) if connections else -1
         self.links = {peer: Link(peer, connection, self._wake) for peer, connection in connections.items()}
-        self._epoll = select.epoll()
+        self._epoll: select.epoll
+        """The thread's, as long as it runs: where links are armed."""
         self._armed: dict[Link, int] = {}
         """What the kernel is asked to tell of each link that has not ended."""
         self._stopping = False
@@ -59,12 +60,13 @@ class Reader:
 
     def run(self) -> None:
         """Until every link has ended, or `stop`."""
-        try:
-            self._read_all()
-        finally:
-            with self._lock:
-                self._armed.clear()
-            self._over.set()
+        with select.epoll() as epoll:
+            try:
+                self._read_all(epoll)
+            finally:
+                with self._lock:
+                    self._armed.clear()
+                self._over.set()
 
     def attend(self, peer: int, over: Callable[[], bool]) -> None:
         """Reads what a neighbour sends on this thread, until `over` or for a moment. Not at all where another thread does, and
@@ -116,7 +118,6 @@ class Reader:
             link.close()
         with self._lock:
             descriptor, self._wake_descriptor = self._wake_descriptor, -1
-            self._epoll.close()
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -134,15 +135,15 @@ class Reader:
                 self._epoll.modify(link.connection, wanted)
                 self._armed[link] = wanted
 
-    def _read_all(self) -> None:
-        self._epoll.register(self._wake_descriptor, select.EPOLLIN)
+    def _read_all(self, epoll: select.epoll) -> None:
+        self._epoll = epoll
+        epoll.register(self._wake_descriptor, select.EPOLLIN)
         links = {link.connection.fileno(): link for link in self.links.values()}
-        with self._lock:
-            for link in links.values():
-                self._epoll.register(link.connection, select.EPOLLIN)
-                self._armed[link] = select.EPOLLIN
+        for link in links.values():
+            epoll.register(link.connection, select.EPOLLIN)
+        self._armed = dict.fromkeys(links.values(), select.EPOLLIN)
         while links and not self._finished():
-            for descriptor, events in self._epoll.poll():
+            for descriptor, events in epoll.poll():
                 if descriptor == self._wake_descriptor:
                     os.eventfd_read(descriptor)
                 elif not self._serve(links[descriptor], events):
