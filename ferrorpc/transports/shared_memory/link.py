@@ -14,6 +14,8 @@ from typing import Final
 
 MESSAGE_BYTES_MAX: Final = 32 << 10
 """A message with the longest signature fits."""
+READING_SECONDS: Final = 0.2
+"""Far longer than anybody reads a link at a time."""
 
 
 class Link:
@@ -114,7 +116,13 @@ class Link:
                 return b""
 
     def close(self) -> None:
-        """Gives the socket back; the peer reads what was sent, and then the end."""
+        """Gives the socket back; the peer reads what was sent, and then the end.
+
+        Not while somebody reads it, who might then read another file of that number; but an interrupt may have ended a reader
+        before it could say so.
+        """
         self.end()
-        with self.reading:
-            self.connection.close()
+        is_mine = self.reading.acquire(timeout=READING_SECONDS)
+        self.connection.close()
+        if is_mine:
+            self.reading.release()

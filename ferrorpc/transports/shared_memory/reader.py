@@ -85,8 +85,10 @@ class Reader:
             link.skips = link.vain
         finally:
             link.attended = False
-            link.reading.release()
-            self._arm(link)
+            try:
+                link.reading.release()
+            finally:  # an interrupt between the two must not leave the link unread
+                self._arm(link)
 
     def _look(self, link: Link, over: Callable[[], bool]) -> bool:
         """Whether `over` came true in time."""

@@ -93,3 +93,12 @@ def test_who_waits_for_room_is_told_of_the_end(ends: Ends, end: str) -> None:
     assert ends.told == 1
     assert not ends.link.pending
     assert ends.link.offer(MESSAGE, ends.room), "what nobody receives is dropped"
+
+
+def test_closing_does_not_wait_for_ever_for_one_who_was_interrupted_while_reading(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ferrorpc.transports.shared_memory.link.READING_SECONDS", 0.01)
+    ends.link.reading.acquire()
+    ends.link.close()
+    assert ends.link.connection.fileno() == -1
