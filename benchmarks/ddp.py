@@ -66,6 +66,7 @@ class Pair:
         rows: of a rank's batch; None for the model's usual ones.
         bucket_mb: how many MiB a bucket may hold.
         bare: whether steps only give every parameter a gradient, and compute nothing.
+        device_ms: how long a bare step waits as for a device that computes.
         hosts: where the ranks run.
     """
 
@@ -77,11 +78,16 @@ class Pair:
         rows: int | None = None,
         bucket_mb: float = 25,
         bare: bool = False,
+        device_ms: float = 0.0,
         hosts: Sequence[Host] = (LOCAL, LOCAL),
     ) -> None:
         self.system = system
         ports = _free_ports(2)
-        options = ["--bucket-mb", str(bucket_mb)] + ["--bare"] * bare + ([] if rows is None else ["--rows", str(rows)])
+        options = (
+            ["--bucket-mb", str(bucket_mb)]
+            + ["--bare", "--device-ms", str(device_ms)] * bare
+            + ([] if rows is None else ["--rows", str(rows)])
+        )
         self._processes = [
             subprocess.Popen(
                 [*host.prefix, sys.executable, "-m", "benchmarks.ddp_worker", system, model, *options],

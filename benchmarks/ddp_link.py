@@ -1,11 +1,13 @@
 """How much of the communication of a training step is hidden behind computing, on two hosts with a slow link between them.
 
-    python -m benchmarks.ddp_link [--model transformer] [--rows 8 12] [--bucket-mb 2] [--rate 1000] [--json FILE]
+    python -m benchmarks.ddp_link [--model transformer] [--rows 8 12] [--device-ms 450 700] [--bucket-mb 2] [--rate 1000]
+                                  [--json FILE]
 
 As root, with iproute2.
 
 The hosts are the namespaces of benchmarks.link. For each count of rows a rank, four pairs of ranks take turns in one run: with
 the model and alone, with the model over the link, and both once more with steps that only give every parameter a gradient.
+With --device-ms steps wait instead of computing, as where a device computes for so long and leaves the processors free.
 
     compute         the step of the pair alone
     communication   what the link adds to a step that computes nothing: all of it is exposed there
@@ -17,8 +19,8 @@ A bucket leaves when its last gradient is there, and the last bucket can hide be
 usual 25 MiB takes as long as a backward pass, buckets have to be smaller.
 
 Both ranks of a pair compute at once, on as many processors as this machine has. Where there are two, the processor time of the
-communication cannot be hidden: it is the least that is exposed. Only the backward pass can hide anything; that is about two
-thirds of a step's computing.
+communication cannot be hidden: it is the least that is exposed, unless steps wait for a device. Only the backward pass can hide
+anything; that is about two thirds of a step's computing.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,14 +45,28 @@ MUST_HIDDEN: Final = 0.7
 AIM_HIDDEN: Final = 0.9
 
 
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """What a step computes: the model, with so many rows a rank, or nothing while it waits so long for a device."""
+
+    rows: int | None = None
+    device_ms: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.device_ms:g} ms on a device" if self.rows is None else f"{self.rows} rows"
+
+
 def measure(
-    model: str, rows: int, bucket_mb: float, systems: Sequence[str], hosts: Sequence[Host], steps: int, turns: int
+    model: str, computing: Computing, bucket_mb: float, systems: Sequence[str], hosts: Sequence[Host], steps: int, turns: int
 ) -> list[dict[str, Any]]:
     """A row for each system."""
     kinds = [(ALONE, False), (ALONE, True), *((system, bare) for system in systems for bare in (False, True))]
 
     def pair_of(system: str, bare: bool) -> Pair:
-        return Pair(system, model, rows=rows, bucket_mb=bucket_mb, bare=bare, hosts=hosts)
+        if bare or computing.rows is None:
+            device_ms = 0.0 if bare else computing.device_ms
+            return Pair(system, model, bucket_mb=bucket_mb, bare=True, device_ms=device_ms, hosts=hosts)
+        return Pair(system, model, rows=computing.rows, bucket_mb=bucket_mb, hosts=hosts)
 
     with ExitStack() as stack:
         pairs = {kind: stack.enter_context(pair_of(*kind)) for kind in kinds}
@@ -59,16 +76,16 @@ def measure(
         for _ in range(turns):
             for kind, pair in pairs.items():
                 seen[kind].add(pair.turn(steps), steps)
-    return [_row(model, rows, system, seen) for system in systems]
+    return [_row(model, str(computing), system, seen) for system in systems]
 
 
-def _row(model: str, rows: int, system: str, seen: dict[tuple[str, bool], Seen]) -> dict[str, Any]:
+def _row(model: str, computing: str, system: str, seen: dict[tuple[str, bool], Seen]) -> dict[str, Any]:
     step = {kind: statistics.median(each.seconds) for kind, each in seen.items()}
     processor = {kind: statistics.median(each.cpu_seconds) for kind, each in seen.items()}
     communication = step[system, True] - step[ALONE, True]
     exposed = step[system, False] - step[ALONE, False]
     return {
-        "model": model, "rows": rows, "system": system, "compute": step[ALONE, False], "communication": communication,
+        "model": model, "step": computing, "system": system, "compute": step[ALONE, False], "communication": communication,
         "exposed": exposed, "hidden": 1 - exposed / communication,
         "processor": processor[system, False] - processor[ALONE, False],
     }  # fmt: skip
@@ -76,11 +93,11 @@ def _row(model: str, rows: int, system: str, seen: dict[tuple[str, bool], Seen])
 
 def show(found: list[dict[str, Any]]) -> None:
     """What was measured, and what counts: the steps that compute at least as long as they communicate."""
-    header = ["model", "rows", "system", "compute ms", "communication ms", "exposed ms", "hidden", "processor ms", "verdict"]
+    header = ["model", "step", "system", "compute ms", "communication ms", "exposed ms", "hidden", "processor ms", "verdict"]
     cells = [
         [
             row["model"],
-            str(row["rows"]),
+            row["step"],
             row["system"],
             *(f"{row[name] * 1000:.0f}" for name in ("compute", "communication", "exposed")),
             f"{row['hidden']:.0%}",
@@ -103,7 +120,8 @@ def _verdict(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Hidden communication on a shaped link.")
     parser.add_argument("--model", choices=list(ROWS), default="transformer")
-    parser.add_argument("--rows", type=int, nargs="+", default=[8, 12], help="of a rank's batch")
+    parser.add_argument("--rows", type=int, nargs="+", help="of a rank's batch (default: 8 12, unless --device-ms)")
+    parser.add_argument("--device-ms", type=float, nargs="+", default=[], help="milliseconds that a device computes a step")
     parser.add_argument("--bucket-mb", type=float, default=2, help="MiB that a bucket may hold, of both systems")
     parser.add_argument("--systems", nargs="+", choices=(GRPC, TORCH), default=[GRPC, TORCH])
     parser.add_argument("--rate", type=int, default=1000, metavar="MBIT", help="megabits per second, each way")
@@ -113,12 +131,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if not ready():
         return
+    rows = arguments.rows or ([] if arguments.device_ms else [8, 12])
+    steps = [*(Computing(each) for each in rows), *(Computing(device_ms=each) for each in arguments.device_ms)]
     with link(arguments.rate) as hosts:
         found = [
             row
-            for rows in arguments.rows
+            for computing in steps
             for row in measure(
-                arguments.model, rows, arguments.bucket_mb, arguments.systems, hosts, arguments.steps, arguments.turns
+                arguments.model, computing, arguments.bucket_mb, arguments.systems, hosts, arguments.steps, arguments.turns
             )
         ]
     load = os.getloadavg()[0]

@@ -1,6 +1,6 @@
 """One rank of one system in the comparison of data-parallel training: trains as its driver says, and tells what that took.
 
-    python -m benchmarks.ddp_worker SYSTEM MODEL [--rows N] [--bucket-mb N] [--bare]
+    python -m benchmarks.ddp_worker SYSTEM MODEL [--rows N] [--bucket-mb N] [--bare [--device-ms N]]
 
 It reads how many steps to take from standard input, a line a turn, and writes what they took as JSON. Its place in the world
 comes from the environment, by torchrun's names. Only one thread computes; what else runs belongs to the communication.
@@ -65,16 +65,40 @@ def model_of(name: str) -> nn.Module:
 
 
 class Bare(nn.Module):
-    """A model's parameters and next to nothing to compute: every one has a gradient, and that is all."""
+    """A model's parameters and next to nothing to compute: every one has a gradient, and that is all.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        device_seconds: how long a step waits, as for a device that computes while the processors are free: a third of it
+            forward, the rest backward, each parameter by its share of all elements.
+    """
+
+    def __init__(self, model: nn.Module, device_seconds: float = 0.0) -> None:
         super().__init__()
         self.model = model
+        elements = sum(each.numel() for each in model.parameters())
+        self._seconds = [device_seconds * each.numel() / elements for each in model.parameters()]
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: (batch, ...), of which only the count matters. Returns (batch, 2): two guesses that are always alike."""
-        total = torch.stack([each.reshape(-1)[0] for each in self.model.parameters()]).sum()
+        total = torch.zeros(())
+        for each, seconds in zip(self.model.parameters(), self._seconds, strict=True):
+            total = OnDevice.apply(total + each.reshape(-1)[0], seconds)
         return total.expand(len(rows), 2)
+
+
+class OnDevice(torch.autograd.Function):
+    """The identity, and a wait: a third of the seconds forward, the rest backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds / 3)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds * 2 / 3)
+        return gradient, None
 
 
 def batch_of(name: str, rank: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,6 +175,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int)
     parser.add_argument("--bucket-mb", type=float, default=25)
     parser.add_argument("--bare", action="store_true")
+    parser.add_argument("--device-ms", type=float, default=0.0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -159,7 +184,8 @@ def main() -> None:
         model = model_of(arguments.model)
         inputs, targets = batch_of(arguments.model, rank, arguments.rows or ROWS[arguments.model])
         if arguments.bare:
-            model, inputs, targets = Bare(model), inputs[:1], torch.zeros(1, dtype=torch.long)
+            bare = Bare(model, arguments.device_ms / 1000)
+            model, inputs, targets = bare, inputs[:1], torch.zeros(1, dtype=torch.long)
         before = held_bytes()
         trainer = Trainer(wrap(model), model, (inputs, targets))
         print(json.dumps({"gradient_bytes": trainer.gradient_bytes}), flush=True)
