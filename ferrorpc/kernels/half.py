@@ -23,8 +23,8 @@ import numpy as np
 from ferrorpc.kernels.workplace import WORKPLACE, aligned
 from ferrorpc.types import DType, ReduceOp
 
-BLOCK_ELEMENTS: Final = 32_704
-"""Elements of a block: 128 KiB of float32, below 32,768, from which PyTorch uses threads; a multiple of its vectors."""
+BLOCK_ELEMENTS: Final = 1 << 16
+"""Elements of a block at most: with less, a third of the time would be calls; with more, the slots would leave the cache."""
 
 Array = np.ndarray[Any, Any]
 
@@ -39,20 +39,23 @@ class Converter(ABC):
     """Converts blocks of one half type, through two float32 slots of its own; each thread has its own converter.
 
     Attributes:
-        wide: the slots, float32 of shape (BLOCK_ELEMENTS,).
+        block_elements: of a block at most.
+        wide: the slots, float32 of shape (block_elements,).
     """
 
     name: ClassVar[str]
     dtype: ClassVar[DType]
+    block_elements: ClassVar[int] = BLOCK_ELEMENTS
 
     def __init__(self) -> None:
-        self.wide = (aligned(BLOCK_ELEMENTS, _FLOAT32), aligned(BLOCK_ELEMENTS, _FLOAT32))
+        self.wide = (aligned(self.block_elements, _FLOAT32), aligned(self.block_elements, _FLOAT32))
 
     def blocks(self, narrow: Array) -> Sequence[Any]:
         """A storage array of any length cut into what `widen` and `narrow` take. They are good while the array is."""
-        if len(narrow) <= BLOCK_ELEMENTS:
+        most = self.block_elements
+        if len(narrow) <= most:
             return [narrow] if len(narrow) else []
-        return [narrow[start : start + BLOCK_ELEMENTS] for start in range(0, len(narrow), BLOCK_ELEMENTS)]
+        return [narrow[start : start + most] for start in range(0, len(narrow), most)]
 
     @abstractmethod
     def widen(self, block: Any, slot: int) -> Array:
@@ -223,7 +226,9 @@ class NumpyBFloat16(Converter):
     name = "numpy"
     dtype = DType.BFLOAT16
 
-    _HALF_OF_LAST_PLACE: Final = 0x7FFF
+    _UPPER: Final = np.array(16, np.uint32)
+    _LAST_PLACE: Final = np.array(1, np.uint32)
+    _LESS_THAN_HALF_OF_IT: Final = np.array(0x7FFF, np.uint32)
     _QUIET: Final = 0x0040
 
     def __init__(self, ml_dtypes: Any = None) -> None:
@@ -238,7 +243,7 @@ class NumpyBFloat16(Converter):
             return wide
         bits = wide.view(np.uint32)
         np.copyto(bits, block)
-        np.left_shift(bits, 16, out=bits)
+        np.left_shift(bits, self._UPPER, out=bits)
         return wide
 
     def narrow(self, block: Array) -> None:
@@ -246,11 +251,11 @@ class NumpyBFloat16(Converter):
         wide, rounded = self.wide[0][:count], self._rounded[:count]
         bits = wide.view(np.uint32)
         # Half of the last kept place, plus one when the kept part is odd: the carry then rounds ties to even.
-        np.right_shift(bits, 16, out=rounded)
-        np.bitwise_and(rounded, 1, out=rounded)
-        np.add(rounded, self._HALF_OF_LAST_PLACE, out=rounded)
+        np.right_shift(bits, self._UPPER, out=rounded)
+        np.bitwise_and(rounded, self._LAST_PLACE, out=rounded)
+        np.add(rounded, self._LESS_THAN_HALF_OF_IT, out=rounded)
         np.add(rounded, bits, out=rounded)
-        np.right_shift(rounded, 16, out=rounded)
+        np.right_shift(rounded, self._UPPER, out=rounded)
         np.copyto(block, rounded, casting="same_kind")
         if holds_nan(wide):
             # The carry may have run through the fraction into the exponent or the sign: keep the upper half, made quiet.

@@ -15,16 +15,19 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from ferrorpc.kernels.half import BLOCK_ELEMENTS, Array, Converter, NumpyBFloat16
+from ferrorpc.kernels.half import Array, Converter, NumpyBFloat16
 from ferrorpc.kernels.workplace import aligned
 from ferrorpc.types import DType, ReduceOp
+
+BLOCK_ELEMENTS: Final = 32_704
+"""Of a block at most: below 32,768, from which PyTorch uses threads; a multiple of its vectors."""
 
 _LENGTHS: Final = (1_024, 4_096, BLOCK_ELEMENTS)
 """What is converted at once; the shortest that fits is taken."""
 
 _VECTOR_ELEMENTS: Final = 64
 
-_STRETCH_ELEMENTS: Final = 8 * BLOCK_ELEMENTS
+_STRETCH_ELEMENTS: Final = 1 << 18
 """What two sources are folded in at once where PyTorch has no threads to split it among: nearer to the memory's speed."""
 
 _PLUS_INFINITY: Final = 0x7F80
@@ -36,6 +39,7 @@ class TorchFloat16(Converter):
 
     name = "torch"
     dtype = DType.FLOAT16
+    block_elements = BLOCK_ELEMENTS
     half: ClassVar[str] = "float16"
 
     def __init__(self, torch: Any) -> None:
@@ -123,7 +127,7 @@ class TorchBFloat16(TorchFloat16):
         self._numpy.wide = self.wide
 
     def blocks(self, narrow: Array) -> Sequence[Array]:
-        return self._numpy.blocks(narrow)
+        return Converter.blocks(self, narrow)
 
     def widen(self, block: Array, slot: int) -> Array:
         return self._numpy.widen(block, slot)
