@@ -6,11 +6,13 @@ A forked child is no member: what it inherits is inert. Nor can it become one: g
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import time
 import weakref
-from types import TracebackType
+from collections.abc import Callable
+from types import FrameType, TracebackType
 from typing import Final, Protocol
 
 from ferrorpc.errors import ConfigError, FerroError, UsageError
@@ -20,6 +22,8 @@ EXIT_CONFIG: Final = 64
 EXIT_MEMBERSHIP: Final = 75
 """The membership was lost, or somebody in it: retrying can help."""
 GOODBYE_SECONDS: Final = 2.0
+_PACKAGE: Final = __name__.partition(".")[0]
+_log = logging.getLogger("ferrorpc.farewell")
 
 
 class Seat(Protocol):
@@ -31,6 +35,8 @@ class Seat(Protocol):
     def abandon_in_child(self) -> None:
         """Becomes inert."""
 
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _seats: weakref.WeakSet[Seat] = weakref.WeakSet()
 _installed = False
@@ -50,13 +56,43 @@ def install() -> None:
     previous = sys.excepthook
 
     def last_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
+        _show(previous, kind, error, trace)
         say_goodbye(reason_of(error))
         code = exit_code(error)
         if code is not None:
             raise SystemExit(code)
 
     sys.excepthook = last_words
+
+
+def _show(hook: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Hands an exception to the hook: an error of this library without the library's own lines, which nobody has to mend."""
+    shown, left_out = _callers_part(trace)
+    if not left_out or not isinstance(error, FerroError) or _log.isEnabledFor(logging.DEBUG):
+        hook(kind, error, trace)
+        return
+    error.add_note(f"({left_out} calls within {_PACKAGE} are left out above; FERRORPC_LOG_LEVEL=DEBUG shows them)")
+    error.__traceback__ = shown
+    hook(kind, error, shown)
+    error.__traceback__ = trace
+
+
+def _callers_part(trace: TracebackType | None) -> tuple[TracebackType | None, int]:
+    """A traceback up to its last entry that is not this library's, or the whole if all are; and how many that leaves out."""
+    entries = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    others = [number for number, entry in enumerate(entries, 1) if not _is_own(entry.tb_frame)]
+    kept = others[-1] if others else len(entries)
+    part = None
+    for entry in reversed(entries[:kept]):
+        part = TracebackType(part, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return part, len(entries) - kept
+
+
+def _is_own(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE
 
 
 def watch_over(seat: Seat) -> None:

@@ -1,7 +1,9 @@
 """How a process ends while it has a seat."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +62,34 @@ def test_the_traceback_is_printed_by_the_hook_that_was_there_before():
     code = "sys.excepthook = lambda *about: print('mine', flush=True)\nfarewell._installed = False\nfarewell.install()\n1 / 0"
     _, output, _ = run(code)
     assert output == "mine\nleft: ZeroDivisionError: division by zero\n"
+
+
+@pytest.mark.parametrize(
+    ("level", "raised", "shown"),
+    [
+        ("WARNING", "latch.check()", ["<string>"]),
+        ("DEBUG", "latch.check()", ["<string>", "guard.py"]),
+        ("WARNING", "ferrorpc.config.whole_number(None)", ["<string>", "config.py"]),  # not an error that ferrorpc means
+        ("WARNING", "farewell.reason_of(seat2)", ["<string>", "farewell.py", "<string>"]),
+    ],
+)
+def test_an_error_of_the_library_is_shown_without_the_librarys_own_lines(level, raised, shown):
+    code = f"""
+import logging
+import ferrorpc.config
+import ferrorpc.guard
+logging.getLogger("ferrorpc").setLevel("{level}")
+class Seat2:
+    def __str__(self):
+        raise PeerLostError(2, "signal 9")
+seat2 = Seat2()
+latch = ferrorpc.guard.Latch()
+latch.trip(PeerLostError(2, "signal 9"))
+{raised}
+"""
+    _, _, errors = run(code)
+    assert [Path(name).name for name in re.findall(r'File "(.*)", line', errors)] == shown
+    assert ("left out above" in errors) == (shown == ["<string>"])
 
 
 def test_a_forked_child_has_no_seat_and_says_nothing_at_its_end():
