@@ -19,8 +19,8 @@ from ferrorpc.collectives.arena.board import Board
 from ferrorpc.collectives.basis import Basis
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.collectives.executor import PlanPrepared
 from ferrorpc.collectives.pairwise import RecvExecution, SendExecution, SendNumbers
+from ferrorpc.collectives.prepared import PlanPrepared
 from ferrorpc.collectives.progress import progress_of
 from ferrorpc.collectives.select import ANYWHERE, explain
 from ferrorpc.coordination.base import Session

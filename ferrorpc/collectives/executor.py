@@ -11,8 +11,8 @@ Cost: what an action does with a chunk, and looking at the few actions that a fi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -20,10 +20,9 @@ import numpy as np
 from ferrorpc.collectives.advancing import Advancing
 from ferrorpc.collectives.algorithms.plan import Fold, FoldUnder, Plan, Receive, Send
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.collectives.ferry import Ferry, ferried, ferry_for
+from ferrorpc.collectives.ferry import Ferry
 from ferrorpc.collectives.flow import FAR, bound, steps_of
-from ferrorpc.collectives.fusion import Land, Lift, Reduce, Task, fused
+from ferrorpc.collectives.fusion import Land, Lift, Reduce, Task
 from ferrorpc.collectives.outgoing import CODED_VALUES, Encoded, Outgoing
 from ferrorpc.collectives.workspace import Rules, Workspace
 from ferrorpc.errors import BarrierTimeoutError, CodecError, CollectiveTimeoutError, FerroError
@@ -42,7 +41,7 @@ _LOCAL_ELEMENTS: Final = CODED_VALUES
 
 
 class Layout:
-    """A plan's actions as they are run, and what hangs together with what.
+    """A call's plan as one rank of a group runs it: its actions, and what hangs together with what.
 
     Args:
         ranks: world rank of each group rank.
@@ -50,6 +49,8 @@ class Layout:
     """
 
     def __init__(self, call: Call, plan: Plan, tasks: tuple[Task, ...], rank: int, ranks: tuple[int, ...]) -> None:
+        self.signature = call.signature
+        self.ranks = ranks
         self.tasks = tasks
         self.rules = Rules(call, plan, tasks, rank, len(ranks))
         self.steps = steps_of(tasks, call.operation, rank)
@@ -66,74 +67,29 @@ def _sources(task: Task, ranks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return ((ranks[task.peer], task.slot),) if isinstance(task, Take) else ()
 
 
-class PlanPrepared(Prepared):
-    """A call with its plan, for one group on one transport.
-
-    Args:
-        ranks: world rank of each group rank.
-        rank: own group rank.
-        describe: what is known of world ranks, in words; asked only when a deadline has passed.
-    """
-
-    def __init__(
-        self,
-        transport: Transport,
-        ranks: Sequence[int],
-        rank: int,
-        call: Call,
-        plan: Plan,
-        describe: Callable[[list[int]], str],
-    ) -> None:
-        self.transport = transport
-        self.describe = describe
-        self.ranks = tuple(ranks)
-        self.rank = rank
-        self.call = call
-        self.plan = plan
-        self.signature = call.signature
-        self.layout = Layout(call, plan, fused(plan), rank, self.ranks)
-
-    @cached_property
-    def ferried(self) -> Layout:
-        """For arrays of which some are on a device."""
-        tasks = ferried(self.layout.tasks, len(self.call.inputs))
-        return Layout(self.call, self.plan, tasks, self.rank, self.ranks)
-
-    def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
-        if self.layout.rules.codec is not None:
-            from ferrorpc.collectives import near
-
-            if near.suits(self.layout, inputs, outputs):
-                return near.start(self, key, inputs, outputs, guard)
-        ferry = ferry_for(inputs, outputs, self.plan.out_items)
-        if ferry is None:
-            return PlanExecution(self, key, self.layout, Workspace(self.layout.rules, inputs, outputs), guard)
-        workspace = Workspace(self.ferried.rules, ferry.inputs, ferry.outputs)
-        return PlanExecution(self, key, self.ferried, workspace, guard, ferry)
-
-
 class PlanExecution(Advancing):
     """One run of a prepared plan.
 
     Args:
-        layout: its actions.
+        describe: what is known of world ranks, in words; asked only when a deadline has passed.
         workspace: the arrays.
     """
 
     def __init__(
         self,
-        prepared: PlanPrepared,
-        key: Key,
+        transport: Transport,
+        describe: Callable[[list[int]], str],
         layout: Layout,
+        key: Key,
         workspace: Workspace,
         guard: Guard,
         ferry: Ferry | None = None,
     ) -> None:
         super().__init__(guard, ferry)
+        self._transport = transport
+        self._describe = describe
         self._layout = layout
         count = len(layout.tasks)
-        self._prepared = prepared
-        self._transport = prepared.transport
         self._key = key
         self._tasks = layout.tasks
         self._steps = layout.steps
@@ -152,7 +108,7 @@ class PlanExecution(Advancing):
 
     @property
     def label(self) -> str:
-        return f"{self._prepared.signature} #{self._key.number}"
+        return f"{self._layout.signature} #{self._key.number}"
 
     def step(self) -> bool:
         box = self._entered()
@@ -174,7 +130,7 @@ class PlanExecution(Advancing):
     def _entered(self) -> Box:
         """What has come for it. Raises CollectiveMismatchError where that was of a different call."""
         if self._box is None:
-            self._box = self._transport.mailbox.enter(self._key, self._prepared.signature, self.poke)
+            self._box = self._transport.mailbox.enter(self._key, self._layout.signature, self.poke)
         if self._box.refused is not None:
             raise self._box.refused.again()
         return self._box
@@ -244,14 +200,14 @@ class PlanExecution(Advancing):
         return True
 
     def _message(self, index: int, action: Send) -> Outgoing:
-        prepared, workspace = self._prepared, self._workspace
-        spec, values = workspace.outgoing(action.region)
-        peer, codec = prepared.ranks[action.peer], self._layout.rules.codec
+        layout = self._layout
+        spec, values = self._workspace.outgoing(action.region)
+        peer, codec = layout.ranks[action.peer], layout.rules.codec
         if codec is None or not values.size:
-            header = Header(action.slot, prepared.signature, spec.dtype, spec.shape, values.nbytes)
+            header = Header(action.slot, layout.signature, spec.dtype, spec.shape, values.nbytes)
             return Outgoing(peer, header, values)
         total = codec.encoded_bytes(values.size)
-        header = Header(action.slot, prepared.signature, DType.UINT8, (total,), total)
+        header = Header(action.slot, layout.signature, DType.UINT8, (total,), total)
         return self._encoded(index, peer, header, values, codec)
 
     def _encoded(self, index: int, peer: int, header: Header, values: Any, codec: Codec) -> Encoded:
@@ -359,14 +315,14 @@ class PlanExecution(Advancing):
         box = self._box
         if box is None:
             return []
-        prepared = self._prepared
+        layout = self._layout
         due = set()
         for index, task in enumerate(self._tasks):
             if self._done[index] == FAR:
                 continue
             if index in self._outgoing and isinstance(task, Send):
-                due.add(prepared.ranks[task.peer])
-            due.update(rank for rank, slot in self._layout.sources[index] if not box.frames.get((rank, slot)))
+                due.add(layout.ranks[task.peer])
+            due.update(rank for rank, slot in layout.sources[index] if not box.frames.get((rank, slot)))
         return sorted(due)
 
     def waiting_on(self) -> list[int]:
@@ -379,7 +335,7 @@ class PlanExecution(Advancing):
         if self.moved():
             return
         for peer in self._due():
-            self._transport.probe(peer, self._key, self._prepared.signature)
+            self._transport.probe(peer, self._key, self._layout.signature)
 
     def explain(self) -> str:
         answers = self._box.answers if self._box is not None else {}
@@ -403,11 +359,11 @@ class PlanExecution(Advancing):
 
     def timeout_error(self) -> FerroError:
         waiting = self.waiting_on()
-        known = self._prepared.describe(waiting)
+        known = self._describe(waiting)
         text = f"{self.label} was not complete after {self.guard.seconds:g} s: {self.explain()}" + (
             f"; {known}" if known else ""
         )
-        if self._prepared.call.operation is Operation.BARRIER:
+        if self._layout.rules.call.operation is Operation.BARRIER:
             return BarrierTimeoutError(waiting, text)
         return CollectiveTimeoutError(waiting, text)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -38,9 +38,6 @@ from ferrorpc.transports.mailbox import Box
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.wire.codecs import Codec
 from ferrorpc.wire.frames import Frame, Header, Key
-
-if TYPE_CHECKING:
-    from ferrorpc.collectives.executor import PlanPrepared
 
 OPERATORS: Final = (ReduceOp.SUM, ReduceOp.MEAN)
 """Those for which there is a kernel."""
@@ -64,11 +61,17 @@ def suits(layout: Layout, inputs: Sequence[Any], outputs: Sequence[Any] | None) 
 
 
 def start(
-    prepared: PlanPrepared, key: Key, inputs: Sequence[DeviceArray], outputs: Sequence[DeviceArray] | None, guard: Guard
+    transport: Transport,
+    describe: Callable[[list[int]], str],
+    layout: Layout,
+    key: Key,
+    inputs: Sequence[DeviceArray],
+    outputs: Sequence[DeviceArray] | None,
+    guard: Guard,
 ) -> NearExecution:
-    """A new execution of a call that suits; as `Prepared.start`."""
-    workspace = NearWorkspace(prepared.layout.rules, inputs, outputs, kind_of(inputs[0]).staging)
-    return NearExecution(prepared, key, workspace, guard)
+    """A new execution of a call that suits; as `PlanExecution`."""
+    workspace = NearWorkspace(layout.rules, inputs, outputs, kind_of(inputs[0]).staging)
+    return NearExecution(transport, describe, layout, key, workspace, guard)
 
 
 class Encoding:
@@ -235,8 +238,16 @@ class NearExecution(PlanExecution):
 
     _workspace: NearWorkspace
 
-    def __init__(self, prepared: PlanPrepared, key: Key, workspace: NearWorkspace, guard: Guard) -> None:
-        super().__init__(prepared, key, prepared.layout, workspace, guard)
+    def __init__(
+        self,
+        transport: Transport,
+        describe: Callable[[list[int]], str],
+        layout: Layout,
+        key: Key,
+        workspace: NearWorkspace,
+        guard: Guard,
+    ) -> None:
+        super().__init__(transport, describe, layout, key, workspace, guard)
         self.polling = Polling(1)
         self._driver = 0
         self._begun = False

@@ -15,8 +15,8 @@ from ferrorpc import ProcessGroup
 from ferrorpc.collectives import executor, outgoing
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution
-from ferrorpc.collectives.executor import PlanPrepared
 from ferrorpc.collectives.pairwise import RecvExecution
+from ferrorpc.collectives.prepared import PlanPrepared
 from ferrorpc.collectives.select import plan_for
 from ferrorpc.errors import CodecError, FerroError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch

@@ -11,7 +11,7 @@ from ferrorpc.backends.simulated import SimulatedBackend
 from ferrorpc.collectives.algorithms.plan import Plan
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Prepared
-from ferrorpc.collectives.executor import PlanPrepared
+from ferrorpc.collectives.prepared import PlanPrepared
 from ferrorpc.guard import Guard
 from ferrorpc.wire.frames import Key
 

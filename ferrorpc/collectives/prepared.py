@@ -1,0 +1,62 @@
+"""A call with its plan, ready to be run again and again: what runs it is chosen by where the arrays of each run are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+from ferrorpc.collectives import near
+from ferrorpc.collectives.algorithms.plan import Plan
+from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.collectives.executor import Layout, PlanExecution
+from ferrorpc.collectives.ferry import ferried, ferry_for
+from ferrorpc.collectives.fusion import fused
+from ferrorpc.collectives.workspace import Workspace
+from ferrorpc.guard import Guard
+from ferrorpc.transports.base import Transport
+from ferrorpc.wire.frames import Key
+
+
+class PlanPrepared(Prepared):
+    """A call with its plan, for one group on one transport.
+
+    Args:
+        ranks: world rank of each group rank.
+        rank: own group rank.
+        describe: what is known of world ranks, in words; asked only when a deadline has passed.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        ranks: Sequence[int],
+        rank: int,
+        call: Call,
+        plan: Plan,
+        describe: Callable[[list[int]], str],
+    ) -> None:
+        self.transport = transport
+        self.describe = describe
+        self.rank = rank
+        self.call = call
+        self.plan = plan
+        self.layout = Layout(call, plan, fused(plan), rank, tuple(ranks))
+
+    @cached_property
+    def ferried(self) -> Layout:
+        """For arrays of which some are on a device."""
+        tasks = ferried(self.layout.tasks, len(self.call.inputs))
+        return Layout(self.call, self.plan, tasks, self.rank, self.layout.ranks)
+
+    def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
+        layout = self.layout
+        if layout.rules.codec is not None and near.suits(layout, inputs, outputs):
+            return near.start(self.transport, self.describe, layout, key, inputs, outputs, guard)
+        ferry = ferry_for(inputs, outputs, self.plan.out_items)
+        if ferry is None:
+            workspace = Workspace(layout.rules, inputs, outputs)
+            return PlanExecution(self.transport, self.describe, layout, key, workspace, guard)
+        workspace = Workspace(self.ferried.rules, ferry.inputs, ferry.outputs)
+        return PlanExecution(self.transport, self.describe, self.ferried, key, workspace, guard, ferry)
