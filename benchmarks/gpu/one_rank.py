@@ -88,7 +88,7 @@ def overhead(cupy: Any, backend: NcclBackend, calls: int) -> dict[str, float]:
     """Host time of a bare NCCL all_reduce, of the raw form, and of an asynchronous all_reduce of the group."""
     group = ProcessGroup(backend)
     x = cupy.asarray(np.ones(1024, np.float32))
-    lineup, pointer = backend.lineup(0), x.data.ptr
+    lineup, pointer = backend.site.lineup(0), x.data.ptr
 
     def bare() -> None:
         lineup.communicator.all_reduce(pointer, pointer, 1024, DataType.FLOAT32, Op.SUM, lineup.stream.pointer)

@@ -67,7 +67,7 @@ def test_synchronize_and_barrier_block_the_host_until_the_gpu_is_through(cupy: S
         for wait in (group.synchronize, group.barrier, backend.barrier):
             group.all_reduce(cupy.asarray(np.ones(4, np.float32)))
             wait()
-            assert not backend.in_flight()
+            assert not backend.site.in_flight()
 
     world(cupy, 2, body)
 
@@ -123,7 +123,7 @@ def test_everything_may_be_launched_in_a_stream_of_the_callers(cupy: StandIn) ->
         found = group.all_reduce(cupy.asarray(np.ones(2, np.float32)))
         np.testing.assert_array_equal(cupy.asnumpy(found), [2.0, 2.0])
         backend: Any = group._backend
-        return backend.lineup(0).stream.pointer
+        return backend.site.lineup(0).stream.pointer
 
     found = world(cupy, 2, body, kind=OnOwnStream, world=nccl)
     assert found == [stream.ptr for stream in streams]

@@ -10,7 +10,6 @@ Sums are added in NCCL's own order: equal on all ranks, but not the left fold of
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -24,15 +23,15 @@ from ferrorpc.backends.nccl.barrier import SettledBarrier
 from ferrorpc.backends.nccl.connect import Connector
 from ferrorpc.backends.nccl.ending import CLOSE_SECONDS, Ending
 from ferrorpc.backends.nccl.execution import NcclExecution, NcclPrepared
-from ferrorpc.backends.nccl.flight import Airborne, Flight
+from ferrorpc.backends.nccl.flight import Flight
 from ferrorpc.backends.nccl.identity import exchange, own_identity
 from ferrorpc.backends.nccl.lineup import Lineup, NumberedLineup
 from ferrorpc.backends.nccl.raw import RawOperations
+from ferrorpc.backends.nccl.site import Site
 from ferrorpc.backends.nccl.work import DeviceWork
 from ferrorpc.collectives import select
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.collectives.polling import Polling
 from ferrorpc.collectives.progress import drive, progress_of
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, UsageError
@@ -78,15 +77,15 @@ class NcclBackend(RawOperations, Backend):
         exchange(line, own_identity(device.uuid, api.version, api.name), lanes.timeout)
         communicator = connector.connect(WORLD, lanes.world_ranks)
         own = device.new_stream() if stream is None else device.adopt(stream)
-        self._set_up(lanes, device, api, connector, Lineup(communicator, own), stream)
+        self._set_up(Site(lanes, device, Lineup(communicator, own)), api, connector, stream)
         self._ending = Ending(lanes.clock, lanes.latch, device.here) if ending is None else ending
         self._ending.add(communicator)
 
-    def _set_up(
-        self, lanes: MessageBackend, device: Device, api: NcclApi, connector: Connector, program: Lineup, stream: Any
-    ) -> None:
+    def _set_up(self, site: Site, api: NcclApi, connector: Connector, stream: Any) -> None:
+        lanes = site.lanes
+        self.site = site
         self.lanes = lanes
-        self.device = device
+        self.device = site.device
         self.api = api
         self.session = lanes.session
         self.latch = lanes.latch
@@ -95,53 +94,17 @@ class NcclBackend(RawOperations, Backend):
         self.world_ranks = lanes.world_ranks
         self.group_id = lanes.group_id
         self.timeout = lanes.timeout
-        self.polling = Polling(1)
         self._connector = connector
         self._stream = stream
-        self._program = program
-        self._numbered: NumberedLineup | None = None
-        self._lock = threading.Lock()
-        self._flying: set[Airborne] = set()
         self._closed = False
 
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(device_arrays=True)
 
-    # What operations ask.
-
-    def lineup(self, stream: int) -> Lineup:
-        """Where operations of a stream are launched; 0 is program order."""
-        if stream == 0:
-            return self._program
-        if self._numbered is None:
-            raise AssertionError(f"stream {stream} was not opened")
-        return self._numbered
-
-    def took_off(self, execution: Airborne) -> None:
-        """An operation was started."""
-        with self._lock:
-            self._flying.add(execution)
-
-    def landed(self, execution: Airborne) -> None:
-        """It holds nothing any more."""
-        with self._lock:
-            self._flying.discard(execution)
-
-    def in_flight(self) -> list[Airborne]:
-        """What this rank has started that has not landed."""
-        with self._lock:
-            return list(self._flying)
-
-    def describe(self, ranks: list[int]) -> str:
-        """What the coordinator knows of these world ranks."""
-        return self.lanes.describe(ranks)
-
-    # The backend.
-
     def prepare(self, call: Call) -> Prepared:
         if call.operation is Operation.BARRIER:
-            return SettledBarrier(self, self.lanes.prepare(call))
+            return SettledBarrier(self.site, self.lanes.prepare(call))
         if call.wire is not None or call.algorithm is not None:
             raise UsageError(
                 f"NCCL chooses its own algorithm and compresses nothing, so {call.signature} is not for it",
@@ -149,7 +112,7 @@ class NcclBackend(RawOperations, Backend):
             )
         select.check(call)
         reduction = None if call.op is None else required(call.op, call.inputs[0].dtype, self.api.features)
-        return NcclPrepared(self, call, reduction, self.instead(call))
+        return NcclPrepared(self.site, call, reduction, self.instead(call))
 
     def instead(self, call: Call) -> Prepared | None:
         """What runs the call where the root announces that its arrays are on the host; None: they go to the GPU and back."""
@@ -215,7 +178,7 @@ class NcclBackend(RawOperations, Backend):
         parker = self.clock.parker()
         for look in range(1 << 62):
             self.latch.check()
-            flying = self.in_flight()
+            flying = self.site.in_flight()
             if not flying:
                 return
             for execution in flying:
@@ -229,10 +192,10 @@ class NcclBackend(RawOperations, Backend):
 
     def open_stream(self, stream: int) -> None:
         """A communicator for operations of streams, the first time; every rank comes here at the same point of its program."""
-        if self._numbered is None:
+        if self.site.numbered is None:
             own = self.device.new_stream() if self._stream is None else self.device.adopt(self._stream)
             communicator = self._part(f"streams of group {self.group_id:x}", list(range(self.size)), self.rank)
-            self._numbered = NumberedLineup(communicator, own)
+            self.site.numbered = NumberedLineup(communicator, own)
 
     def split(self, ranks: Sequence[int], group_id: int) -> Backend:
         """The subgroup of these group ranks. The ranks outside call `stay_out` at the same time."""
@@ -259,7 +222,7 @@ class NcclBackend(RawOperations, Backend):
     def _settled(self) -> Any:
         """The communicator of program order, in which nothing is outstanding: splitting wants that."""
         self.synchronize(self.clock.now() + self.timeout)
-        return self._program.communicator
+        return self.site.program.communicator
 
     def _world(self, ranks: Sequence[int]) -> list[int]:
         return [self.world_ranks[rank] for rank in ranks]
@@ -283,7 +246,7 @@ class NcclBackend(RawOperations, Backend):
         if self._closed:
             return
         self._closed = True
-        mine = [lineup.communicator for lineup in (self._program, self._numbered) if lineup is not None]
+        mine = [lineup.communicator for lineup in (self.site.program, self.site.numbered) if lineup is not None]
         if self.group_id == 0:
             mine = self._ending.communicators()  # those of subgroups that nobody closed, too
         if self.latch.cause is None:
@@ -298,7 +261,7 @@ class _Subgroup(NcclBackend):
 
     def __init__(self, parent: NcclBackend, lanes: MessageBackend, communicator: Any) -> None:
         own = parent.device.new_stream() if parent._stream is None else parent.device.adopt(parent._stream)
-        self._set_up(lanes, parent.device, parent.api, parent._connector, Lineup(communicator, own), parent._stream)
+        self._set_up(Site(lanes, parent.device, Lineup(communicator, own)), parent.api, parent._connector, parent._stream)
         self._ending = parent._ending
         self._parent = parent
 

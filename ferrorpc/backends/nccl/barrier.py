@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ferrorpc.backends.nccl.site import Site
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.wire.frames import Key
 
-if TYPE_CHECKING:
-    from ferrorpc.backends.nccl.backend import NcclBackend
-
 
 class SettledBarrier(Prepared):
     """A barrier of the host lanes, entered once this rank's GPU is through."""
 
-    def __init__(self, backend: NcclBackend, inner: Prepared) -> None:
-        self.backend = backend
+    def __init__(self, site: Site, inner: Prepared) -> None:
+        self._site = site
         self._inner = inner
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
-        return _Settling(self.backend, self._inner.start(key, inputs, outputs, guard))
+        return _Settling(self._site, self._inner.start(key, inputs, outputs, guard))
 
 
 class _Settling(Execution):
     """First what was in flight when it was started, then the barrier."""
 
-    def __init__(self, backend: NcclBackend, inner: Execution) -> None:
+    def __init__(self, site: Site, inner: Execution) -> None:
         self.guard = inner.guard
-        self.polling = backend.polling
+        self.polling = site.polling
         self.results, self.specs = [], []
-        self._before = backend.in_flight()
+        self._before = site.in_flight()
         self._inner = inner
 
     @property

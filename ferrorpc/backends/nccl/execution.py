@@ -13,26 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ferrorpc.arrays.device import DeviceArray, Event, is_host
 from ferrorpc.arrays.kinds import copy_into
 from ferrorpc.backends.nccl.announcement import DESCRIBED, Announced, announcing_call, key_beside, pack, unpack
-from ferrorpc.backends.nccl.api import DataType, Op, State, failed
+from ferrorpc.backends.nccl.api import DataType, Op
 from ferrorpc.backends.nccl.flight import Airborne
 from ferrorpc.backends.nccl.launch import Launch, results_of
 from ferrorpc.backends.nccl.lineup import NumberedLineup
+from ferrorpc.backends.nccl.site import Site
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, NcclError, TensorMismatchError
+from ferrorpc.errors import FerroError, NcclError, TensorMismatchError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
-
-if TYPE_CHECKING:
-    from ferrorpc.backends.nccl.backend import NcclBackend
 
 Array = np.ndarray[Any, Any]
 
@@ -67,12 +65,12 @@ class NcclPrepared(Prepared):
 
     def __init__(
         self,
-        backend: NcclBackend,
+        site: Site,
         call: Call,
         reduction: tuple[Op, DataType, int] | None,
         on_host: Prepared | None = None,
     ) -> None:
-        self.backend = backend
+        self.site = site
         self.call = call
         self.reduction = reduction
         self.on_host = on_host
@@ -81,8 +79,8 @@ class NcclPrepared(Prepared):
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
         for array in (*inputs, *(outputs or ())):
-            if not is_host(array) and not self.backend.device.holds(array):
-                own = self.backend.device.index
+            if not is_host(array) and not self.site.device.holds(array):
+                own = self.site.device.index
                 raise TensorMismatchError(
                     f"the array is on GPU {array.device.id}, but this rank's communicator is on GPU {own}",
                     hint="make arrays under `with cupy.cuda.Device(...)` of this rank's GPU, or copy it there",
@@ -91,16 +89,16 @@ class NcclPrepared(Prepared):
 
     def announce(self, key: Key, number: int, on_host: bool, guard: Guard) -> Execution | None:
         """The exchange that has to come first, where one has to."""
-        backend, call = self.backend, self.call
+        site, call = self.site, self.call
         if call.operation not in DESCRIBED and key.stream == 0:
             return None
-        speaks = call.operation in DESCRIBED or backend.rank == 0
+        speaks = call.operation in DESCRIBED or site.rank == 0
         message = pack(number, on_host, call.inputs if call.operation in DESCRIBED else ()) if speaks else None
         size = -1 if message is None else message.size
         prepared = self._announcing.get(size)
         if prepared is None:
             announcing = announcing_call(call, message, f"announcing {self.signature}")
-            prepared = self._announcing[size] = backend.lanes.prepare(announcing)
+            prepared = self._announcing[size] = site.lanes.prepare(announcing)
         return prepared.start(key_beside(key), [] if message is None else [message], None, guard)
 
 
@@ -110,9 +108,9 @@ class NcclExecution(Airborne):
     def __init__(
         self, prepared: NcclPrepared, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard
     ) -> None:
-        backend = prepared.backend
+        site = prepared.site
         self.guard = guard
-        self.polling = backend.polling
+        self.polling = site.polling
         self.results: list[Any] = []
         self.specs: list[TensorSpec] = []
         self.until_done = True
@@ -121,11 +119,11 @@ class NcclExecution(Airborne):
         self.queued: Callable[[], None] | None = None
         """Told once the mark is there."""
         self._prepared = prepared
-        self._backend = backend
+        self._site = site
         self._key = key
         self._outputs = outputs
         self._on_host = all(is_host(array) for array in (*inputs, *(outputs or ())))
-        self._caller = backend.device.current()
+        self._caller = site.device.current()
         self._inputs = inputs
         stays = self._on_host and prepared.on_host is not None
         self._sources: list[DeviceArray] = [] if stays else [self._uploaded(array) for array in inputs]
@@ -138,15 +136,15 @@ class NcclExecution(Airborne):
         self._entered = False
         self._diverted: Execution | None = None
         """The call by the host lanes, where it turned out to be one for them."""
-        self._lineup = backend.lineup(key.stream)
+        self._lineup = site.lineup(key.stream)
         self._number = self._lineup.join(self)
         self._announcement = prepared.announce(key, self._number, self._on_host, guard)
         if prepared.on_host is None:
             self._enter()
-        backend.took_off(self)
+        site.took_off(self)
 
     def _uploaded(self, array: Any) -> DeviceArray:
-        return self._backend.device.staging.up(array) if is_host(array) else array
+        return self._site.device.staging.up(array) if is_host(array) else array
 
     @property
     def label(self) -> str:
@@ -207,19 +205,19 @@ class NcclExecution(Airborne):
         with lineup.lock:
             if not lineup.is_next(self, self._number):
                 return False
-            call, backend = self._prepared.call, self._backend
+            call, site = self._prepared.call, self._site
             if not self._entered:
                 self._enter()
             self._place()
-            with backend.device.here():
+            with site.device.here():
                 lineup.stream.wait(self._begins)
                 lineup.stream.wait(self._caller.record())  # memory that was allocated in its order since
                 self._launch = Launch(
                     lineup.communicator,
-                    backend.device,
+                    site.device,
                     lineup.stream,
-                    backend.rank,
-                    backend.size,
+                    site.rank,
+                    site.size,
                     call,
                     self._sources,
                     self._targets,
@@ -233,43 +231,40 @@ class NcclExecution(Airborne):
     def _enter(self) -> None:
         """In the mailbox of the host lanes it stands for those who ask where this rank is, and who call something else."""
         self._entered = True
-        self._backend.lanes.transport.mailbox.enter(self._key, self._prepared.signature, lambda: None)
+        self._site.lanes.transport.mailbox.enter(self._key, self._prepared.signature, lambda: None)
 
     def _place(self) -> None:
         """Where results go: where the caller wants them, as far as that is on the GPU and fits."""
-        call, backend = self._prepared.call, self._backend
-        self.specs = results_of(call, backend.rank, backend.size, self._everyones)
+        call, site = self._prepared.call, self._site
+        self.specs = results_of(call, site.rank, site.size, self._everyones)
         if self._everyones and call.root is not None and not self._sources:
             self._on_host = self._on_host and self._everyones[call.root].on_host
         wanted = list(self._outputs or ())
         fit = [item < len(wanted) and _fits(wanted[item], spec) for item, spec in enumerate(self.specs)]
         if len(self.specs) > 1 and not any(fit) and len(set(self.specs)) == 1:
             spec = self.specs[0]
-            whole = backend.device.empty((len(self.specs), *spec.shape), spec.dtype.storage, self._caller)
+            whole = site.device.empty((len(self.specs), *spec.shape), spec.dtype.storage, self._caller)
             self._targets = [whole[item] for item in range(len(self.specs))]
             return
         self._targets = [
-            wanted[item] if fit[item] else backend.device.empty(spec.shape, spec.dtype.storage, self._caller)
+            wanted[item] if fit[item] else site.device.empty(spec.shape, spec.dtype.storage, self._caller)
             for item, spec in enumerate(self.specs)
         ]
 
     def _room(self, size_bytes: int) -> DeviceArray:
-        self._scratch.append(self._backend.device.empty((size_bytes,), np.dtype(np.uint8), self._caller))
+        self._scratch.append(self._site.device.empty((size_bytes,), np.dtype(np.uint8), self._caller))
         self._lineup.stream.wait(self._caller.record())
         return self._scratch[-1]
 
     def _settled(self) -> bool:
         """Queues what follows, and the mark, once NCCL has launched everything."""
         lineup, launch = self._lineup, self._launch
-        state = lineup.communicator.state()
-        if state is State.IN_PROGRESS or launch is None:
+        if not lineup.has_launched(self) or launch is None:
             return False
-        if state is not State.SUCCESS:
-            raise failed(self.label, state, lineup.communicator.last_error())
         with lineup.lock:
             if self.mark is None:
                 for target, source in launch.after:
-                    self._backend.device.copy(target, source, lineup.stream)
+                    self._site.device.copy(target, source, lineup.stream)
                 mark = lineup.stream.record()
                 self.results = self._targets
                 self.mark = mark
@@ -286,9 +281,7 @@ class NcclExecution(Airborne):
         if self._other is not None:
             return False
         if self.mark is None or not self.mark.done:
-            state = self._lineup.communicator.state()
-            if state not in (State.SUCCESS, State.IN_PROGRESS):
-                raise failed(self.label, state, self._lineup.communicator.last_error())
+            self._lineup.has_launched(self)
             return False
         if self._on_host:
             self._bring_home()
@@ -296,7 +289,7 @@ class NcclExecution(Airborne):
         return True
 
     def _bring_home(self) -> None:
-        down = self._backend.device.staging.down
+        down = self._site.device.staging.down
         wanted = list(self._outputs or ())
         self.results = []
         for item, (target, spec) in enumerate(zip(self._targets, self.specs, strict=True)):
@@ -310,13 +303,12 @@ class NcclExecution(Airborne):
         """The calling thread's stream goes on after the mark."""
         if self.mark is None:
             raise AssertionError(f"{self.label} was not launched")
-        self._backend.device.current().wait(self.mark)
+        self._site.device.current().wait(self.mark)
 
     def waiting_on(self) -> list[int]:
         if self._other is not None:
             return self._other.waiting_on()
-        own = self._backend.world_ranks[self._backend.rank]
-        return [rank for rank in self._backend.world_ranks if rank != own]
+        return list(self._site.others)
 
     def probe(self) -> None:
         """A rank that calls something else at this place says so, and the generation ends with both signatures."""
@@ -324,18 +316,15 @@ class NcclExecution(Airborne):
             self._other.probe()
         if self._entered:
             for rank in self.waiting_on():
-                self._backend.lanes.transport.probe(rank, self._key, self._prepared.signature)
+                self._site.lanes.transport.probe(rank, self._key, self._prepared.signature)
 
     def explain(self) -> str:
         if self._other is not None:
             return self._other.explain()
-        return f"{self.label} waits for ranks {self.waiting_on()}, or for what their GPUs and this one were given before it"
+        return self._site.sentence(self.label)
 
     def timeout_error(self) -> FerroError:
-        ranks = self.waiting_on()
-        known = self._backend.describe(ranks)
-        text = f"{self.label} was not complete after {self.guard.seconds:g} s: {self.explain()}"
-        return CollectiveTimeoutError(ranks, text + (f"; {known}" if known else ""))
+        return self._site.late(self)
 
     def finish(self) -> None:
         """Its driver is through with it. What the GPU still needs stays until it has landed, or the communicator is gone."""
@@ -350,9 +339,9 @@ class NcclExecution(Airborne):
         if self._other is not None:
             self._other.finish()
         if self._entered:
-            self._backend.lanes.transport.mailbox.leave(self._key)
+            self._site.lanes.transport.mailbox.leave(self._key)
         self._sources, self._scratch, self._launch = [], [], None
-        self._backend.landed(self)
+        self._site.landed(self)
 
 
 def _fits(wanted: Any, spec: TensorSpec) -> bool:

@@ -13,7 +13,7 @@ from collections import deque
 from typing import Any
 
 from ferrorpc.arrays.device import Stream
-from ferrorpc.backends.nccl.api import Communicator
+from ferrorpc.backends.nccl.api import Communicator, State, failed
 
 
 class Lineup:
@@ -42,6 +42,15 @@ class Lineup:
     def passed(self, operation: Any, number: int) -> None:
         """It is in the stream, whole, or will not be launched at all. The lock is held."""
         self._waiting.remove(operation)
+
+    def has_launched(self, operation: Any) -> bool:
+        """Whether NCCL has launched everything that it was given. Raises NcclError, of this operation, for what it has met."""
+        state = self.communicator.state()
+        if state is State.SUCCESS:
+            return True
+        if state is State.IN_PROGRESS:
+            return False
+        raise failed(operation.label, state, self.communicator.last_error())
 
 
 class NumberedLineup(Lineup):

@@ -8,21 +8,18 @@ communicator are those of every other operation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ferrorpc.arrays.device import Event, Stream
-from ferrorpc.backends.nccl.api import Communicator, State, failed, required
+from ferrorpc.backends.nccl.api import Communicator, NcclApi, required
 from ferrorpc.backends.nccl.execution import first_cause
 from ferrorpc.backends.nccl.flight import Airborne, Flight
 from ferrorpc.backends.nccl.launch import BYTES
-from ferrorpc.backends.nccl.lineup import Lineup
+from ferrorpc.backends.nccl.site import Site
 from ferrorpc.collectives.progress import drive, progress_of
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, InvalidRankError, SelfSendError
+from ferrorpc.errors import FerroError, InvalidRankError, SelfSendError
 from ferrorpc.guard import Guard
 from ferrorpc.types import DType, ReduceOp, dtype_named
-
-if TYPE_CHECKING:
-    from ferrorpc.backends.nccl.backend import NcclBackend
 
 
 class RawOperations:
@@ -36,6 +33,9 @@ class RawOperations:
         TensorMismatchError: NCCL lacks the operator for this dtype.
         FerroError: the generation's first cause; CollectiveTimeoutError where an earlier operation blocks the way.
     """
+
+    site: Site
+    api: NcclApi
 
     def all_reduce_raw(
         self, source: int, target: int, count: int, dtype: str | DType, op: str | ReduceOp = "sum", *, stream: Any = None
@@ -52,9 +52,9 @@ class RawOperations:
         self, source: int, target: int, count: int, dtype: str | DType, root: int = 0, *, stream: Any = None
     ) -> None:
         """target[:count] = source[:count] of rank `root`. Elsewhere `source` is not read."""
-        backend = self._self()
-        if not 0 <= root < backend.size:
-            raise InvalidRankError(f"root is {root!r}, but this group has ranks 0 to {backend.size - 1}")
+        size = self.site.size
+        if not 0 <= root < size:
+            raise InvalidRankError(f"root is {root!r}, but this group has ranks 0 to {size - 1}")
         size_bytes = count * _dtype(dtype).itemsize
         self._raw(
             f"broadcast_raw({_name(dtype)}[{count}], root={root})",
@@ -93,11 +93,11 @@ class RawOperations:
             sends: (source, bytes, group rank it goes to).
             recvs: (target, bytes, group rank it comes from); those from one rank in the order in which it sends them.
         """
-        backend = self._self()
+        rank, size = self.site.rank, self.site.size
         for peer in (each[2] for each in (*sends, *recvs)):
-            if not 0 <= peer < backend.size:
-                raise InvalidRankError(f"a peer is {peer!r}, but this group has ranks 0 to {backend.size - 1}")
-            if peer == backend.rank:
+            if not 0 <= peer < size:
+                raise InvalidRankError(f"a peer is {peer!r}, but this group has ranks 0 to {size - 1}")
+            if peer == rank:
                 raise SelfSendError(f"rank {peer} cannot send to or receive from itself")
 
         def launch(nccl: Communicator, queue: int) -> None:
@@ -111,23 +111,19 @@ class RawOperations:
             self._raw(f"exchange_raw({len(sends)} sends, {len(recvs)} receives)", launch, stream)
 
     def _reduction(self, op: str | ReduceOp, dtype: str | DType) -> Any:
-        return required(ReduceOp.named(op), _dtype(dtype), self._self().api.features)
-
-    def _self(self) -> NcclBackend:
-        return self  # type: ignore[return-value]
+        return required(ReduceOp.named(op), _dtype(dtype), self.api.features)
 
     def _raw(self, label: str, launch: Callable[[Communicator, int], None], stream: Any) -> None:
-        backend = self._self()
-        backend.latch.check()
-        given = None if stream is None else backend.device.adopt(stream)
-        guard = Guard(backend.clock, backend.latch, backend.timeout)
-        execution = RawExecution(backend, label, launch, given, guard)
+        site, lanes = self.site, self.site.lanes
+        lanes.latch.check()
+        given = None if stream is None else site.device.adopt(stream)
+        execution = RawExecution(site, label, launch, given, lanes.guard(None))
         try:
-            drive(execution, backend.abort)
+            drive(execution, lanes.abort)
         except BaseException:
             execution.release()
             raise
-        progress_of(backend.clock).submit(Flight(execution), backend.abort, lambda _: None)
+        progress_of(lanes.clock).submit(Flight(execution), lanes.abort, lambda _: None)
 
 
 class RawExecution(Airborne):
@@ -135,26 +131,26 @@ class RawExecution(Airborne):
 
     def __init__(
         self,
-        backend: NcclBackend,
+        site: Site,
         label: str,
         launch: Callable[[Communicator, int], None],
         given: Stream | None,
         guard: Guard,
     ) -> None:
         self.guard = guard
-        self.polling = backend.polling
+        self.polling = site.polling
         self.results, self.specs = [], []
-        self.backend = backend
+        self._site = site
         self._label = label
         self._run = launch
         self._given = given
-        self._caller = backend.device.current()
-        self._lineup: Lineup = backend.lineup(0)
+        self._caller = site.device.current()
+        self._lineup = site.lineup(0)
         self._lineup.join(self)
         self._stream = self._lineup.stream if given is None else given
         self._launched = False
         self.mark: Event | None = None
-        backend.took_off(self)
+        site.took_off(self)
 
     @property
     def label(self) -> str:
@@ -162,8 +158,8 @@ class RawExecution(Airborne):
 
     @first_cause
     def advance(self) -> bool:
-        lineup, backend = self._lineup, self.backend
-        with lineup.lock, backend.device.here():
+        lineup = self._lineup
+        with lineup.lock, self._site.device.here():
             if not self._launched:
                 if not lineup.is_next(self, 0):
                     return False
@@ -171,11 +167,8 @@ class RawExecution(Airborne):
                     self._stream.wait(self._caller.record())
                 self._run(lineup.communicator, self._stream.pointer)
                 self._launched = True
-            state = lineup.communicator.state()
-            if state is State.IN_PROGRESS:
+            if not lineup.has_launched(self):
                 return False
-            if state is not State.SUCCESS:
-                raise failed(self._label, state, lineup.communicator.last_error())
             self.mark = self._stream.record()
             lineup.passed(self, 0)
             if self._given is None:
@@ -188,32 +181,27 @@ class RawExecution(Airborne):
         if self.mark is not None and self.mark.done:
             self.release()
             return True
-        communicator = self._lineup.communicator
-        state = communicator.state()
-        if state not in (State.SUCCESS, State.IN_PROGRESS):
-            raise failed(self._label, state, communicator.last_error())
+        self._lineup.has_launched(self)
         return False
 
     def waiting_on(self) -> list[int]:
-        return [rank for place, rank in enumerate(self.backend.world_ranks) if place != self.backend.rank]
+        return list(self._site.others)
 
     def probe(self) -> None:
         """Raw calls have no key that others could be asked about."""
 
     def explain(self) -> str:
-        return f"{self._label} waits for ranks {self.waiting_on()}, or for what their GPUs and this one were given before it"
+        return self._site.sentence(self._label)
 
     def timeout_error(self) -> FerroError:
-        known = self.backend.describe(self.waiting_on())
-        text = f"after {self.guard.seconds:g} s, {self.explain()}" + (f"; {known}" if known else "")
-        return CollectiveTimeoutError(self.waiting_on(), text)
+        return self._site.late(self)
 
     def finish(self) -> None:
         """Its driver is through with it; it is in flight until it lands."""
 
     def release(self) -> None:
         """It holds nothing: it is only no longer in flight."""
-        self.backend.landed(self)
+        self._site.landed(self)
 
 
 def _dtype(dtype: str | DType) -> DType:

@@ -1,0 +1,71 @@
+"""Where a group's operations take place: its GPU, its host lanes, the order of launches, and what the GPU may be busy with."""
+
+from __future__ import annotations
+
+import threading
+
+from ferrorpc.arrays.device import Device
+from ferrorpc.backends.message import MessageBackend
+from ferrorpc.backends.nccl.flight import Airborne
+from ferrorpc.backends.nccl.lineup import Lineup, NumberedLineup
+from ferrorpc.collectives.polling import Polling
+from ferrorpc.errors import CollectiveTimeoutError
+
+
+class Site:
+    """What operations of one rank of one group ask.
+
+    Args:
+        lanes: the same ranks' backend for host memory.
+        device: this rank's GPU.
+        program: where operations in program order are launched.
+
+    Attributes:
+        numbered: where those of streams are; None before the first stream is opened.
+        others: world ranks of the group but this one.
+    """
+
+    def __init__(self, lanes: MessageBackend, device: Device, program: Lineup) -> None:
+        self.lanes = lanes
+        self.device = device
+        self.program = program
+        self.numbered: NumberedLineup | None = None
+        self.rank, self.size = lanes.rank, lanes.size
+        self.others = [rank for place, rank in enumerate(lanes.world_ranks) if place != lanes.rank]
+        self.polling = Polling(1)
+        self._lock = threading.Lock()
+        self._flying: set[Airborne] = set()
+
+    def lineup(self, stream: int) -> Lineup:
+        """Where operations of a stream are launched; 0 is program order."""
+        if stream == 0:
+            return self.program
+        if self.numbered is None:
+            raise AssertionError(f"stream {stream} was not opened")
+        return self.numbered
+
+    def took_off(self, execution: Airborne) -> None:
+        """An operation was started."""
+        with self._lock:
+            self._flying.add(execution)
+
+    def landed(self, execution: Airborne) -> None:
+        """It holds nothing any more."""
+        with self._lock:
+            self._flying.discard(execution)
+
+    def in_flight(self) -> list[Airborne]:
+        """What this rank has started that has not landed."""
+        with self._lock:
+            return list(self._flying)
+
+    def sentence(self, label: str) -> str:
+        """What an operation waits for once it is in its stream, as far as anybody knows: NCCL does not say."""
+        return f"{label} waits for ranks {self.others}, or for what their GPUs and this one were given before it"
+
+    def late(self, execution: Airborne) -> CollectiveTimeoutError:
+        """The error of an operation whose deadline has passed."""
+        ranks = execution.waiting_on()
+        known = self.lanes.describe(ranks)
+        text = f"{execution.label} was not complete after {execution.guard.seconds:g} s: {execution.explain()}"
+        return CollectiveTimeoutError(ranks, text + (f"; {known}" if known else ""))
