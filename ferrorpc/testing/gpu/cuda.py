@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 from ferrorpc.testing.gpu.machine import FakeEvent, FakeStream, Gpu, GpuFault, Machine
-
-if TYPE_CHECKING:
-    from ferrorpc.testing.gpu.stand_in import StandIn
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
 NOT_READY: Final = 600
@@ -22,7 +19,7 @@ PER_THREAD: Final = 2
 """The number of the stream that every thread has one of."""
 
 
-class Thread(threading.local):
+class _Thread(threading.local):
     """What CUDA keeps for each thread: the current device, and CuPy: the current stream of each."""
 
     def __init__(self) -> None:
@@ -32,6 +29,31 @@ class Thread(threading.local):
         self.current: dict[int, _Stream] = {}
         self.inside: list[tuple[int, _Stream]] = []
         """Device and stream of each `with stream:` that it is in."""
+
+
+class Driver:
+    """A machine's GPUs as the threads of a process see them: each has a current one, and current streams."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.thread = _Thread()
+
+    @property
+    def gpu(self) -> Gpu:
+        """The calling thread's device."""
+        return self.machine.gpus[self.thread.device]
+
+    @property
+    def stream(self) -> FakeStream:
+        """The calling thread's stream."""
+        current = self.thread.current.get(self.thread.device)
+        return self.gpu.default if current is None else current.fake
+
+    def query(self, event: int) -> int:
+        """The status of an event, which is that of the GPU where it has failed."""
+        if self.machine.failure:
+            return self.machine.failure
+        return 0 if self.machine.events[event].done else NOT_READY
 
 
 class Pinned:
@@ -51,56 +73,56 @@ class Pinned:
 class _Device:
     """`cupy.cuda.Device`."""
 
-    cupy: StandIn
+    driver: Driver
 
     def __init__(self, device: int | None = None) -> None:
-        self.id = self.cupy.thread.device if device is None else device
+        self.id = self.driver.thread.device if device is None else device
 
     def use(self) -> None:
-        self.cupy.thread.device = self.id
+        self.driver.thread.device = self.id
 
     def __enter__(self) -> Self:
-        self.cupy.thread.devices.append(self.cupy.thread.device)
+        self.driver.thread.devices.append(self.driver.thread.device)
         self.use()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.cupy.thread.device = self.cupy.thread.devices.pop()
+        self.driver.thread.device = self.driver.thread.devices.pop()
 
 
 class _Event:
     """`cupy.cuda.Event`."""
 
-    cupy: StandIn
+    driver: Driver
 
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
-        self.fake = FakeEvent(self.cupy.machine)
+        self.fake = FakeEvent(self.driver.machine)
         self.ptr = id(self)
-        self._gpu = self.cupy.gpu
-        self.cupy.machine.events[self.ptr] = self.fake
+        self._gpu = self.driver.gpu
+        self.driver.machine.events[self.ptr] = self.fake
 
     def record(self, stream: _Stream | None = None) -> None:
-        fake = self.cupy.stream if stream is None else stream.fake
+        fake = self.driver.stream if stream is None else stream.fake
         if fake.gpu is not self._gpu:
             raise GpuFault(f"an event of GPU {self._gpu.index} cannot mark a stream of GPU {fake.gpu.index}")
         self.fake.record(fake)
 
     @property
     def done(self) -> bool:
-        return bool(self.cupy.cuda.runtime.eventQuery(self.ptr) == 0)
+        return bool(self.driver.query(self.ptr) == 0)
 
 
 class _Stream:
     """`cupy.cuda.Stream`."""
 
-    cupy: StandIn
+    driver: Driver
 
     def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: int | None = None) -> None:
-        self.device_id = -1 if null or ptds else self.cupy.thread.device
+        self.device_id = -1 if null or ptds else self.driver.thread.device
         if null or ptds:
             self.ptr = PER_THREAD if ptds else 0
         else:
-            self.ptr = self.cupy.gpu.new_stream(priority or 0, non_blocking).pointer
+            self.ptr = self.driver.gpu.new_stream(priority or 0, non_blocking).pointer
 
     @classmethod
     def from_external(cls, obj: Any) -> _Stream:
@@ -112,7 +134,7 @@ class _Stream:
     @property
     def fake(self) -> FakeStream:
         """Its queue. The null stream is the current device's."""
-        return self.cupy.gpu.default if self.ptr == 0 else self.cupy.machine.stream(self.ptr)
+        return self.driver.gpu.default if self.ptr == 0 else self.driver.machine.stream(self.ptr)
 
     def wait_event(self, event: _Event) -> None:
         event.fake.hold(self.fake)
@@ -122,23 +144,23 @@ class _Stream:
 
     def _on_device(self) -> int:
         """The current device, which has to be its own where that is known."""
-        device = self.cupy.thread.device
+        device = self.driver.thread.device
         if self.device_id not in (-1, device):
             raise RuntimeError(f"the stream is GPU {self.device_id}'s, but GPU {device} is current")
         return device
 
     def use(self) -> Self:
-        self.cupy.thread.current[self._on_device()] = self
+        self.driver.thread.current[self._on_device()] = self
         return self
 
     def __enter__(self) -> Self:
-        self.cupy.thread.inside.append((self._on_device(), self))
+        self.driver.thread.inside.append((self._on_device(), self))
         return self.use()
 
     def __exit__(self, *error: object) -> None:
-        device, _ = self.cupy.thread.inside.pop()
-        around = [stream for other, stream in self.cupy.thread.inside if other == device]
-        self.cupy.thread.current[device] = around[-1] if around else type(self)(null=True)
+        device, _ = self.driver.thread.inside.pop()
+        around = [stream for other, stream in self.driver.thread.inside if other == device]
+        self.driver.thread.current[device] = around[-1] if around else type(self)(null=True)
 
 
 class CUDARuntimeError(RuntimeError):
@@ -149,9 +171,9 @@ class CUDARuntimeError(RuntimeError):
         self.status = status
 
 
-def cuda(cupy: StandIn) -> SimpleNamespace:
-    """`cupy.cuda` for that stand-in."""
-    own: dict[str, Any] = {"cupy": cupy}
+def cuda(driver: Driver) -> SimpleNamespace:
+    """`cupy.cuda` over these GPUs."""
+    own: dict[str, Any] = {"driver": driver}
     stream = type("Stream", (_Stream,), own)
     classes = {
         "Device": type("Device", (_Device,), own),
@@ -160,29 +182,24 @@ def cuda(cupy: StandIn) -> SimpleNamespace:
     }
     return SimpleNamespace(
         **classes,
-        get_current_stream=lambda: cupy.thread.current.get(cupy.thread.device) or stream(null=True),
-        alloc_pinned_memory=lambda size_bytes: Pinned(cupy.machine, size_bytes),
-        runtime=_runtime(cupy),
+        get_current_stream=lambda: driver.thread.current.get(driver.thread.device) or stream(null=True),
+        alloc_pinned_memory=lambda size_bytes: Pinned(driver.machine, size_bytes),
+        runtime=_runtime(driver),
     )
 
 
-def _runtime(cupy: StandIn) -> SimpleNamespace:
+def _runtime(driver: Driver) -> SimpleNamespace:
     """`cupy.cuda.runtime`."""
-    machine = cupy.machine
+    machine = driver.machine
 
     def memcpy_async(target: int, source: int, size_bytes: int, kind: int, stream: int) -> None:
-        gpu = cupy.gpu
+        gpu = driver.gpu
         copy = {
             HOST_TO_DEVICE: machine.copy_in,
             DEVICE_TO_HOST: machine.copy_out,
             DEVICE_TO_DEVICE: machine.copy_on,
         }[kind]
         copy(gpu, target, source, size_bytes, gpu.stream(stream))
-
-    def event_query(event: int) -> int:
-        if machine.failure:
-            return machine.failure
-        return 0 if machine.events[event].done else NOT_READY
 
     def check_status(status: int) -> None:
         if status:
@@ -196,7 +213,7 @@ def _runtime(cupy: StandIn) -> SimpleNamespace:
         streamPerThread=PER_THREAD,
         CUDARuntimeError=CUDARuntimeError,
         check_status=check_status,
-        eventQuery=event_query,
+        eventQuery=driver.query,
         getDeviceCount=lambda: len(machine.gpus),
         getDeviceProperties=lambda index: {"name": b"fake", "uuid": machine.gpus[index].uuid.split(b"\0")[0]},
         deviceGetPCIBusId=lambda index: _bus(machine.gpus[index]),

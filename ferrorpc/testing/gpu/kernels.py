@@ -12,6 +12,7 @@ import numpy as np
 
 from ferrorpc.kernels.cuda import reference
 from ferrorpc.kernels.cuda.program import KERNELS
+from ferrorpc.testing.gpu.cuda import Driver
 from ferrorpc.testing.gpu.machine import Gpu
 from ferrorpc.types import DType
 
@@ -89,14 +90,14 @@ class Kernel:
         self._at(out, count, dtype.storage)[:] = reference.sum_peers(arrays, dtype, divisor)
 
 
-def raw_module(cupy: Any) -> Callable[..., Any]:
-    """`RawModule` for that stand-in."""
+def raw_module(driver: Driver) -> Callable[..., Any]:
+    """`RawModule` over these GPUs."""
 
     class RawModule:
         """Of which only the library's own kernels are known."""
 
         def __init__(self, code: str, options: tuple[str, ...] = ()) -> None:
-            self._gpu = cupy.gpu
+            self._gpu = driver.gpu
 
         def get_function(self, name: str) -> Callable[..., None]:
             """A kernel by name."""
@@ -112,7 +113,7 @@ def raw_module(cupy: Any) -> Callable[..., Any]:
                     kernel(*ready, rows)
                     return True
 
-                cupy.stream.enqueue(run)
+                driver.stream.enqueue(run)
 
             return launch
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ferrorpc.arrays.cupy_device import forget
-from ferrorpc.testing.gpu.cuda import Thread, cuda
+from ferrorpc.testing.gpu.cuda import Driver, cuda
 from ferrorpc.testing.gpu.kernels import raw_module
 from ferrorpc.testing.gpu.machine import FakeStream, Gpu, GpuFault, Machine
 
@@ -155,22 +155,21 @@ class StandIn(ModuleType):
     def __init__(self, machine: Machine) -> None:
         super().__init__("cupy")
         self.machine = machine
-        self.thread = Thread()
+        self._driver = Driver(machine)
         self.ndarray = type("ndarray", (Array,), {"cupy": self})
-        self.cuda = cuda(self)
-        self.RawModule = raw_module(self)
+        self.cuda = cuda(self._driver)
+        self.RawModule = raw_module(self._driver)
         self.tanh, self.exp, self.log = np.tanh, np.exp, np.log  # which find their way: Array.__array_ufunc__
 
     @property
     def gpu(self) -> Gpu:
         """The calling thread's device."""
-        return self.machine.gpus[self.thread.device]
+        return self._driver.gpu
 
     @property
     def stream(self) -> FakeStream:
         """The calling thread's stream."""
-        found: FakeStream = self.cuda.get_current_stream().fake
-        return found
+        return self._driver.stream
 
     def empty(self, shape: Any, dtype: Any = "float64") -> Any:
         """As `cupy.empty`."""
