@@ -24,11 +24,9 @@ from ferrorpc.agreement import agree
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.kinds import kind_of, view
-from ferrorpc.ddp.bucket import Layout, Slot, lay_out
-from ferrorpc.ddp.device_memory import DeviceMemory, Gpu
+from ferrorpc.ddp.bucket import lay_out
+from ferrorpc.ddp.fleet import Fleet
 from ferrorpc.ddp.hooks.base import Hook, check_hook
-from ferrorpc.ddp.lane import Lane, Traffic
-from ferrorpc.ddp.memory import HostMemory, Memory
 from ferrorpc.ddp.placement import place_of
 from ferrorpc.ddp.round import Round
 from ferrorpc.ddp.steps import Steps
@@ -41,8 +39,8 @@ if TYPE_CHECKING:
 MEBIBYTE = 1 << 20
 
 
-class Reducer:
-    """Means of a fixed set of named gradients over a group, round after round.
+class Reducer(Fleet):
+    """Means of a fixed set of named gradients over a group: a fleet of buckets that sets out round after round.
 
     Args:
         parameters: name and spec of each, in order of registration. All ranks give the same; that is checked here.
@@ -76,27 +74,12 @@ class Reducer:
                 raise TensorMismatchError(f"{what} {name}: {why_not}")
         if hook is not None:
             check_hook(hook)
-        self.layout: Layout = lay_out(parameters, cap_bytes(bucket_cap_mb), order=order)
-        agree(group, what, self.layout.text + ("" if hook is None else f"\nhook: {hook.text}"))
-        self.size = group.size
-        self.hook = hook
-        self.traffic = Traffic(group.size)
+        layout = lay_out(parameters, cap_bytes(bucket_cap_mb), order=order)
+        agree(group, what, layout.text + ("" if hook is None else f"\nhook: {hook.text}"))
+        super().__init__(layout, group, hook, kind)
         self.steps = Steps(group)
-        self._operations = 1 if hook is None else 1 + hook.operations
-        # A bucket's operations of one kind start round after round: that is the promise which shared memory needs.
-        self._stream = group.stream(channels=max(1, len(self.layout.buckets) * self._operations))
-        self.clock = self._stream.clock
-        self.kind = kind
-        self.memory = self._memory(group)
-        self.number = self._stream.number
         self._rounds = 0
         self._usual_weight: float | None = None
-
-    def _memory(self, group: ProcessGroup) -> list[Memory]:
-        if self.kind is None:
-            return [HostMemory(bucket, group) for bucket in self.layout.buckets]
-        gpu = Gpu(self.kind, self.clock)
-        return [DeviceMemory(bucket, gpu) for bucket in self.layout.buckets]
 
     def view(self, gradient: Any, what: str) -> View:
         """Reads a gradient where the buckets are.
@@ -128,16 +111,7 @@ class Reducer:
         self._rounds += 1
         if weight is None:
             weight = self._usual_weight if self.hook is None else 1.0
-        return Round(self, number, weight)
-
-    def at(self, name: str) -> tuple[Memory, Slot]:
-        """Where a gradient lies. What is there belongs to a round until the next one begins."""
-        slot = self.layout.slots[name]
-        return self.memory[slot.bucket], slot
-
-    def lane(self, number: int, bucket: int) -> Lane:
-        """The operations of a bucket in round `number`: the header's and the hook's where there is one."""
-        return Lane(self._stream, (number * len(self.memory) + bucket) * self._operations, self.traffic)
+        return Round(self, self.steps, number, weight)
 
     @contextmanager
     def uneven(self, follow: Callable[[Round], None]) -> Iterator[None]:

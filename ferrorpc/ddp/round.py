@@ -6,22 +6,20 @@ import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.ddp.bucket import Bucket, Slot
+from ferrorpc.ddp.fleet import Fleet
 from ferrorpc.ddp.hooks.base import Part
 from ferrorpc.ddp.memory import Memory
-from ferrorpc.ddp.steps import Step
+from ferrorpc.ddp.steps import Step, Steps
 from ferrorpc.errors import UsageError
 from ferrorpc.guard import FOREVER, Clock, Parker
 from ferrorpc.types import ReduceOp
 from ferrorpc.work import Work
-
-if TYPE_CHECKING:
-    from ferrorpc.ddp.reducer import Reducer
 
 _NAMES_SHOWN = 4
 
@@ -84,27 +82,29 @@ class Round:
     """One mean. `put` each gradient, or write it to its place in the bucket and `put` that; then `finish`.
 
     Args:
+        steps: is told of it when it is over.
         number: of this round, from 0.
         weight: this rank's share of a weighted mean; None for an even one, on all ranks or on none.
     """
 
-    def __init__(self, reducer: Reducer, number: int, weight: float | None) -> None:
+    def __init__(self, fleet: Fleet, steps: Steps, number: int, weight: float | None) -> None:
         self.number = number
         self.weight = weight
-        self._reducer = reducer
-        self._missing = [len(bucket.slots) for bucket in reducer.layout.buckets]
+        self._fleet = fleet
+        self._steps = steps
+        self._missing = [len(bucket.slots) for bucket in fleet.layout.buckets]
         self._put: set[str] = set()
         self._flights: list[Flight] = []
-        self._parker = reducer.clock.parker()
+        self._parker = fleet.clock.parker()
         self._used: set[str] = set()
-        self._began = reducer.clock.now()
-        for memory in reducer.memory:
+        self._began = fleet.clock.now()
+        for memory in fleet.memory:
             memory.begin(weight)
 
     @property
     def is_complete(self) -> bool:
         """Whether every gradient was put."""
-        return len(self._put) == len(self._reducer.layout.slots)
+        return len(self._put) == len(self._fleet.layout.slots)
 
     def has(self, name: str) -> bool:
         """Whether this gradient was put."""
@@ -118,7 +118,7 @@ class Round:
             used: whether this rank has used the parameter.
             stays: it does not change before the other gradients of its bucket are put, so all may be copied at once.
         """
-        memory, slot = self._reducer.at(name)
+        memory, slot = self._fleet.at(name)
         counts = gradient is not None and self.weight != 0
         memory.write(slot, gradient if counts else None, used, stays)
         self.put_place(slot)
@@ -128,19 +128,19 @@ class Round:
         self._put.add(slot.name)
         self._missing[slot.bucket] -= 1
         if self._missing[slot.bucket] == 0:
-            self._send(self._reducer.memory[slot.bucket])
-        if self._reducer.hook is not None:  # which has operations that follow others
+            self._send(self._fleet.memory[slot.bucket])
+        if self._fleet.hook is not None:  # which has operations that follow others
             for flight in self._flights:
                 self._advance(flight)
 
     def _send(self, memory: Memory) -> None:
         operations = self._operations(memory.bucket, memory.leave())
-        place = nullcontext if self._reducer.hook is None else memory.apart
-        self._flights.append(Flight(memory.bucket, operations, self._reducer.clock, self._parker, place))
+        place = nullcontext if self._fleet.hook is None else memory.apart
+        self._flights.append(Flight(memory.bucket, operations, self._fleet.clock, self._parker, place))
 
     def _operations(self, bucket: Bucket, array: Any) -> Generator[Work[Any], Any, None]:
-        hook = self._reducer.hook
-        lane = self._reducer.lane(self.number, bucket.index)
+        hook = self._fleet.hook
+        lane = self._fleet.lane(self.number, bucket.index)
         if hook is None or array.dtype != np.float32:
             yield lane.all_reduce(array, ReduceOp.MEAN if self.weight is None else ReduceOp.SUM)
             return
@@ -160,11 +160,11 @@ class Round:
 
     def wait(self) -> float:
         """As `finish`, but returns what the weights sum to where that is zero, too; then there are no means."""
-        for name in () if self.is_complete else self._reducer.layout.slots:
+        for name in () if self.is_complete else self._fleet.layout.slots:
             if name not in self._put:
                 self.put(name, None)
-        waited, flights = self._reducer.clock.now(), list(self._flights)
-        with self._reducer.steps.waiting(waited):
+        waited, flights = self._fleet.clock.now(), list(self._flights)
+        with self._steps.waiting(waited):
             totals = self._bring_home()
         self._report(waited, flights)
         if not all(map(math.isfinite, totals)):
@@ -175,23 +175,23 @@ class Round:
 
     def _bring_home(self) -> list[float]:
         """Waits for all buckets; what the weights sum to, as each of them says."""
-        totals = [float(self._reducer.size)]
+        totals = [float(self._fleet.size)]
         while self._flights:
             # All of them go on while any is waited for: which one comes home first differs from rank to rank.
             under_way = [flight for flight in self._flights if not self._advance(flight)]
             for flight in self._flights:
                 if flight not in under_way:
-                    totals.append(self._settle(self._reducer.memory[flight.bucket.index]))
+                    totals.append(self._settle(self._fleet.memory[flight.bucket.index]))
             if len(under_way) == len(self._flights):
                 self._parker.park(FOREVER)  # each operation has its own deadline
             self._flights = under_way
         return totals
 
     def _report(self, waited: float, flights: list[Flight]) -> None:
-        steps, ended = self._reducer.steps, self._reducer.clock.now()
-        began = self._began if steps.last_end is None else steps.last_end
+        ended, before = self._fleet.clock.now(), self._steps.last_end
+        began = self._began if before is None else before
         told = tuple((flight.bucket.index, flight.left, flight.home) for flight in flights)
-        steps.add(Step(self.number, began, waited, ended, told))
+        self._steps.add(Step(self.number, began, waited, ended, told))
 
     def _advance(self, flight: Flight) -> bool:
         try:
@@ -210,7 +210,7 @@ class Round:
         """A bucket has come home: notes who was used. Returns what the weights sum to."""
         home = memory.settle()
         self._used.update(home.used)
-        return float(self._reducer.size) if home.total is None else home.total
+        return float(self._fleet.size) if home.total is None else home.total
 
     def used(self, name: str) -> bool:
         """After `finish`: whether any rank has used the parameter. Where none has, there is no mean."""
@@ -222,8 +222,8 @@ class Round:
         Args:
             as_views: they lie in the bucket, where their kind permits. They belong to the next round then.
         """
-        found: dict[str, Any] = dict.fromkeys(self._reducer.layout.slots)
-        for memory in self._reducer.memory:
+        found: dict[str, Any] = dict.fromkeys(self._fleet.layout.slots)
+        for memory in self._fleet.memory:
             used = [slot for slot in memory.bucket.slots if slot.name in self._used]
             if as_views:
                 found.update({slot.name: memory.alias(slot, kinds[slot.name]) for slot in used})
