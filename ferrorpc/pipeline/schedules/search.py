@@ -16,7 +16,6 @@ from ferrorpc.pipeline.schedules.greedy import Greedy, Taste
 from ferrorpc.pipeline.schedules.improve import Sweep, improve
 from ferrorpc.pipeline.schedules.named import NAMED, named
 from ferrorpc.pipeline.schedules.schedule import Schedule
-from ferrorpc.pipeline.schedules.simulation import peaks
 
 NAMES = ("forward", "backward_input", "backward_weight")
 PATIENCES = (0.0, 0.3, 0.7, 1.0)
@@ -76,7 +75,7 @@ def _fitting(
 ) -> Iterator[tuple[float, float, int, Schedule]]:
     """(makespan, peak, place, candidate) of those below the cap."""
     for place, schedule in enumerate(_candidates(costs, latency, memory_cap, microbatches)):
-        peak = max(peaks(schedule))
+        peak = max(schedule.peak_activations)
         if memory_cap is None or peak <= memory_cap + 1e-9:
             sweep = Sweep(schedule, _by_piece(schedule, costs), latency)
             yield round(sweep.makespan(schedule.actions), 9), peak, place, schedule

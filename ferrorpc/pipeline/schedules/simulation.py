@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from ferrorpc.errors import UsageError
-from ferrorpc.pipeline.actions import Action, Kind
+from ferrorpc.pipeline.actions import Kind
 from ferrorpc.pipeline.schedules.lowering import NAMES, Lowering, has_messages
+from ferrorpc.pipeline.schedules.table import Table
+from ferrorpc.pipeline.schedules.validation import findings
 from ferrorpc.plans import simulate as plans
 from ferrorpc.plans.timeline import Span, Timeline
-
-if TYPE_CHECKING:
-    from ferrorpc.pipeline.schedules.schedule import Schedule
 
 Cost: TypeAlias = float | Sequence[float]
 """Time units of a whole rank; or one for each rank, or one for each piece of the model."""
@@ -29,7 +28,7 @@ class PipelineTimeline(Timeline):
     key = "numbers are microbatches"
 
     def __init__(
-        self, schedule: Schedule, spans: Sequence[Span], peak_activations: Sequence[float], title: str, unit: str = "time units"
+        self, schedule: Table, spans: Sequence[Span], peak_activations: Sequence[float], title: str, unit: str = "time units"
     ) -> None:
         super().__init__([_lane(rank, schedule.pieces(rank)) for rank in range(schedule.stages)], spans, title)
         self.peak_activations = list(peak_activations)
@@ -41,7 +40,7 @@ class PipelineTimeline(Timeline):
     def note(self, lane: int) -> str:
         return f"{super().note(lane)}, holds {self.peak_activations[lane]:g}"
 
-    def costs(self, schedule: Schedule) -> dict[str, list[float]]:
+    def costs(self, schedule: Table) -> dict[str, list[float]]:
         """What each piece of the model cost on average, as `schedule.simulate(**costs)` takes it.
 
         A simulation with the costs of a recorded run shows what the messages of that run added. A whole backward counts half as
@@ -61,36 +60,31 @@ class PipelineTimeline(Timeline):
         }
 
 
-def simulate(schedule: Schedule, costs: tuple[Cost, Cost, Cost], latency: float, transfer: float) -> PipelineTimeline:
+def simulate(table: Table, costs: tuple[Cost, Cost, Cost], latency: float, transfer: float) -> PipelineTimeline:
     """As `Schedule.simulate`; `costs` are those of forward, backward of input, backward of weights."""
-    findings = schedule.validate()
-    if findings:
-        raise UsageError(f"{schedule} is not sound: " + "; ".join(str(each) for each in findings[:3]))
-    forward, backward_input, backward_weight = (_of_pieces(cost, schedule) for cost in costs)
+    found = findings(table)
+    if found:
+        raise UsageError(f"{table} is not sound: " + "; ".join(str(each) for each in found[:3]))
+    forward, backward_input, backward_weight = (_of_pieces(cost, table) for cost in costs)
     durations = {}
-    for stage in range(schedule.virtual_stages):
+    for stage in range(table.virtual_stages):
         durations[Kind.FORWARD, stage] = forward[stage]
         durations[Kind.BACKWARD_INPUT, stage] = backward_input[stage]
         durations[Kind.BACKWARD_WEIGHT, stage] = backward_weight[stage]
         durations[Kind.BACKWARD, stage] = backward_input[stage] + backward_weight[stage]
-    rows = schedule.with_messages().actions
-    program = Lowering(rows, schedule.placement, schedule.edges, durations, latency, transfer).program()
+    rows = table.with_messages().actions
+    program = Lowering(rows, table.placement, table.edges, durations, latency, transfer).program()
     spans = [span for span in plans.simulate(program).spans if span.kind != "message"]
-    return PipelineTimeline(schedule, spans, peaks(schedule), f"{schedule}, simulated")
+    return PipelineTimeline(table, spans, table.peak_activations, f"{table}, simulated")
 
 
-def peaks(schedule: Schedule) -> list[float]:
-    """The most activations that each rank holds at once, in whole-rank microbatches."""
-    return [_peak(row) / max(len(schedule.pieces(rank)), 1) for rank, row in enumerate(schedule.actions)]
-
-
-def columns(schedule: Schedule) -> list[list[str]]:
-    """The schedule as rows of cells, empty where a rank waits while every action takes one column."""
-    rows = [[str(each) for each in row] for row in schedule.actions]
-    if has_messages(schedule.actions) or schedule.validate():
+def columns(table: Table) -> list[list[str]]:
+    """It as rows of cells, empty where a rank waits while every action takes one column."""
+    rows = [[str(each) for each in row] for row in table.actions]
+    if has_messages(table.actions) or findings(table):
         return rows
-    every = {(kind, stage): 1.0 for kind in Kind if kind.computes for stage in range(schedule.virtual_stages)}
-    program = Lowering(schedule.with_messages().actions, schedule.placement, schedule.edges, every).program()
+    every = {(kind, stage): 1.0 for kind in Kind if kind.computes for stage in range(table.virtual_stages)}
+    program = Lowering(table.with_messages().actions, table.placement, table.edges, every).program()
     cells: list[list[str]] = [[] for _ in rows]
     for span in sorted(plans.simulate(program).spans, key=lambda span: span.start):
         if span.kind != "message":
@@ -104,25 +98,14 @@ def _lane(rank: int, pieces: Sequence[int]) -> str:
     return f"rank {rank}: stage{'s' * (len(pieces) > 1)} {', '.join(str(piece) for piece in pieces)}"
 
 
-def _peak(row: Sequence[Action]) -> int:
-    live = highest = 0
-    for each in row:
-        if each.kind is Kind.FORWARD:
-            live += 1
-            highest = max(highest, live)
-        elif each.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            live -= 1
-    return highest
-
-
-def _of_pieces(cost: Cost, schedule: Schedule) -> list[float]:
+def _of_pieces(cost: Cost, table: Table) -> list[float]:
     """The cost of each piece of the model."""
     if isinstance(cost, int | float):
-        cost = [float(cost)] * schedule.stages
-    if len(cost) == schedule.stages:
-        held = [len(schedule.pieces(rank)) for rank in range(schedule.stages)]
-        return [float(cost[rank]) / held[rank] for rank in schedule.placement]
-    if len(cost) == schedule.virtual_stages:
+        cost = [float(cost)] * table.stages
+    if len(cost) == table.stages:
+        held = [len(table.pieces(rank)) for rank in range(table.stages)]
+        return [float(cost[rank]) / held[rank] for rank in table.placement]
+    if len(cost) == table.virtual_stages:
         return [float(each) for each in cost]
-    lengths = " or ".join(str(length) for length in sorted({schedule.stages, schedule.virtual_stages}))
-    raise UsageError(f"a list of {len(cost)} costs for {schedule}", hint=f"give one number, or a list of {lengths}")
+    lengths = " or ".join(str(length) for length in sorted({table.stages, table.virtual_stages}))
+    raise UsageError(f"a list of {len(cost)} costs for {table}", hint=f"give one number, or a list of {lengths}")

@@ -1,19 +1,15 @@
-"""What can be wrong with a schedule, rule by rule."""
+"""What can be wrong with a schedule's table, rule by rule."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ferrorpc.pipeline.actions import Action, Kind
-from ferrorpc.pipeline.schedules import simulation
 from ferrorpc.pipeline.schedules.lowering import Lowering, has_messages, with_messages
+from ferrorpc.pipeline.schedules.table import Table
 from ferrorpc.plans.simulate import blocked
-
-if TYPE_CHECKING:
-    from ferrorpc.pipeline.schedules.schedule import Schedule
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 
@@ -36,42 +32,42 @@ class Finding:
         return self.message if self.rank is None else f"rank {self.rank}: {self.message}"
 
 
-def findings(schedule: Schedule, credits: int | None, peak: float | None) -> list[Finding]:
+def findings(table: Table, credits: int | None = None, peak: float | None = None) -> list[Finding]:
     """As `Schedule.validate`. What follows only from an earlier finding is not listed."""
-    if not schedule.microbatches or not all(schedule.actions):
-        idle = [rank for rank, row in enumerate(schedule.actions) if not row]
+    if not table.microbatches or not all(table.actions):
+        idle = [rank for rank, row in enumerate(table.actions) if not row]
         return [Finding("empty", f"nothing to do for ranks {idle}" if idle else "no rank has anything to do")]
-    found = [*_misplaced(schedule), *_miscounted(schedule)]
+    found = [*_misplaced(table), *_miscounted(table)]
     if not found:
-        found = [*_misordered(schedule), *_unpaired(schedule)]
+        found = [*_misordered(table), *_unpaired(table)]
     if not found:
-        found = list(_deadlocked(schedule, credits))
+        found = list(_deadlocked(table, credits))
     if peak is not None:
-        found += _over(schedule, peak)
+        found += _over(table, peak)
     return found
 
 
-def _misplaced(schedule: Schedule) -> Iterator[Finding]:
+def _misplaced(table: Table) -> Iterator[Finding]:
     holders: dict[int, set[int]] = {}
-    for rank, row in enumerate(schedule.actions):
+    for rank, row in enumerate(table.actions):
         for each in row:
             holders.setdefault(each.stage, set()).add(rank)
-    for stage in range(schedule.virtual_stages):
+    for stage in range(table.virtual_stages):
         ranks = sorted(holders.get(stage, ()))
         if len(ranks) > 1:
             yield Finding("placement", f"stage {stage} is on ranks {ranks}; a stage has one rank")
 
 
-def _miscounted(schedule: Schedule) -> Iterator[Finding]:
+def _miscounted(table: Table) -> Iterator[Finding]:
     """Each stage takes each microbatch forward once, and back once: as B, or as I and W."""
-    count = Counter(each for row in schedule.actions for each in row)
-    rank_of = schedule.placement
+    count = Counter(each for row in table.actions for each in row)
+    rank_of = table.placement
     for each, times in count.items():
         if times > 1:
             yield Finding("duplicate", f"{each} is there {times} times", rank_of[each.stage])
-    for stage in range(schedule.virtual_stages):
+    for stage in range(table.virtual_stages):
         rank = rank_of[stage] if rank_of[stage] >= 0 else None
-        for microbatch in range(schedule.microbatches):
+        for microbatch in range(table.microbatches):
             has = {kind: Action(stage, kind, microbatch) in count for kind in (F, B, I, W)}
             if not has[F]:
                 yield Finding("missing", f"{Action(stage, F, microbatch)} is missing", rank)
@@ -83,10 +79,10 @@ def _miscounted(schedule: Schedule) -> Iterator[Finding]:
                     yield Finding("missing", f"{Action(stage, kind, microbatch)} is missing, and so is a B in its place", rank)
 
 
-def _misordered(schedule: Schedule) -> Iterator[Finding]:
+def _misordered(table: Table) -> Iterator[Finding]:
     """On one rank: forward before backward, input's gradient before the weights'."""
     first = {B: F, I: F, W: I}
-    for rank, row in enumerate(schedule.actions):
+    for rank, row in enumerate(table.actions):
         done: set[Action] = set()
         for each in row:
             if each.kind in first:
@@ -96,20 +92,18 @@ def _misordered(schedule: Schedule) -> Iterator[Finding]:
             done.add(each)
 
 
-def _unpaired(schedule: Schedule) -> Iterator[Finding]:
+def _unpaired(table: Table) -> Iterator[Finding]:
     """Where messages are spelled out: each is sent after its value is there, and received before it is used."""
-    if not has_messages(schedule.actions):
+    if not has_messages(table.actions):
         return
-    compute = [[each for each in row if each.kind.computes] for row in schedule.actions]
-    wanted = {
-        each for row in with_messages(compute, schedule.placement, schedule.edges) for each in row if not each.kind.computes
-    }
-    there = {each for row in schedule.actions for each in row if not each.kind.computes}
+    compute = [[each for each in row if each.kind.computes] for row in table.actions]
+    wanted = {each for row in with_messages(compute, table.placement, table.edges) for each in row if not each.kind.computes}
+    there = {each for row in table.actions for each in row if not each.kind.computes}
     for each in sorted(wanted - there, key=str):
-        yield Finding("message", f"{each} is missing", schedule.placement[each.stage])
+        yield Finding("message", f"{each} is missing", table.placement[each.stage])
     for each in sorted(there - wanted, key=str):
-        yield Finding("message", f"{each}: nothing has to be sent there", schedule.placement[each.stage])
-    for rank, row in enumerate(schedule.actions):
+        yield Finding("message", f"{each}: nothing has to be sent there", table.placement[each.stage])
+    for rank, row in enumerate(table.actions):
         place = {each: index for index, each in enumerate(row)}
         for each in (each for each in row if not each.kind.computes and each in wanted):
             partner = _partner(each, place)
@@ -124,17 +118,17 @@ def _partner(message: Action, place: dict[Action, int]) -> Action | None:
     return next((each for kind in kinds if (each := Action(message.stage, kind, message.microbatch)) in place), None)
 
 
-def _deadlocked(schedule: Schedule, credits: int | None) -> Iterator[Finding]:
-    rows = schedule.actions if credits is None else schedule.with_messages().actions
-    for each in blocked(Lowering(rows, schedule.placement, schedule.edges, {}, credits=credits).program()):
+def _deadlocked(table: Table, credits: int | None) -> Iterator[Finding]:
+    rows = table.actions if credits is None else table.with_messages().actions
+    for each in blocked(Lowering(rows, table.placement, table.edges, {}, credits=credits).program()):
         if each.lane.count(" ") == 1:  # a rank; a way that stands still follows from it
             rank = int(each.lane.split()[1])
             yield Finding("deadlock", f"never starts {each.task}, which needs {' and '.join(each.needs)}", rank)
 
 
-def _over(schedule: Schedule, peak: float) -> list[Finding]:
+def _over(table: Table, peak: float) -> list[Finding]:
     return [
         Finding("peak", f"holds {held:g} activations at once, more than {peak:g}", rank)
-        for rank, held in enumerate(simulation.peaks(schedule))
+        for rank, held in enumerate(table.peak_activations)
         if held > peak + 1e-9
     ]

@@ -1,0 +1,138 @@
+"""A table: what every rank of a pipeline does, action by action, and what follows from that alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Self
+
+from ferrorpc.pipeline.actions import Action, Kind, action
+from ferrorpc.pipeline.schedules import lowering
+from ferrorpc.pipeline.schedules.edges import Edge, Edges
+
+
+@dataclass(frozen=True)
+class Table:
+    """What every rank does.
+
+    A pipeline of `stages` ranks holds a model that is cut into `virtual_stages` pieces, numbered from the input on; where a
+    rank holds several of them, they are its chunks. Actions name the piece and the microbatch they are about.
+
+    Attributes:
+        name: what it is called.
+        actions: of each rank, in the order in which it does them. Messages are implied, unless they are among them.
+        pairs: the edges between the pieces, as (from, to); None for a chain.
+    """
+
+    name: str
+    actions: tuple[tuple[Action, ...], ...] = field(repr=False)
+    pairs: tuple[Edge, ...] | None = None
+
+    @classmethod
+    def of(cls, name: str, rows: Iterable[Iterable[Action]]) -> Self:
+        """The one with these actions, a row for each rank."""
+        return cls(name, tuple(tuple(row) for row in rows))
+
+    @property
+    def stages(self) -> int:
+        """How many ranks there are."""
+        return len(self.actions)
+
+    @cached_property
+    def virtual_stages(self) -> int:
+        """How many pieces the model is cut into."""
+        return 1 + max((each.stage for row in self.actions for each in row), default=-1)
+
+    @cached_property
+    def microbatches(self) -> int:
+        """How many there are."""
+        return 1 + max((each.microbatch for row in self.actions for each in row), default=-1)
+
+    @property
+    def chunks(self) -> float:
+        """Pieces of the model for each rank, on average."""
+        return self.virtual_stages / self.stages if self.actions else 0.0
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each piece; -1 for a piece that none has."""
+        ranks = {each.stage: rank for rank, row in enumerate(self.actions) for each in row}
+        return tuple(ranks.get(stage, -1) for stage in range(self.virtual_stages))
+
+    def pieces(self, rank: int) -> tuple[int, ...]:
+        """The pieces of the model that a rank holds, in ascending order."""
+        return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
+
+    @cached_property
+    def edges(self) -> Edges:
+        """Whose output goes to whom."""
+        return Edges(self.virtual_stages, self.pairs)
+
+    def with_edges(self, pairs: Iterable[Edge]) -> Self:
+        """The same order for a model that is no chain.
+
+        Args:
+            pairs: all edges, as (from piece, to piece), from earlier to later ones. Whatever order is sound for a chain is
+                sound for any such edges.
+
+        Raises:
+            UsageError: they are no edges of such a model.
+        """
+        return replace(self, pairs=Edges(self.virtual_stages, pairs).pairs)
+
+    @cached_property
+    def is_split(self) -> bool:
+        """Whether some backward is in two actions."""
+        return any(each.kind is Kind.BACKWARD_INPUT for row in self.actions for each in row)
+
+    @cached_property
+    def is_forward_first(self) -> bool:
+        """Whether every rank does all its forwards before its first backward."""
+        return all(_forward_first(row) for row in self.actions)
+
+    @cached_property
+    def peak_activations(self) -> tuple[float, ...]:
+        """The most activations that each rank holds at once, in whole-rank microbatches."""
+        return tuple(_peak(row) / max(len(self.pieces(rank)), 1) for rank, row in enumerate(self.actions))
+
+    def with_messages(self) -> Self:
+        """The same with every message spelled out: receives before, sends after the actions they belong to."""
+        rows = lowering.with_messages(self.actions, self.placement, self.edges)
+        return replace(self, actions=tuple(tuple(row) for row in rows))
+
+    # As text, a line is a rank.
+
+    def to_text(self) -> str:
+        """A line for each rank: its actions with spaces between them."""
+        return "\n".join(" ".join(str(each) for each in row) for row in self.actions) + "\n"
+
+    @classmethod
+    def from_text(cls, text: str, name: str = "custom") -> Self:
+        """Reads what `to_text` wrote. Empty lines at the end do not count.
+
+        Raises:
+            UsageError: something in it is no action.
+        """
+        return cls.of(name, [[action(word) for word in line.split()] for line in text.rstrip().splitlines()])
+
+    def __str__(self) -> str:
+        chunks = f", {self.chunks:g} chunks each" if self.chunks != 1 else ""
+        return f"{self.name}: {self.stages} stages{chunks}, {self.microbatches} microbatches"
+
+
+def _forward_first(row: Sequence[Action]) -> bool:
+    computed = [each.kind for each in row if each.kind.computes]
+    forwards = sum(1 for kind in computed if kind is Kind.FORWARD)
+    return all(kind is Kind.FORWARD for kind in computed[:forwards])
+
+
+def _peak(row: Sequence[Action]) -> int:
+    live = highest = 0
+    for each in row:
+        if each.kind is Kind.FORWARD:
+            live += 1
+            highest = max(highest, live)
+        elif each.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            live -= 1
+    return highest
