@@ -26,7 +26,7 @@ from ferrorpc.v1 import tensor_pb2 as ferrorpc_dot_v1_dot_tensor__pb2
 from ferrorpc.v1 import transport_pb2 as ferrorpc_dot_v1_dot_transport__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x66\x65rrorpc/v1/shared_memory.proto\x12\x0b\x66\x65rrorpc.v1\x1a\x18\x66\x65rrorpc/v1/tensor.proto\x1a\x1b\x66\x65rrorpc/v1/transport.proto\"\xa7\x01\n\x11SharedMemoryOffer\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0f\n\x07refusal\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x19\n\x11network_namespace\x18\x04 \x01(\x04\x12\x0c\n\x04user\x18\x05 \x01(\r\x12\x0e\n\x06socket\x18\x06 \x01(\t\x12\r\n\x05nonce\x18\x07 \x01(\x0c\x12\x15\n\rprivate_nonce\x18\x08 \x01(\x0c\"\xc5\x01\n\x14SharedMemoryGreeting\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x12\n\ncluster_id\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x13\n\x0bsource_rank\x18\x05 \x01(\r\x12\x13\n\x0btarget_rank\x18\x06 \x01(\r\x12\r\n\x05nonce\x18\x07 \x01(\x0c\x12\x15\n\rsegment_bytes\x18\x08 \x01(\x04\x12\x17\n\x0fprivate_address\x18\t \x01(\x06\"G\n\x13SharedMemoryVerdict\x12\x0e\n\x06proven\x18\x01 \x03(\r\x12\x10\n\x08readable\x18\x02 \x03(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xac\x02\n\x13SharedMemoryMessage\x12#\n\x05probe\x18\x03 \x01(\x0b\x32\x12.ferrorpc.v1.ProbeH\x00\x12)\n\x05\x66rame\x18\x04 \x01(\x0b\x32\x18.ferrorpc.v1.TensorFrameH\x00\x12#\n\x05grant\x18\x05 \x01(\x0b\x32\x12.ferrorpc.v1.GrantH\x00\x12\x30\n\x0cprobe_answer\x18\x06 \x01(\x0b\x32\x18.ferrorpc.v1.ProbeAnswerH\x00\x12\x31\n\x06parcel\x18\x07 \x01(\x0b\x32\x1f.ferrorpc.v1.SharedMemoryParcelH\x00\x12\x33\n\x07receipt\x18\x08 \x01(\x0b\x32 .ferrorpc.v1.SharedMemoryReceiptH\x00\x42\x06\n\x04\x62ody\"8\n\x12SharedMemoryParcel\x12\x0e\n\x06offset\x18\x01 \x01(\x06\x12\x12\n\nsize_bytes\x18\x02 \x01(\x07\"%\n\x13SharedMemoryReceipt\x12\x0e\n\x06offset\x18\x01 \x01(\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x66\x65rrorpc/v1/shared_memory.proto\x12\x0b\x66\x65rrorpc.v1\x1a\x18\x66\x65rrorpc/v1/tensor.proto\x1a\x1b\x66\x65rrorpc/v1/transport.proto\"\x96\x01\n\x11SharedMemoryOffer\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0f\n\x07refusal\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x19\n\x11network_namespace\x18\x04 \x01(\x04\x12\x0c\n\x04user\x18\x05 \x01(\r\x12\x0e\n\x06socket\x18\x06 \x01(\t\x12\r\n\x05nonce\x18\x07 \x01(\x0cJ\x04\x08\x08\x10\t\"\xb2\x01\n\x14SharedMemoryGreeting\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x12\n\ncluster_id\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\x12\x13\n\x0bsource_rank\x18\x05 \x01(\r\x12\x13\n\x0btarget_rank\x18\x06 \x01(\r\x12\r\n\x05nonce\x18\x07 \x01(\x0c\x12\x15\n\rsegment_bytes\x18\x08 \x01(\x04J\x04\x08\t\x10\n\";\n\x13SharedMemoryVerdict\x12\x0e\n\x06proven\x18\x01 \x03(\r\x12\x0e\n\x06reason\x18\x03 \x01(\tJ\x04\x08\x02\x10\x03\"\xac\x02\n\x13SharedMemoryMessage\x12#\n\x05probe\x18\x03 \x01(\x0b\x32\x12.ferrorpc.v1.ProbeH\x00\x12)\n\x05\x66rame\x18\x04 \x01(\x0b\x32\x18.ferrorpc.v1.TensorFrameH\x00\x12#\n\x05grant\x18\x05 \x01(\x0b\x32\x12.ferrorpc.v1.GrantH\x00\x12\x30\n\x0cprobe_answer\x18\x06 \x01(\x0b\x32\x18.ferrorpc.v1.ProbeAnswerH\x00\x12\x31\n\x06parcel\x18\x07 \x01(\x0b\x32\x1f.ferrorpc.v1.SharedMemoryParcelH\x00\x12\x33\n\x07receipt\x18\x08 \x01(\x0b\x32 .ferrorpc.v1.SharedMemoryReceiptH\x00\x42\x06\n\x04\x62ody\"8\n\x12SharedMemoryParcel\x12\x0e\n\x06offset\x18\x01 \x01(\x06\x12\x12\n\nsize_bytes\x18\x02 \x01(\x07\"%\n\x13SharedMemoryReceipt\x12\x0e\n\x06offset\x18\x01 \x01(\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,15 +34,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ferrorpc.v1.shared_memory_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SHAREDMEMORYOFFER']._serialized_start=104
-  _globals['_SHAREDMEMORYOFFER']._serialized_end=271
-  _globals['_SHAREDMEMORYGREETING']._serialized_start=274
-  _globals['_SHAREDMEMORYGREETING']._serialized_end=471
-  _globals['_SHAREDMEMORYVERDICT']._serialized_start=473
-  _globals['_SHAREDMEMORYVERDICT']._serialized_end=544
-  _globals['_SHAREDMEMORYMESSAGE']._serialized_start=547
-  _globals['_SHAREDMEMORYMESSAGE']._serialized_end=847
-  _globals['_SHAREDMEMORYPARCEL']._serialized_start=849
-  _globals['_SHAREDMEMORYPARCEL']._serialized_end=905
-  _globals['_SHAREDMEMORYRECEIPT']._serialized_start=907
-  _globals['_SHAREDMEMORYRECEIPT']._serialized_end=944
+  _globals['_SHAREDMEMORYOFFER']._serialized_end=254
+  _globals['_SHAREDMEMORYGREETING']._serialized_start=257
+  _globals['_SHAREDMEMORYGREETING']._serialized_end=435
+  _globals['_SHAREDMEMORYVERDICT']._serialized_start=437
+  _globals['_SHAREDMEMORYVERDICT']._serialized_end=496
+  _globals['_SHAREDMEMORYMESSAGE']._serialized_start=499
+  _globals['_SHAREDMEMORYMESSAGE']._serialized_end=799
+  _globals['_SHAREDMEMORYPARCEL']._serialized_start=801
+  _globals['_SHAREDMEMORYPARCEL']._serialized_end=857
+  _globals['_SHAREDMEMORYRECEIPT']._serialized_start=859
+  _globals['_SHAREDMEMORYRECEIPT']._serialized_end=896
 # @@protoc_insertion_point(module_scope)

@@ -38,7 +38,6 @@ class SharedMemoryOffer(google.protobuf.message.Message):
     USER_FIELD_NUMBER: builtins.int
     SOCKET_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
-    PRIVATE_NONCE_FIELD_NUMBER: builtins.int
     transport: builtins.str
     """The transport it was told to use: "auto", "grpc" or "shared_memory"."""
     refusal: builtins.str
@@ -51,8 +50,6 @@ class SharedMemoryOffer(google.protobuf.message.Message):
     """The abstract Unix socket it listens on."""
     nonce: builtins.bytes
     """The first bytes of its segment."""
-    private_nonce: builtins.bytes
-    """Bytes of its private memory, for the proof that others can read that."""
     def __init__(
         self,
         *,
@@ -63,9 +60,8 @@ class SharedMemoryOffer(google.protobuf.message.Message):
         user: builtins.int = ...,
         socket: builtins.str = ...,
         nonce: builtins.bytes = ...,
-        private_nonce: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "network_namespace", b"network_namespace", "nonce", b"nonce", "private_nonce", b"private_nonce", "refusal", b"refusal", "socket", b"socket", "transport", b"transport", "user", b"user"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "network_namespace", b"network_namespace", "nonce", b"nonce", "refusal", b"refusal", "socket", b"socket", "transport", b"transport", "user", b"user"]) -> None: ...
 
 Global___SharedMemoryOffer: typing_extensions.TypeAlias = SharedMemoryOffer
 
@@ -83,7 +79,6 @@ class SharedMemoryGreeting(google.protobuf.message.Message):
     TARGET_RANK_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
     SEGMENT_BYTES_FIELD_NUMBER: builtins.int
-    PRIVATE_ADDRESS_FIELD_NUMBER: builtins.int
     version: builtins.int
     job: builtins.str
     cluster_id: builtins.str
@@ -93,8 +88,6 @@ class SharedMemoryGreeting(google.protobuf.message.Message):
     nonce: builtins.bytes
     """That of the sender's offer, which only members of the generation know."""
     segment_bytes: builtins.int
-    private_address: builtins.int
-    """Where the private nonce lies in the sender's memory."""
     def __init__(
         self,
         *,
@@ -106,9 +99,8 @@ class SharedMemoryGreeting(google.protobuf.message.Message):
         target_rank: builtins.int = ...,
         nonce: builtins.bytes = ...,
         segment_bytes: builtins.int = ...,
-        private_address: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "generation", b"generation", "job", b"job", "nonce", b"nonce", "private_address", b"private_address", "segment_bytes", b"segment_bytes", "source_rank", b"source_rank", "target_rank", b"target_rank", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cluster_id", b"cluster_id", "generation", b"generation", "job", b"job", "nonce", b"nonce", "segment_bytes", b"segment_bytes", "source_rank", b"source_rank", "target_rank", b"target_rank", "version", b"version"]) -> None: ...
 
 Global___SharedMemoryGreeting: typing_extensions.TypeAlias = SharedMemoryGreeting
 
@@ -119,7 +111,6 @@ class SharedMemoryVerdict(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PROVEN_FIELD_NUMBER: builtins.int
-    READABLE_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     reason: builtins.str
     """Why something is missing, in words."""
@@ -127,18 +118,13 @@ class SharedMemoryVerdict(google.protobuf.message.Message):
     def proven(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Whose memory it has mapped, and who said the same secret there and through the coordinator."""
 
-    @property
-    def readable(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Whose private memory it can read."""
-
     def __init__(
         self,
         *,
         proven: collections.abc.Iterable[builtins.int] | None = ...,
-        readable: collections.abc.Iterable[builtins.int] | None = ...,
         reason: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["proven", b"proven", "readable", b"readable", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["proven", b"proven", "reason", b"reason"]) -> None: ...
 
 Global___SharedMemoryVerdict: typing_extensions.TypeAlias = SharedMemoryVerdict
 

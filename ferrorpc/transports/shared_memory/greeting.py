@@ -2,13 +2,11 @@
 
 The lower rank of a pair listens, the higher one dials. Each sends a greeting with a read-only descriptor of its segment and a
 secret that reached the other through the coordinator before; each believes the other once the mapping begins with that same
-secret. So a process that is not of the generation, or a segment that is not of that process, is found out. Whether private
-memory can be read is tried in the same way, with a second secret.
+secret. So a process that is not of the generation, or a segment that is not of that process, is found out.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import selectors
 import socket
@@ -23,7 +21,6 @@ from google.protobuf.message import DecodeError
 from ferrorpc.errors import CodecError, FerroError, PermissionDeniedError, VersionMismatchError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports.shared_memory.hosts import Offer
-from ferrorpc.transports.shared_memory.private_memory import PrivateMemory
 from ferrorpc.transports.shared_memory.segment import Bytes, Segment, map_peer
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import shared_memory_pb2
@@ -40,20 +37,16 @@ _SECONDS_AND_MICROSECONDS: Final = struct.Struct("@ll")
 
 @dataclass(slots=True)
 class Neighbour:
-    """A peer that has been proven: its socket (non-blocking), its segment, and its private memory where that can be read."""
+    """A peer that has been proven: its socket (non-blocking) and its segment."""
 
     rank: int
     connection: socket.socket
     memory: Bytes
-    private: PrivateMemory | None
-    why_not_readable: str = ""
 
     def close(self) -> None:
         """Forgets the peer, and its memory as far as nobody looks at it any more."""
         self.connection.close()
         self.memory = np.empty(0, np.uint8)
-        if self.private is not None:
-            self.private.close()
 
 
 def listen(name: str) -> socket.socket:
@@ -75,7 +68,6 @@ class Greeter:
     Args:
         host: world ranks that may share memory, this one included.
         offers: what each of them has told, by rank.
-        private_nonce: the buffer with this rank's second secret; kept until the others have read it.
     """
 
     def __init__(
@@ -85,7 +77,6 @@ class Greeter:
         offers: Mapping[int, Offer],
         listener: socket.socket,
         segment: Segment,
-        private_nonce: ctypes.Array[ctypes.c_char],
     ) -> None:
         self.neighbours: dict[int, Neighbour] = {}
         self.failures: dict[int, str] = {}
@@ -94,7 +85,6 @@ class Greeter:
         self._offers = offers
         self._listener = listener
         self._segment = segment
-        self._private_address = ctypes.addressof(private_nonce)
         self._peers = [rank for rank in host if rank != assignment.rank]
         self._descriptor = segment.descriptor_for_peers()
         self._selector = selectors.DefaultSelector()
@@ -160,7 +150,6 @@ class Greeter:
             target_rank=rank,
             nonce=self._segment.nonce,
             segment_bytes=self._segment.size_bytes,
-            private_address=self._private_address,
         )
         socket.send_fds(connection, [greeting.SerializeToString()], [self._descriptor])
 
@@ -174,7 +163,7 @@ class Greeter:
             greeting, descriptor = _receive(connection)
             try:
                 rank = self._check(greeting, connection, dialled)
-                neighbour = self._prove(greeting, descriptor, connection)
+                memory = map_peer(descriptor, greeting.segment_bytes, self._offers[rank].nonce)
             finally:
                 os.close(descriptor)
             if dialled is None:
@@ -184,12 +173,12 @@ class Greeter:
             if rank is not None:
                 self.failures[rank] = f"rank {rank}: {error.message if isinstance(error, FerroError) else error.strerror}"
             return
-        self.neighbours[rank] = neighbour
+        self.neighbours[rank] = Neighbour(rank, connection, memory)
 
     def _check(self, greeting: shared_memory_pb2.SharedMemoryGreeting, connection: socket.socket, dialled: int | None) -> int:
         """The rank that greets, once it has shown that it belongs to the generation."""
         mine, rank = self._assignment, greeting.source_rank
-        user = _peer_of(connection)[1]
+        user = _user_of(connection)
         if user != os.geteuid():
             raise PermissionDeniedError(f"a process of user {user} greeted one of user {os.geteuid()}")
         expected = rank == dialled if dialled is not None else rank > mine.rank
@@ -201,22 +190,6 @@ class Greeter:
         if theirs != (mine.job, mine.cluster_id, mine.generation, mine.rank) or greeting.nonce != self._offers[rank].nonce:
             raise PermissionDeniedError(f"a greeting of rank {rank} belongs to another generation")
         return rank
-
-    def _prove(self, greeting: shared_memory_pb2.SharedMemoryGreeting, descriptor: int, connection: socket.socket) -> Neighbour:
-        rank = greeting.source_rank
-        memory = map_peer(descriptor, greeting.segment_bytes, self._offers[rank].nonce)
-        private = None
-        try:
-            private = PrivateMemory(rank, _peer_of(connection)[0])
-            secret = np.empty(len(self._offers[rank].private_nonce), np.uint8)
-            private.read(greeting.private_address, secret)
-            if secret.tobytes() != self._offers[rank].private_nonce:
-                raise CodecError(f"the memory of process {_peer_of(connection)[0]} is not that of rank {rank}")
-        except FerroError as error:
-            if private is not None:
-                private.close()
-            return Neighbour(rank, connection, memory, None, error.message)
-        return Neighbour(rank, connection, memory, private)
 
 
 def _receive(connection: socket.socket) -> tuple[shared_memory_pb2.SharedMemoryGreeting, int]:
@@ -235,8 +208,8 @@ def _receive(connection: socket.socket) -> tuple[shared_memory_pb2.SharedMemoryG
             os.close(descriptor)
 
 
-def _peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, as the kernel knows them."""
+def _user_of(connection: socket.socket) -> int:
+    """The user at the other end, as the kernel knows it."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    process, user, _ = _CREDENTIALS.unpack(raw)
-    return process, user
+    _, user, _ = _CREDENTIALS.unpack(raw)
+    return int(user)

@@ -24,7 +24,6 @@ class Offer(NamedTuple):
     place: Place
     socket: str = ""
     nonce: bytes = b""
-    private_nonce: bytes = b""
 
     @property
     def unwilling(self) -> str:
@@ -36,7 +35,6 @@ class Verdict(NamedTuple):
     """What a rank said in the second round."""
 
     proven: frozenset[int] = frozenset()
-    readable: frozenset[int] = frozenset()
     reason: str = ""
 
 
@@ -53,11 +51,6 @@ def settle(tried: Hosts, verdicts: Mapping[int, Verdict]) -> Hosts:
     """Who shares memory, once everybody has tried its candidates."""
     size = sum(len(host) for host in tried)
     return _with_the_rest([_all_pairs(host, verdicts) for host in tried], size)
-
-
-def single_copy(host: Sequence[int], verdicts: Mapping[int, Verdict]) -> bool:
-    """Whether all ranks of a host can read each other's private memory."""
-    return all(reader == owner or owner in verdicts[reader].readable for reader in host for owner in host)
 
 
 def why_not(offers: Sequence[Offer], hosts: Hosts, verdicts: Mapping[int, Verdict]) -> str:

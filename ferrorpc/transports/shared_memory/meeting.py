@@ -6,7 +6,6 @@ may be on its host, whom it has proven. Where the offers leave no two ranks to t
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from google.protobuf.message import DecodeError
 from ferrorpc.errors import BackendUnavailableError, CodecError, FerroError, PeerLostError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports.shared_memory import place
-from ferrorpc.transports.shared_memory.hosts import Hosts, Offer, Verdict, candidates, settle, single_copy, why_not
+from ferrorpc.transports.shared_memory.hosts import Hosts, Offer, Verdict, candidates, settle, why_not
 from ferrorpc.transports.shared_memory.neighbours import Neighbours
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import shared_memory_pb2
@@ -65,10 +64,9 @@ def meet(assignment: Assignment, transport: str, exchange: Exchange, latch: Latc
         stall.close()
         raise
     mine = next(host for host in found.hosts if assignment.rank in host)
-    readable = len(mine) > 1 and single_copy(mine, found.verdicts)
     if assignment.size > 1:
         _log.info("rank %d shares memory with ranks %s%s", assignment.rank, mine, f"; {found.reason}" if found.reason else "")
-    return Neighbours(assignment.rank, found.hosts, *stall.keep(mine), readable, found.reason, latch, clock)
+    return Neighbours(assignment.rank, found.hosts, *stall.keep(mine), found.reason, latch, clock)
 
 
 class _Found(NamedTuple):
@@ -100,7 +98,6 @@ class _Stall:
         self._segment: Segment | None = None
         self._listener: socket.socket | None = None
         self._greeter: Greeter | None = None
-        self._private = ctypes.create_string_buffer(secrets.token_bytes(_NONCE_BYTES), _NONCE_BYTES)
         self.offer = shared_memory_pb2.SharedMemoryOffer(transport=transport)
         refusal = place.refusal() or ("it is alone" if assignment.size == 1 else "")
         if transport != "grpc" and not refusal:
@@ -121,7 +118,7 @@ class _Stall:
         except (OSError, BackendUnavailableError) as error:
             return error.message if isinstance(error, FerroError) else f"it cannot listen on a Unix socket: {error.strerror}"
         self.offer.boot_id, self.offer.network_namespace, self.offer.user = here
-        self.offer.socket, self.offer.nonce, self.offer.private_nonce = name, nonce, self._private.raw
+        self.offer.socket, self.offer.nonce = name, nonce
         return ""
 
     def try_others(
@@ -132,7 +129,7 @@ class _Stall:
             return shared_memory_pb2.SharedMemoryVerdict()
         from ferrorpc.transports.shared_memory.greeting import Greeter
 
-        greeter = Greeter(self._assignment, host, dict(enumerate(offers)), self._listener, self._segment, self._private)
+        greeter = Greeter(self._assignment, host, dict(enumerate(offers)), self._listener, self._segment)
         self._greeter = greeter
         greeter.run(latch, clock)
         return _verdict(greeter.neighbours, greeter.failures)
@@ -157,12 +154,8 @@ class _Stall:
 
 
 def _verdict(neighbours: Mapping[int, Neighbour], failures: Mapping[int, str]) -> shared_memory_pb2.SharedMemoryVerdict:
-    readable = [rank for rank, neighbour in neighbours.items() if neighbour.private is not None]
-    for rank, neighbour in neighbours.items():
-        if neighbour.why_not_readable:
-            _log.info("no single copy from rank %d: %s", rank, neighbour.why_not_readable)
     reason = "; ".join(failures.values())[:_REASON_CHARACTERS]
-    return shared_memory_pb2.SharedMemoryVerdict(proven=sorted(neighbours), readable=sorted(readable), reason=reason)
+    return shared_memory_pb2.SharedMemoryVerdict(proven=sorted(neighbours), reason=reason)
 
 
 def _offer_in(data: bytes) -> Offer:
@@ -171,7 +164,7 @@ def _offer_in(data: bytes) -> Offer:
     except DecodeError:
         raise CodecError("a rank's offer of shared memory is no message of ours") from None
     where = place.Place(offer.boot_id, offer.network_namespace, offer.user)
-    return Offer(offer.transport, offer.refusal, where, offer.socket, offer.nonce, offer.private_nonce)
+    return Offer(offer.transport, offer.refusal, where, offer.socket, offer.nonce)
 
 
 def _verdict_in(data: bytes) -> Verdict:
@@ -179,7 +172,7 @@ def _verdict_in(data: bytes) -> Verdict:
         verdict = shared_memory_pb2.SharedMemoryVerdict.FromString(data)
     except DecodeError:
         raise CodecError("a rank's verdict on shared memory is no message of ours") from None
-    return Verdict(frozenset(verdict.proven), frozenset(verdict.readable), verdict.reason)
+    return Verdict(frozenset(verdict.proven), verdict.reason)
 
 
 def _check_demands(found: _Found) -> None:

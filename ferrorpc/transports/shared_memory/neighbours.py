@@ -38,7 +38,6 @@ class Neighbours:
     Attributes:
         ranks: world ranks on this host, ascending, this one included; only this one where nothing is shared.
         hosts: the same for every rank of the world: the layout that all ranks agree on.
-        single_copy: whether all of `ranks` can read each other's private memory.
         why_not: why the world is not one host, in words; empty when it is.
     """
 
@@ -48,7 +47,6 @@ class Neighbours:
         hosts: Hosts,
         segment: Segment | None,
         proven: Sequence[Neighbour],
-        single_copy: bool,
         why_not: str,
         latch: Latch,
         clock: Clock,
@@ -56,7 +54,6 @@ class Neighbours:
         self.rank = rank
         self.hosts = hosts
         self.ranks = next(host for host in hosts if rank in host)
-        self.single_copy = single_copy
         self.why_not = why_not
         self._segment = segment
         self._neighbours = {neighbour.rank: neighbour for neighbour in proven}
@@ -95,19 +92,6 @@ class Neighbours:
         if not memory.size:
             raise GroupClosedError(f"rank {self.rank} has closed its shared memory")
         return memory
-
-    def read_private(self, rank: int, address: int, target: np.ndarray[Any, Any]) -> None:
-        """Fills `target` (C-contiguous) with the bytes at `address` of a peer's process, in one copy and without the GIL.
-
-        Raises:
-            PeerLostError: its process has ended.
-            BackendUnavailableError: the kernel does not permit it; never where `single_copy` is true.
-            CodecError: the peer has no such memory.
-        """
-        private = self._neighbours[rank].private
-        if private is None:
-            raise UsageError(f"the private memory of rank {rank} cannot be read: {self._neighbours[rank].why_not_readable}")
-        private.read(address, target)
 
     def start(
         self,

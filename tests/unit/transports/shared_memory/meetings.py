@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ferrorpc.coordination.local import LocalSession, LocalWorld
@@ -33,23 +32,6 @@ def in_threads(count: int, body: Callable[[int], Any]) -> list[Any]:
         thread.join(2 * SECONDS)
         assert not thread.is_alive(), "a rank hangs"
     return outcomes
-
-
-@contextmanager
-def forked_child() -> Iterator[int]:
-    """The id of a child that does nothing, and ends with the block (or with this process)."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(writing)
-        os.read(reading, 1)
-        os._exit(0)
-    os.close(reading)
-    try:
-        yield child
-    finally:
-        os.close(writing)
-        os.waitpid(child, 0)
 
 
 def in_a_forked_child(body: Callable[[], bool]) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from ferrorpc.transports.shared_memory.hosts import Offer, Verdict, candidates, settle, single_copy, why_not
+from ferrorpc.transports.shared_memory.hosts import Offer, Verdict, candidates, settle, why_not
 from ferrorpc.transports.shared_memory.place import Place
 
 A, B = Place("boot-a", 1, 1000), Place("boot-b", 1, 1000)
@@ -13,10 +13,10 @@ def offer(place: Place = A, transport: str = "auto", refusal: str = "") -> Offer
 
 
 def all_proven(ranks: Iterable[int], but: Iterable[tuple[int, int]] = ()) -> dict[int, Verdict]:
-    """Verdicts in which every pair is proven and readable, but these (from, of)."""
+    """Verdicts in which every pair is proven, but these (from, of)."""
     ranks, missing = list(ranks), set(but)
     proven = {one: frozenset(two for two in ranks if two != one and (one, two) not in missing) for one in ranks}
-    return {rank: Verdict(proven[rank], proven[rank]) for rank in ranks}
+    return {rank: Verdict(proven[rank]) for rank in ranks}
 
 
 def test_ranks_of_one_place_try_each_other() -> None:
@@ -52,14 +52,6 @@ def test_a_host_needs_every_proof_from_both_sides() -> None:
 def test_whoever_lacks_most_leaves() -> None:
     missing = [(1, other) for other in (0, 2, 3)]
     assert settle(((0, 1, 2, 3),), all_proven(range(4), missing)) == ((0, 2, 3), (1,))
-
-
-def test_one_copy_needs_all_to_read_all() -> None:
-    verdicts = all_proven(range(3))
-    assert single_copy((0, 1, 2), verdicts)
-    verdicts[1] = verdicts[1]._replace(readable=frozenset({0}))
-    assert not single_copy((0, 1, 2), verdicts)
-    assert single_copy((0, 1), verdicts)
 
 
 def test_the_reason_names_what_failed() -> None:

@@ -7,14 +7,12 @@ import time
 import weakref
 from typing import Any
 
-import numpy as np
 import pytest
 
-from ferrorpc.errors import BackendUnavailableError, CodecError, GroupClosedError, PeerLostError, UsageError
+from ferrorpc.errors import BackendUnavailableError, GroupClosedError, PeerLostError, UsageError
 from ferrorpc.transports.shared_memory import greeting, meeting, place
-from ferrorpc.transports.shared_memory.private_memory import PrivateMemory
 from ferrorpc.v1 import shared_memory_pb2
-from tests.unit.transports.shared_memory.meetings import SECONDS, Meeting, forked_child, in_a_forked_child
+from tests.unit.transports.shared_memory.meetings import SECONDS, Meeting, in_a_forked_child
 
 
 def open_descriptors() -> int:
@@ -47,53 +45,12 @@ def test_ranks_of_one_host_see_each_others_memory(size: int) -> None:
                 assert (memory[offset : offset + 8] == other + 1).all()
 
 
-def test_private_memory_is_read_in_one_copy() -> None:
-    with Meeting(2) as ranks:
-        assert ranks[0].single_copy
-        assert ranks[1].single_copy
-        source, target = np.arange(100_000, dtype=np.float64), np.zeros(100_000)
-        ranks[0].read_private(1, source.ctypes.data, target)
-        np.testing.assert_array_equal(source, target)
-        with pytest.raises(CodecError, match="rank 1 has no 800000 readable bytes at 0x10"):
-            ranks[0].read_private(1, 16, target)
-        with pytest.raises(UsageError, match="contiguous"):
-            ranks[0].read_private(1, source.ctypes.data, target[::2])
-
-
-def test_a_process_that_ended_is_told_from_one_that_took_its_number() -> None:
-    source, target = np.arange(10), np.zeros(10, np.int64)
-    with forked_child() as child:
-        memory = PrivateMemory(3, child)
-        memory.read(source.ctypes.data, target)
-        np.testing.assert_array_equal(source, target)
-    with pytest.raises(PeerLostError, match="rank 3 was lost: its process has ended"):
-        memory.read(source.ctypes.data, target)
-    memory.close()
-
-
-def test_where_one_cannot_read_private_memory_nobody_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = PrivateMemory.read
-
-    def refused(self: PrivateMemory, address: int, target: Any) -> None:
-        if self.rank == 2:
-            raise BackendUnavailableError("not permitted")
-        read(self, address, target)
-
-    monkeypatch.setattr(PrivateMemory, "read", refused)
-    with Meeting(3) as ranks:
-        assert [ranks[rank].single_copy for rank in range(3)] == [False] * 3
-        assert ranks[0].ranks == (0, 1, 2)
-        with pytest.raises(UsageError, match="rank 2 cannot be read: not permitted"):
-            ranks[0].read_private(2, 0, np.zeros(1))
-
-
 def test_whoever_was_told_to_use_grpc_stays_alone() -> None:
     with Meeting(4, ["auto", "grpc", "auto", "auto"]) as ranks:
         for rank in range(4):
             assert ranks[rank].hosts == ((0, 2, 3), (1,))
             assert ranks[rank].why_not == "rank 1: it was told to use transport='grpc'"
         assert ranks[1].ranks == (1,)
-        assert not ranks[1].single_copy
         with pytest.raises(UsageError, match="rank 1 shares no memory"):
             _ = ranks[1].own
 
