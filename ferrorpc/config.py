@@ -14,7 +14,6 @@ from typing import Any, Final
 from ferrorpc.errors import ConfigError
 
 DEFAULT_PORT: Final = 29700
-DEFAULT_HTTP_PORT: Final = 29701
 LANES_MAX: Final = 16
 """Streams that one rank may open to another."""
 PREFIX: Final = "FERRORPC_"

@@ -10,8 +10,6 @@ import numpy as np
 
 from ferrorpc.errors import TensorMismatchError, UsageError
 
-NANOSECONDS: Final = 1_000_000_000
-
 
 @unique
 class DType(IntEnum):

@@ -11,29 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.kernels.cuda import reference
-from ferrorpc.kernels.cuda.program import KERNELS, OPTIONS, compiled
+from ferrorpc.kernels.cuda.program import KERNELS
 from ferrorpc.types import DType
 from ferrorpc.wire.codecs import codec
+from tests.gpu.compiler import compiled
 from tests.gpu.host_kernels import HostKernels, addresses
 
 DTYPES = tuple(reference.NAMES)
 GRID, THREADS = (2, 1), 8
 
 
-def image_for(architecture: str, *more: str) -> bytes:
-    try:
-        return compiled(architecture, (*OPTIONS, *more))
-    except BackendUnavailableError as error:
-        if "NVRTC cannot be used" in error.reason:
-            pytest.skip(f"{error.reason}; {error.hint}")
-        raise
-
-
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_every_kernel_compiles(architecture: str) -> None:
-    image = image_for(architecture)
+    image = compiled(architecture)
     assert image[:4] == b"\x7fELF"
     assert [name for name in KERNELS if f".text.{name}\0".encode() not in image] == []
 
@@ -41,7 +32,7 @@ def test_every_kernel_compiles(architecture: str) -> None:
 @pytest.mark.parametrize("option", ["-ftz=true", "--fmad=false", "--prec-div=false"])
 def test_the_machine_code_does_not_depend_on_how_cupy_or_its_user_compiles_arithmetic(option: str) -> None:
     """CuPy adds -ftz=true: subnormal floats would be zero."""
-    assert image_for("sm_90", option) == image_for("sm_90")
+    assert compiled("sm_90", option) == compiled("sm_90")
 
 
 def every_half(dtype: DType) -> np.ndarray[Any, Any]:

@@ -236,7 +236,7 @@ class NcclExecution(Airborne):
     def _place(self) -> None:
         """Where results go: where the caller wants them, as far as that is on the GPU and fits."""
         call, site = self._prepared.call, self._site
-        self.specs = results_of(call, site.rank, site.size, self._everyones)
+        self.specs = results_of(call, site.rank, self._everyones)
         if self._everyones and call.root is not None and not self._sources:
             self._on_host = self._on_host and self._everyones[call.root].on_host
         wanted = list(self._outputs or ())

@@ -96,7 +96,7 @@ class Launch:
             self.device.copy(target, source, self.stream)
 
 
-def results_of(call: Call, rank: int, size: int, everyones: Sequence[Announced]) -> list[TensorSpec]:
+def results_of(call: Call, rank: int, everyones: Sequence[Announced]) -> list[TensorSpec]:
     """What this rank gets."""
     operation, root = call.operation, call.root or 0
     if operation is Operation.ALL_REDUCE:

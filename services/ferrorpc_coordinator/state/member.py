@@ -66,7 +66,6 @@ class Member:
     open_requests: set[int] = field(default_factory=set)
     results: OrderedDict[int, session_pb2.Result] = field(default_factory=OrderedDict)
     result_bytes: int = 0
-    bound_keys: set[str] = field(default_factory=set)
 
     @property
     def alive(self) -> bool:

@@ -1,0 +1,38 @@
+"""NVRTC: the CUDA kernels compiled for an architecture. It needs no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ferrorpc.kernels.cuda.program import OPTIONS, source
+
+
+def compiled(architecture: str, *more: str) -> bytes:
+    """A cubin for an architecture such as "sm_90". Skips the test where there is no NVRTC, and fails it with NVRTC's words."""
+    nvrtc = pytest.importorskip(
+        "cuda.bindings.nvrtc", reason="there is no NVRTC: pip install cuda-bindings nvidia-cuda-nvrtc-cu12"
+    )
+    try:
+        error, program = nvrtc.nvrtcCreateProgram(source().encode(), b"kernels.cu", 0, [], [])
+    except Exception as problem:  # the package loads its library when first called, and fails in its own ways
+        pytest.skip(f"NVRTC cannot be used: {type(problem).__name__}: {problem}")
+    assert not int(error)
+    given = [option.encode() for option in (f"--gpu-architecture={architecture}", *OPTIONS, *more)]
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
+    log = _filled(nvrtc, program, "ProgramLog") if int(error) else b""
+    assert not int(error), f"NVRTC refuses the kernels for {architecture}: {log.decode(errors='replace')}"
+    image = _filled(nvrtc, program, "CUBIN")
+    nvrtc.nvrtcDestroyProgram(program)
+    return image
+
+
+def _filled(nvrtc: Any, program: Any, what: str) -> bytes:
+    """What NVRTC writes into a buffer of the size that it asks for."""
+    error, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
+    assert not int(error)
+    buffer = bytearray(size)
+    (error,) = getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
+    assert not int(error)
+    return bytes(buffer)
