@@ -56,7 +56,7 @@ class InletOwner(Protocol):
         """A frame."""
 
     def probe_arrived(self, source: int, key: Key, signature: str) -> None:
-        """A question; its answer goes back with `Inlet.put`."""
+        """A question; its answer goes back on the outbox of this rank's first inlet from there."""
 
     def inlet_ended(self, source: int, streams: int, reason: str) -> None:
         """The stream is over: with a goodbye that speaks of so many streams of this source, or (0) for this reason."""

@@ -172,7 +172,6 @@ class Welcome(google.protobuf.message.Message):
     LEASE_MS_FIELD_NUMBER: builtins.int
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: builtins.int
     RESUMED_FIELD_NUMBER: builtins.int
-    ANSWERED_SEQUENCE_FIELD_NUMBER: builtins.int
     DURABLE_FIELD_NUMBER: builtins.int
     resume_token: builtins.str
     incarnation: builtins.int
@@ -180,8 +179,6 @@ class Welcome(google.protobuf.message.Message):
     heartbeat_interval_ms: builtins.int
     resumed: builtins.bool
     """Whether the session was found again: its answers still come."""
-    answered_sequence: builtins.int
-    """Highest request number that was answered; the client re-sends the later ones."""
     durable: builtins.bool
     """Whether a journal makes state survive a restart."""
     def __init__(
@@ -192,10 +189,9 @@ class Welcome(google.protobuf.message.Message):
         lease_ms: builtins.int = ...,
         heartbeat_interval_ms: builtins.int = ...,
         resumed: builtins.bool = ...,
-        answered_sequence: builtins.int = ...,
         durable: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["answered_sequence", b"answered_sequence", "durable", b"durable", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "resume_token", b"resume_token", "resumed", b"resumed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["durable", b"durable", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "resume_token", b"resume_token", "resumed", b"resumed"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 

@@ -1,4 +1,4 @@
-"""A running shared-memory operation. Nobody can wake it: its driver polls it (`Execution.polled`)."""
+"""A running shared-memory operation. Nobody can wake it: its driver polls it (`Execution.polling`)."""
 
 from __future__ import annotations
 

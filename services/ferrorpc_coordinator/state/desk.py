@@ -123,7 +123,7 @@ class Desk:
             return
         result = _result(message)
         result.sequence = asker.number
-        self._settle(member, asker.number)
+        member.open_requests.discard(asker.number)
         self._keep(member, result)
         if member.stream is not None:
             self.world.outbox.send(self, member.stream, session_pb2.ServerFrame(result=result))
@@ -140,7 +140,7 @@ class Desk:
             if member is None:
                 self.world.outbox.reply(self, asker.number, _unary(message))
                 continue
-            self._settle(member, asker.number)
+            member.open_requests.discard(asker.number)
             if member.stream is not None:
                 overlay = session_pb2.ServerFrame()
                 overlay.result.sequence = asker.number
@@ -166,11 +166,6 @@ class Desk:
         recipients = [(member.stream, b"") for member in members if member.stream is not None]
         if recipients:
             self.world.outbox.send_many(self, session_pb2.ServerFrame(event=event), recipients)
-
-    def _settle(self, member: Member, number: int) -> None:
-        member.open_requests.discard(number)
-        if number > member.highest_answered:
-            member.highest_answered = number
 
     def _keep(self, member: Member, result: session_pb2.Result) -> None:
         size = result.ByteSize()

@@ -286,7 +286,6 @@ class Job:
             lease_ms=member.lease_ns // MILLISECOND,
             heartbeat_interval_ms=max(1, min(settings.heartbeat_ns, member.lease_ns // 4) // MILLISECOND),
             resumed=admitted.resumed,
-            answered_sequence=member.highest_answered,
             durable=settings.durable,
         )
         self.desk.world.outbox.send(self.desk, stream, session_pb2.ServerFrame(welcome=welcome))

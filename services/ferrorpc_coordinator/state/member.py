@@ -62,7 +62,6 @@ class Member:
     """Where the time of its training steps went."""
     links: dict[int, tuple[str, int]] = field(default_factory=dict)
     """World rank of a peer -> kind of the link, and bytes sent to it in this generation."""
-    highest_answered: int = 0
     open_requests: set[int] = field(default_factory=set)
     results: OrderedDict[int, session_pb2.Result] = field(default_factory=OrderedDict)
     result_bytes: int = 0
