@@ -24,17 +24,11 @@ from ferrorpc.transports.shared_memory.transport import SharedMemoryTransport
 from ferrorpc.types import Assignment, DType, Peer
 from ferrorpc.wire.frames import NDIM_MAX, SIGNATURE_BYTES_MAX, Frame, Header, Key
 from tests.unit.transports.shared_memory.meetings import Meeting
+from tests.waiting import eventually
 
 SECONDS = 15.0
 KEY = Key(0, 0, 1)
 SIZES = [0, 1, 17, 12 << 10, (12 << 10) + 1, CHUNK_BYTES, 9 * CHUNK_BYTES + 3]
-
-
-def wait_for(condition: Callable[[], object], what: str, seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.002)
 
 
 def header_of(total: int, signature: str = "a()", slot: int = 0) -> Header:
@@ -86,7 +80,7 @@ def wait_for_message(box: Box, source: End, size: int, slot: int = 0) -> bytes:
         frames = received(box, source, slot)
         return bool(frames) and sum(len(frame.payload) for frame in frames) == size
 
-    wait_for(complete, f"all of {size} bytes")
+    eventually(complete, f"all of {size} bytes")
     return b"".join(frame.payload for frame in received(box, source, slot))
 
 
@@ -136,7 +130,7 @@ class TransportContract(ABC):
         sizes = [1, 200_000, 0, 12 << 10, CHUNK_BYTES, 5, 100_000, 0]
         for number, size in enumerate(sizes):
             first.send(second, Key(0, 0, number), random_bytes(size))
-        wait_for(lambda: len(order) == len(sizes), "all messages")
+        eventually(lambda: len(order) == len(sizes), "all messages")
         assert order == list(range(len(sizes)))
 
     def test_both_directions_work_at_once(self, pair: tuple[End, End]) -> None:
@@ -176,7 +170,7 @@ class TransportContract(ABC):
         first.send(second, key, random_bytes(10), slot=6)
         wait_for_message(receiving, first, 10, slot=6)
         second.transport.grant(first.rank, key, 6)
-        wait_for(lambda: box.granted == {(second.rank, 6)}, "the grant")
+        eventually(lambda: box.granted == {(second.rank, 6)}, "the grant")
 
     def test_a_probe_is_answered_with_where_the_peer_stands(self, pair: tuple[End, End]) -> None:
         first, second = pair
@@ -188,7 +182,7 @@ class TransportContract(ABC):
         second.box(other, "theirs()")
         for key in boxes:
             first.transport.probe(second.rank, key, "mine()")
-        wait_for(lambda: all(box.answers for box in boxes.values()), "four answers")
+        eventually(lambda: all(box.answers for box in boxes.values()), "four answers")
         assert [box.answers[second.rank].standing for box in boxes.values()] == [FINISHED, SAME, DIFFERENT, ABSENT]
         assert boxes[not_entered].answers[second.rank][2:] == (3, "theirs()")
         (mismatch,) = first.failures
@@ -222,7 +216,7 @@ class TransportContract(ABC):
         assert second.lost == []
         for number in (2, 3):
             assert second.send_one(first, number)
-        wait_for(lambda: second.lost, "the lost link")
+        eventually(lambda: second.lost, "the lost link")
         time.sleep(0.1)
         assert second.lost == [(first.rank, f"rank {first.rank} has left")]
         assert second.failures == []
@@ -239,7 +233,7 @@ class TransportContract(ABC):
             second.transport.probe(first.rank, KEY, "a()")
             return bool(second.lost)
 
-        wait_for(told, "the lost link")
+        eventually(told, "the lost link")
         wait_for_message(second.box(KEY), first, CHUNK_BYTES)
         assert second.lost == [(first.rank, f"rank {first.rank} has left")]
 
@@ -271,7 +265,7 @@ class BoundedTransportContract(TransportContract):
         for slot, size in enumerate([0, 100, 100_000, CHUNK_BYTES + 5]):
             first.send(second, KEY, random_bytes(size), slot)
             wait_for_message(box, first, size, slot)
-        wait_for(lambda: first.transport.traffic().get(second.rank) == (self.kind, CHUNK_BYTES + 100_105), "the count")
+        eventually(lambda: first.transport.traffic().get(second.rank) == (self.kind, CHUNK_BYTES + 100_105), "the count")
 
     @pytest.mark.parametrize("size", [12 << 10, CHUNK_BYTES])
     def test_a_full_lane_says_so_and_tells_when_there_is_room_again(self, pair: tuple[End, End], size: int) -> None:
@@ -300,11 +294,11 @@ class BoundedTransportContract(TransportContract):
             else:
                 time.sleep(0.01)
         reading.set()
-        wait_for(lambda: told, "room")
+        eventually(lambda: told, "room")
         time.sleep(0.1)
         assert len(told) <= self.lanes  # each lane that was full tells once
-        wait_for(send, "room for one")
-        wait_for(lambda: len(received(box, first)) == accepted + 1, "every accepted chunk")
+        eventually(send, "room for one")
+        eventually(lambda: len(received(box, first)) == accepted + 1, "every accepted chunk")
         assert [frame.offset for frame in received(box, first)] == [number * size for number in range(accepted + 1)]
 
     def test_who_waits_for_room_is_told_when_the_transport_closes(self, pair: tuple[End, End]) -> None:

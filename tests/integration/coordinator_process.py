@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from contextlib import contextmanager
 
 import grpc
@@ -226,13 +225,3 @@ def joined(address, count, **more):
     ranks = {client.result(number).join.rank: client for client, number in zip(clients, numbers, strict=True)}
     assert sorted(ranks) == list(range(count))
     return [ranks[rank] for rank in range(count)]
-
-
-def eventually(predicate, seconds=10.0):
-    """Polls until `predicate()` is true."""
-    until = time.monotonic() + seconds
-    while not (value := predicate()):
-        if time.monotonic() > until:
-            raise AssertionError(f"not within {seconds} s")
-        time.sleep(0.02)
-    return value

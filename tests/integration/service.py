@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,12 +103,3 @@ def join_all(address: str, size: int, policy: tuple[int, int] | None = None, **m
         if isinstance(session, Exception):
             raise session
     return sorted(sessions, key=lambda session: session.membership.assignment.rank)
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 15.0) -> Any:
-    """What `condition` returns as soon as it is true; fails after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds:g} s"
-        time.sleep(0.01)
-    return found

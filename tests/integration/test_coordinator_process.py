@@ -12,7 +12,8 @@ import pytest
 
 from ferrorpc.errors import LimitExceededError
 from ferrorpc.v1 import barrier_pb2, session_pb2, store_pb2
-from tests.integration.coordinator_process import Client, coordinator, eventually, joined, refused_start
+from tests.integration.coordinator_process import Client, coordinator, joined, refused_start
+from tests.waiting import eventually
 
 
 def test_it_loads_nothing_of_the_training_side():

@@ -21,10 +21,10 @@ from tests.integration.coordinator_process import (
     CoordinatorProcess,
     channel_to,
     coordinator,
-    eventually,
     joined,
     refused_start,
 )
+from tests.waiting import eventually
 
 
 def resumed(member, address):

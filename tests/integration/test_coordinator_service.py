@@ -20,7 +20,8 @@ from ferrorpc.errors import (
 )
 from ferrorpc.v1 import barrier_pb2, rendezvous_pb2, session_pb2, session_pb2_grpc, store_pb2
 from ferrorpc.wire import options, status
-from tests.integration.coordinator_process import Client, channel_to, coordinator, eventually, join_request, joined
+from tests.integration.coordinator_process import Client, channel_to, coordinator, join_request, joined
+from tests.waiting import eventually
 
 SERVICE = "ferrorpc.v1.CoordinatorService"
 

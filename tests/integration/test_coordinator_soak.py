@@ -6,7 +6,8 @@ import grpc
 import pytest
 
 from ferrorpc.v1 import barrier_pb2, session_pb2, session_pb2_grpc, store_pb2
-from tests.integration.coordinator_process import Client, channel_to, coordinator, eventually
+from tests.integration.coordinator_process import Client, channel_to, coordinator
+from tests.waiting import eventually
 
 GROWTH_KIB_MAX = 8 << 10
 

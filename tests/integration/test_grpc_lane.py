@@ -30,15 +30,9 @@ from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
 from ferrorpc.wire.details import restore
 from ferrorpc.wire.frames import Frame, Header, Key, encode
+from tests.waiting import eventually
 
 SECONDS = 15.0
-
-
-def wait_for(condition, what: str, seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.002)
 
 
 class Rank:
@@ -131,11 +125,11 @@ def test_a_full_lane_says_so_and_tells_when_there_is_room_again(servers: list[Wo
     time.sleep(0.1)
     assert told == []
     receiver = Rank(1, servers[1]).enter(assignment_of(1, servers))
-    wait_for(lambda: told, "room")
+    eventually(lambda: told, "room")
     time.sleep(0.1)
     assert told == [1]
     box = receiver.box(Key(0, 0, 1))
-    wait_for(lambda: len(box.frames.get((0, 0), ())) == accepted, "every accepted chunk")
+    eventually(lambda: len(box.frames.get((0, 0), ())) == accepted, "every accepted chunk")
 
 
 @pytest.mark.parametrize("servers", [3], indirect=True, ids=["three_lanes"])
@@ -143,7 +137,7 @@ def test_all_of_a_peer_that_left_is_here_once_each_of_its_streams_has_ended(pair
     key = Key(0, 0, 1)
     box = pair[1].box(key)
     send(pair[0], 1, key, random_bytes(3 * CHUNK_BYTES))
-    wait_for(lambda: len(box.frames.get((0, 0), ())) == 3, "all chunks")
+    eventually(lambda: len(box.frames.get((0, 0), ())) == 3, "all chunks")
     inlets = list(pair[1].transport._inlets.values())
     assert len(inlets) == 3
     # The goodbye of the first stream overtakes the end of the others.
@@ -163,9 +157,9 @@ def test_all_of_a_peer_that_left_is_here_once_each_of_its_streams_has_ended(pair
 def test_a_stream_that_breaks_is_a_lost_link_whichever_of_several_it_is(pair: list[Rank]) -> None:
     box = pair[1].box(Key(0, 0, 1))
     send(pair[0], 1, Key(0, 0, 1), random_bytes(3 * CHUNK_BYTES))
-    wait_for(lambda: len(box.frames.get((0, 0), ())) == 3, "all chunks")
+    eventually(lambda: len(box.frames.get((0, 0), ())) == 3, "all chunks")
     pair[0].transport._lanes[1, 2].cancel()
-    wait_for(lambda: pair[1].lost, "the lost link")
+    eventually(lambda: pair[1].lost, "the lost link")
     assert [peer for peer, _ in pair[1].lost] == [0]
 
 
@@ -175,7 +169,7 @@ def test_a_peer_that_does_not_answer_is_told_once_with_the_reason(servers: list[
         rank = Rank(0, servers[0]).enter(assignment_of(0, [servers[0], deaf]), dial_seconds=1.0)
         for number in range(3):
             rank.transport.send(1, Key(0, 0, number), header_of(1), 0, random_bytes(1), lambda: None)
-        wait_for(lambda: rank.lost, "the lost link")
+        eventually(lambda: rank.lost, "the lost link")
         time.sleep(0.3)
     ((peer, reason),) = rank.lost
     assert peer == 1
@@ -189,7 +183,7 @@ def test_a_peer_at_whose_address_nobody_listens_is_given_up_long_before_one_that
     gone.close()
     rank = Rank(0, servers[0]).enter(assignment_of(0, [servers[0], gone]), dial_seconds=100.0)
     rank.transport.send(1, Key(0, 0, 1), header_of(1), 0, random_bytes(1), lambda: None)
-    wait_for(lambda: rank.lost, "the lost link", seconds=SECONDS)
+    eventually(lambda: rank.lost, "the lost link", seconds=SECONDS)
     assert gone.address in rank.lost[0][1]
 
 
@@ -201,7 +195,7 @@ def test_a_stream_of_a_newer_generation_waits_for_its_receiver(servers: list[Wor
     assert sender.failures == []
     receiver.transport.close(1.0)
     box = receiver.enter(assignment_of(1, servers, generation=2)).box(Key(0, 0, 1))
-    wait_for(lambda: box.frames, "the frame")
+    eventually(lambda: box.frames, "the frame")
     assert sender.lost == []
 
 
@@ -209,7 +203,7 @@ def test_a_stream_of_an_older_generation_is_refused_with_the_newer_one(servers: 
     Rank(1, servers[1]).enter(assignment_of(1, servers, generation=7))
     stale = Rank(0, servers[0]).enter(assignment_of(0, servers, generation=6))
     send(stale, 1, Key(0, 0, 1), random_bytes(9))
-    wait_for(lambda: stale.failures, "the refusal")
+    eventually(lambda: stale.failures, "the refusal")
     (error,) = stale.failures
     assert isinstance(error, StaleGenerationError)
     assert error.fields["generation"] == 7
@@ -276,7 +270,7 @@ def test_who_does_not_belong_is_refused_and_learns_why(pair: list[Rank], changes
 def test_a_second_stream_of_one_peer_is_refused(pair: list[Rank]) -> None:
     box = pair[1].box(Key(0, 0, 1))
     send(pair[0], 1, Key(0, 0, 1), random_bytes(1))
-    wait_for(lambda: box.frames, "the frame")
+    eventually(lambda: box.frames, "the frame")
     assert "twice" in refusal_of(pair[1].server).message
     assert "may have 16" in refusal_of(pair[1].server, lane=16).message
 
@@ -298,7 +292,7 @@ def test_a_stream_that_says_nothing_is_ended(servers: list[WorkerServer]) -> Non
 def test_bytes_that_are_no_message_end_the_generation_with_a_codec_error_on_both_sides(pair: list[Rank]) -> None:
     send(pair[0], 1, Key(0, 0, 1), random_bytes(1))
     pair[0].transport._lanes[1, 0].outbox.put(b"\x22\x03\x09\x09\x09")
-    wait_for(lambda: pair[0].failures and pair[1].failures, "the codec error")
+    eventually(lambda: pair[0].failures and pair[1].failures, "the codec error")
     assert [type(rank.failures[0]) for rank in pair] == [CodecError, CodecError]
     time.sleep(0.1)
     assert [len(rank.failures) for rank in pair] == [1, 1]
@@ -308,7 +302,7 @@ def test_bytes_that_are_no_message_end_the_generation_with_a_codec_error_on_both
 def test_a_message_over_the_limit_ends_its_stream_and_nothing_else(pair: list[Rank]) -> None:
     send(pair[0], 1, Key(0, 0, 1), random_bytes(1))
     pair[0].transport._lanes[1, 0].outbox.put(bytes(options.DATA_MESSAGE_BYTES_MAX + 1))
-    wait_for(lambda: pair[0].lost and pair[1].lost, "the lost links")
+    eventually(lambda: pair[0].lost and pair[1].lost, "the lost links")
     assert "RESOURCE_EXHAUSTED" in pair[0].lost[0][1]
     assert type(refusal_of(pair[1].server, token="guess")) is AuthenticationError
 
@@ -318,7 +312,7 @@ def test_a_frame_that_generated_code_made_arrives_like_our_own(pair: list[Rank])
     parsed = transport_pb2.DataMessage.FromString(encode(Key(0, 0, 1), header_of(3), 0, b"abc"))
     send(pair[0], 1, Key(0, 0, 2), random_bytes(1))
     pair[0].transport._lanes[1, 0].outbox.put(parsed.SerializeToString())
-    wait_for(lambda: box.frames, "the frame")
+    eventually(lambda: box.frames, "the frame")
     assert bytes(box.frames[0, 0][0].payload) == b"abc"
 
 
@@ -334,7 +328,7 @@ def test_a_new_generation_on_the_same_servers_hears_nothing_of_the_old_one(
     for rank in pair:
         send(rank, 1 - rank.rank, Key(0, 0, 1), random_bytes(20 + rank.rank))
     for rank, box in zip(pair, boxes, strict=True):
-        wait_for(lambda b=box: b.frames, "the frame")
+        eventually(lambda b=box: b.frames, "the frame")
         (frame,) = box.frames[1 - rank.rank, 0]
         assert frame.header.total == 21 - rank.rank
     assert [rank.lost + rank.failures for rank in pair] == [[], []]

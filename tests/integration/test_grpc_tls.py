@@ -17,7 +17,8 @@ from ferrorpc.wire.details import restore
 from ferrorpc.wire.frames import Key
 from ferrorpc.wire.identity import Role
 from tests.certificates import Issuer, variables
-from tests.integration.test_grpc_lane import SECONDS, Rank, assignment_of, random_bytes, send, wait_for
+from tests.integration.test_grpc_lane import SECONDS, Rank, assignment_of, random_bytes, send
+from tests.waiting import eventually
 
 pytest.importorskip("cryptography")
 KEY = Key(0, 0, 1)
@@ -47,7 +48,9 @@ def test_ranks_with_certificates_of_one_authority_exchange_messages(servers: lis
     for rank in ranks:
         send(rank, 1 - rank.rank, KEY, random_bytes(2 << 20))
     for box in boxes:
-        wait_for(lambda box=box: sum(len(frame.payload) for queue in box.frames.values() for frame in queue) == 2 << 20, "data")
+        eventually(
+            lambda box=box: sum(len(frame.payload) for queue in box.frames.values() for frame in queue) == 2 << 20, "data"
+        )
     assert [rank.lost for rank in ranks] == [[], []]
 
 
@@ -57,7 +60,7 @@ def test_a_rank_of_another_authority_reaches_nobody_and_is_reached_by_nobody(ser
     box = ours.box(KEY)
     for rank in (ours, theirs):
         send(rank, 1 - rank.rank, KEY, random_bytes(1))
-    wait_for(lambda: ours.lost and theirs.lost, "the refusals")
+    eventually(lambda: ours.lost and theirs.lost, "the refusals")
     assert box.frames == {}
 
 

@@ -22,7 +22,8 @@ from ferrorpc.errors import (
     StaleGenerationError,
     UsageError,
 )
-from tests.integration.service import Service, eventually, join, join_all, together
+from tests.integration.service import Service, join, join_all, together
+from tests.waiting import eventually
 
 
 @pytest.fixture(scope="module")

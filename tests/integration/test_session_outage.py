@@ -11,7 +11,8 @@ import time
 import pytest
 
 from ferrorpc.errors import CoordinatorUnavailableError, PeerLostError, StaleGenerationError
-from tests.integration.service import Service, eventually, join, join_all, together
+from tests.integration.service import Service, join, join_all, together
+from tests.waiting import eventually
 
 
 @pytest.fixture

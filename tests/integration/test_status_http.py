@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from ferrorpc.v1 import barrier_pb2, session_pb2
-from tests.integration.coordinator_process import START_SECONDS, coordinator, eventually, joined
+from tests.integration.coordinator_process import START_SECONDS, coordinator, joined
+from tests.waiting import eventually
 
 pytest.importorskip("starlette", reason="the status page needs the extra ui")
 pytest.importorskip("uvicorn", reason="the status page needs the extra ui")

@@ -5,24 +5,17 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from ferrorpc_coordinator.journal import Journal
 
 from ferrorpc.errors import ConfigError
+from tests.waiting import eventually
 
 
 def opened(path, **options):
     options.setdefault("reserve_bytes", 0)
     return Journal.open(path / "data", **options)
-
-
-def eventually(predicate, seconds=10.0):
-    until = time.monotonic() + seconds
-    while not predicate():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_rows_come_back_after_reopening(tmp_path):

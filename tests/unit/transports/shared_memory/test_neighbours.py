@@ -3,7 +3,6 @@
 import gc
 import os
 import socket
-import time
 import weakref
 from typing import Any
 
@@ -13,18 +12,12 @@ from ferrorpc.errors import BackendUnavailableError, GroupClosedError, PeerLostE
 from ferrorpc.transports.shared_memory import greeting, meeting, place
 from ferrorpc.v1 import shared_memory_pb2
 from tests.unit.transports.shared_memory.meetings import SECONDS, Meeting, in_a_forked_child
+from tests.waiting import eventually
 
 
 def open_descriptors() -> int:
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -132,7 +125,7 @@ def test_a_name_that_is_taken_means_no_shared_memory(monkeypatch: pytest.MonkeyP
 def test_a_link_that_ends_without_goodbye_is_told_at_once() -> None:
     with Meeting(3) as ranks:
         ranks[1]._reader.links[0].connection.shutdown(socket.SHUT_RDWR)
-        wait_for(lambda: len(ranks.lost) >= 2)
+        eventually(lambda: len(ranks.lost) >= 2)
         assert sorted(ranks.lost)[:2] == [
             (0, 1, "its process ended without a goodbye"),
             (1, 0, "its process ended without a goodbye"),
@@ -143,7 +136,7 @@ def test_a_link_that_ends_without_goodbye_is_told_at_once() -> None:
 def test_a_goodbye_is_no_loss_until_the_peer_is_needed() -> None:
     with Meeting(2) as ranks:
         ranks[1].close(1.0)
-        wait_for(lambda: ranks[0].has_left(1))
+        eventually(lambda: ranks[0].has_left(1))
         assert ranks.lost == []
         ranks[0].lose(1, "rank 1 has left")
         ranks[0].lose(1, "rank 1 has left")
@@ -155,7 +148,7 @@ def test_messages_arrive_whole_and_in_order_although_nobody_waits_for_room() -> 
         sent = [bytes([1, number % 256]) * (1 + number % 3000) for number in range(3000)]
         for message in sent:
             ranks[0].send(1, message)
-        wait_for(lambda: len(ranks.messages) == len(sent))
+        eventually(lambda: len(ranks.messages) == len(sent))
         assert [message for _, _, message in ranks.messages] == sent
 
 
@@ -164,7 +157,7 @@ def test_what_was_sent_before_close_arrives() -> None:
         for number in range(2000):
             ranks[0].send(1, b"\x01" + number.to_bytes(2, "little") * 200)
         ranks[0].close(SECONDS)
-        wait_for(lambda: ranks[1].has_left(0))
+        eventually(lambda: ranks[1].has_left(0))
         assert len(ranks.messages) == 2000
         assert ranks.lost == []
 
@@ -176,7 +169,7 @@ def test_a_neighbour_that_says_much_does_not_keep_the_others_from_being_heard() 
             for _ in range(100):
                 ranks[peer].send(2, b"\x01")
         ranks[2].start(lambda peer, reason: None, lambda peer, message: heard.append(peer))
-        wait_for(lambda: len(heard) == 200)
+        eventually(lambda: len(heard) == 200)
     assert set(heard[:60]) == {0, 1}
 
 
@@ -201,7 +194,7 @@ def test_nothing_is_left_open() -> None:
             pass
         with Meeting(2, ["shared_memory", "grpc"]):
             pass
-    wait_for(lambda: open_descriptors() <= before)
+    eventually(lambda: open_descriptors() <= before)
 
 
 def test_a_rank_that_dies_meanwhile_leaves_the_others_without_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,4 +231,4 @@ def test_a_forked_child_gives_its_copies_of_the_sockets_back() -> None:
 
         assert in_a_forked_child(child) == 0
         ranks[0].send(1, b"\1 still here")
-        wait_for(lambda: ranks.messages == [(1, 0, b"\1 still here")])
+        eventually(lambda: ranks.messages == [(1, 0, b"\1 still here")])

@@ -23,7 +23,7 @@ from ferrorpc.types import DType
 from ferrorpc.v1 import shared_memory_pb2, transport_pb2
 from ferrorpc.wire.frames import NDIM_MAX, SIGNATURE_BYTES_MAX, Header, Key, encode, opening
 from tests.unit.transports.shared_memory.meetings import Meeting
-from tests.unit.transports.shared_memory.test_neighbours import wait_for
+from tests.waiting import eventually
 
 KEY = Key(0, 0, 1)
 LONGEST = "é" * (SIGNATURE_BYTES_MAX // 2)
@@ -97,11 +97,11 @@ def test_what_cannot_be_ends_the_generation_once_and_nothing_after_it_is_believe
         pair.tell(**said)
     else:
         pair.stranger.send(1, said)
-    wait_for(lambda: pair.failures)
+    eventually(lambda: pair.failures)
     pair.stranger.send(1, frame_of(5))
     pair.stranger.send(1, b"\xff\xff\xff")
     pair.stranger.close(1.0)
-    wait_for(lambda: pair.transport._neighbours.has_left(0))
+    eventually(lambda: pair.transport._neighbours.has_left(0))
     (error,) = pair.failures
     assert isinstance(error, CodecError)
     assert not pair.box.frames
@@ -112,7 +112,7 @@ def test_after_the_end_of_the_generation_nothing_is_told(pair: Pair) -> None:
     pair.latch.trip(FerroError("it is over"))
     pair.stranger.send(1, b"\xff\xff\xff")
     pair.stranger.close(1.0)
-    wait_for(lambda: pair.transport._neighbours.has_left(0))
+    eventually(lambda: pair.transport._neighbours.has_left(0))
     assert pair.failures == []
 
 
@@ -120,7 +120,7 @@ def test_a_message_of_a_newer_version_is_passed_over(pair: Pair) -> None:
     pair.stranger.send(1, bytes([15 << 3 | 2, 1, 7]))
     pair.stranger.send(1, transport_pb2.DataMessage.FromString(frame_of(4)).SerializeToString())
     pair.stranger.send(1, bytes([15 << 3 | 2, 1, 7]) + frame_of(4))
-    wait_for(lambda: len(pair.box.frames.get((0, 0), ())) == 2)
+    eventually(lambda: len(pair.box.frames.get((0, 0), ())) == 2)
     assert pair.failures == []
 
 
@@ -129,7 +129,7 @@ def test_what_a_neighbour_changes_afterwards_changes_nothing_that_was_read(pair:
     message = encode(KEY, header_of(100_000), 0, bytes([3]) * 100_000)
     block.array[: len(message)] = np.frombuffer(message, np.uint8)
     pair.tell(parcel={"offset": block.offset, "size_bytes": len(message)})
-    wait_for(lambda: pair.box.frames)
+    eventually(lambda: pair.box.frames)
     block.array[:] = 9
     (frame,) = pair.box.frames[0, 0]
     assert bytes(frame.payload) == bytes([3]) * 100_000
