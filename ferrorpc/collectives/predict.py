@@ -29,8 +29,8 @@ from ferrorpc.collectives.algorithms.catalogue import CHUNK_BYTES
 from ferrorpc.collectives.algorithms.entry import Entry
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Fold, FoldOwn, FoldUnder, Plan, Quantise, Receive, Region, Send
 from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.contention import FOLDING, INWARDS, OUTWARDS, CollectiveTimeline, Step, Steps
 from ferrorpc.collectives.select import bytes_of, seconds
-from ferrorpc.collectives.steps import FOLDING, INWARDS, OUTWARDS, CollectiveTimeline, Step, Steps
 from ferrorpc.errors import UsageError
 from ferrorpc.wire.cost_table import Costs
 

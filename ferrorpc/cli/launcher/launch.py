@@ -17,12 +17,12 @@ from ferrorpc.cli.codes import EXIT_CONFIG, EXIT_PIPE, EXIT_RETRY
 from ferrorpc.cli.launcher.child import Child, Nursery
 from ferrorpc.cli.launcher.coordinator import OwnCoordinator
 from ferrorpc.cli.launcher.environment import worker_environment
+from ferrorpc.cli.launcher.exit_reports import ExitReports
 from ferrorpc.cli.launcher.gang import FOREVER, Action, Done, Exit, Gang, Signal, Start
+from ferrorpc.cli.launcher.outcome import crash_report, final_code, is_victim, losses_line, reason
 from ferrorpc.cli.launcher.output import Console, WorkerStream
 from ferrorpc.cli.launcher.pipes import Pipes
 from ferrorpc.cli.launcher.plan import Plan
-from ferrorpc.cli.launcher.report import crash_report, final_code, is_victim, losses_line, reason
-from ferrorpc.cli.launcher.reports import ExitReports
 from ferrorpc.cli.launcher.signals import STOPS, SignalInbox, describe
 
 _WARM_UP_SECONDS: Final = 2.0

@@ -3,7 +3,7 @@
 import signal
 
 from ferrorpc.cli.launcher.gang import Exit
-from ferrorpc.cli.launcher.report import crash_report, final_code, is_victim, last_exception, losses_line, reason, victims_line
+from ferrorpc.cli.launcher.outcome import crash_report, final_code, is_victim, last_exception, losses_line, reason, victims_line
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "ValueError: bad batch"]
 LOST = [

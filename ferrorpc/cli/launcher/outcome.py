@@ -1,4 +1,4 @@
-"""The last lines on the screen: which rank failed first, how, what it said, and what became of the others."""
+"""How a run came out: the launcher's exit code, and its last lines: who failed first, how, and what became of the others."""
 
 from __future__ import annotations
 
