@@ -19,11 +19,17 @@ LINKS_MAX: Final = 32
 
 
 class Activity:
-    """Written by the threads that run operations, read by the one that beats. A lost addition would do no harm."""
+    """Written by the threads that run operations, read by the one that beats. A lost addition would do no harm. Its methods are
+    cheap: some are called for every operation.
+
+    Attributes:
+        operations: how many have begun.
+        last: the last of them, in words.
+    """
 
     def __init__(self) -> None:
-        self._operations = 0
-        self._last = ""
+        self.operations = 0
+        self.last = ""
         self._operation_seconds = 0.0
         self._since: dict[int, float] = {}
         """Thread -> when it came into the operation that it is in."""
@@ -36,8 +42,8 @@ class Activity:
 
     def note(self, operation: str) -> None:
         """An operation begins."""
-        self._last = operation
-        self._operations += 1
+        self.last = operation
+        self.operations += 1
 
     def operating(self, began: float) -> None:
         """The calling thread is in an operation since that clock time, or waits for one, until it has `operated`."""
@@ -66,8 +72,8 @@ class Activity:
         seconds = self._operation_seconds + sum(now - began for began in list(self._since.values()))
         self._told_ms = max(self._told_ms, int(seconds * 1000))
         return session_pb2.Beat(
-            step=self._operations,
-            activity=self._last[:ACTIVITY_CHARACTERS_MAX],
+            step=self.operations,
+            activity=self.last[:ACTIVITY_CHARACTERS_MAX],
             generation=generation,
             operation_ms=self._told_ms,
             links=self._links() if self._beats % LINKS_EVERY_BEATS == 0 else (),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ferrorpc.coordination.activity import Traffic
+from ferrorpc.coordination.activity import Activity
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.types import Assignment
@@ -84,6 +84,8 @@ class Session(ABC):
     store: Store
     membership: Membership
     """The current generation."""
+    activity: Activity
+    """What this rank does, for those who ask: told of every operation."""
 
     @abstractmethod
     def report(self, failure: FerroError) -> None:
@@ -136,27 +138,6 @@ class Session(ABC):
         Raises:
             RendezvousTimeoutError: naming who is missing.
         """
-
-    @abstractmethod
-    def note(self, activity: str) -> None:
-        """Tells the next beat what this rank does, and counts a step. Cheap: called for every operation."""
-
-    def operating(self, began: float) -> None:
-        """The calling thread is in an operation since that clock time, or waits for one, until it calls `operated`. Cheap."""
-        return
-
-    def operated(self, seconds: float) -> None:
-        """Counts time that went into operations or into waiting for them. Cheap; a seat that does not beat counts nothing."""
-        return
-
-    def stepped(self, compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
-        """Counts a training step: time it computed, waited for communication, communicated meanwhile. A seat that does not
-        beat counts nothing."""
-        return
-
-    def carry(self, traffic: Callable[[], Traffic]) -> None:
-        """Where beats read what was sent to whom in this generation. Nobody is told by a seat that does not beat."""
-        return
 
     @abstractmethod
     def leave(self, reason: str = "") -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ferrorpc.coordination import limits
+from ferrorpc.coordination.activity import Activity
 from ferrorpc.coordination.base import MemberReport, Membership, Session
 from ferrorpc.coordination.causes import cause_on, link_lost, needed_one_who_left
 from ferrorpc.coordination.local_store import Keyspace, LocalStore, Owner
@@ -239,6 +240,18 @@ def _in_rank_order(members: Sequence[LocalSession]) -> list[LocalSession]:
     return [place if place is not None else others.pop(0) for place in places]
 
 
+class _Noted(Activity):
+    """Tells the world of each operation that begins."""
+
+    def __init__(self, told: Callable[[], None]) -> None:
+        super().__init__()
+        self._tell = told
+
+    def note(self, operation: str) -> None:
+        super().note(operation)
+        self._tell()
+
+
 class LocalSession(Session):
     """One member of a LocalWorld. Made by the world."""
 
@@ -256,8 +269,7 @@ class LocalSession(Session):
         self.gave_up_at = -math.inf
         """When its last `rejoin` ended in vain."""
         self.store = LocalStore(world.keyspace, world.monitor, world.timeout, self._check_alive, self._owner_of)
-        self._step = 0
-        self._activity = ""
+        self.activity = _Noted(self._noted)
         self._noted_at = self.clock.now()
         self._ordinals: dict[str, int] = {}
 
@@ -331,7 +343,7 @@ class LocalSession(Session):
     def report_of(self, rank: int) -> MemberReport:
         """What is known of this member. The lock is held."""
         age = self.clock.now() - self._noted_at
-        return MemberReport(rank, self.name, "", self.state, self._step, age, self._activity, self.reason)
+        return MemberReport(rank, self.name, "", self.state, self.activity.operations, age, self.activity.last, self.reason)
 
     @property
     def farewell(self) -> str:
@@ -367,9 +379,7 @@ class LocalSession(Session):
             list(absent), f"no generation followed generation {before} within {timeout:g} s: it lacks {lacks}"
         )
 
-    def note(self, activity: str) -> None:
-        self._activity = activity
-        self._step += 1
+    def _noted(self) -> None:
         self._noted_at = self.clock.now()
         if self._world.on_note is not None:
             self._world.on_note(self.rank)

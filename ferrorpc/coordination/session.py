@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ferrorpc.config import Config
 from ferrorpc.coordination import farewell, limits
-from ferrorpc.coordination.activity import Activity, Traffic
+from ferrorpc.coordination.activity import Activity
 from ferrorpc.coordination.base import MemberReport, Membership, Session
 from ferrorpc.coordination.causes import cause_on, needed_one_who_left
 from ferrorpc.coordination.channel import Connector, read_token
@@ -83,7 +83,7 @@ class RemoteSession(Session):
             token=read_token(config["token_file"]),
         )
         self._latch_before = Latch()
-        self._activity = Activity()
+        self.activity = Activity()
         self._ordinals: dict[tuple[int, str], int] = {}
         self._pending: tuple[str, ...] = ()
         self._links_lost: set[tuple[int, int]] = set()
@@ -198,21 +198,6 @@ class RemoteSession(Session):
     def pending_members(self) -> list[str]:
         return list(self._pending)
 
-    def note(self, activity: str) -> None:
-        self._activity.note(activity)
-
-    def operating(self, began: float) -> None:
-        self._activity.operating(began)
-
-    def operated(self, seconds: float) -> None:
-        self._activity.operated(seconds)
-
-    def stepped(self, compute_seconds: float, exposed_seconds: float, hidden_seconds: float) -> None:
-        self._activity.stepped(compute_seconds, exposed_seconds, hidden_seconds)
-
-    def carry(self, traffic: Callable[[], Traffic]) -> None:
-        self._activity.carry(traffic)
-
     def leave(self, reason: str = "") -> None:
         if self.left:
             return
@@ -260,13 +245,13 @@ class RemoteSession(Session):
         )
         others = [rank for rank in participants if rank != membership.assignment.rank]
         began = self.clock.now()
-        self._activity.operating(began)
+        self.activity.operating(began)
         try:
             response = self._ask_generation(
                 f"barrier {name!r}", seconds, lambda message: BarrierTimeoutError(others, message), barrier=request
             )
         finally:
-            self._activity.operated(self.clock.now() - began)
+            self.activity.operated(self.clock.now() - began)
         return list(response.payloads)
 
     def exchange_nccl_id(
@@ -309,7 +294,7 @@ class RemoteSession(Session):
 
     def beat(self) -> wire.Beat:
         """What this member does now."""
-        return self._activity.beat(self._generation, self.clock.now())
+        return self.activity.beat(self._generation, self.clock.now())
 
     def result(self, position: identity_pb2.Position, result: wire.Result) -> None:
         """Enters the next generation before anything that happens in it can be pushed."""

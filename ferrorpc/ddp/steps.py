@@ -21,7 +21,7 @@ from ferrorpc.plans.timeline import Span, Timeline
 from ferrorpc.telemetry import telemetry
 
 if TYPE_CHECKING:
-    from ferrorpc.coordination.base import Session
+    from ferrorpc.coordination.activity import Activity
     from ferrorpc.group import ProcessGroup
 
 STEPS_KEPT: Final = 256
@@ -75,9 +75,9 @@ class Steps:
         self._group = group
         self._telemetry = telemetry()
         self._kept: deque[Step] = deque(maxlen=STEPS_KEPT)
-        self._session: Session | None = None
+        self._activity: Activity | None = None
         with suppress(BackendUnavailableError):  # There is no coordinator.
-            self._session = group.session
+            self._activity = group.session.activity
 
     @property
     def last_end(self) -> float | None:
@@ -87,20 +87,20 @@ class Steps:
     @contextmanager
     def waiting(self, since: float) -> Iterator[None]:
         """Within it this thread has nothing left to do but to wait; `add` counts for how long."""
-        if self._session is not None:
-            self._session.operating(since)
+        if self._activity is not None:
+            self._activity.operating(since)
         try:
             yield
         finally:
-            if self._session is not None:
-                self._session.operated(0.0)
+            if self._activity is not None:
+                self._activity.operated(0.0)
 
     def add(self, step: Step) -> None:
         """A step is over."""
         self._kept.append(step)
         times = step.times
-        if self._session is not None:
-            self._session.stepped(*times)
+        if self._activity is not None:
+            self._activity.stepped(*times)
         if self._telemetry is not None:
             self._telemetry.stepped(*times)
 

@@ -51,6 +51,7 @@ class Dispatch:
         self._streams = 0
         self._flying: dict[int, Work[Any]] = {}
         self._is_part = backend.group_id != 0
+        self._activity = None if backend.session is None else backend.session.activity
         self.telemetry = telemetry()
 
     def check_open(self) -> None:
@@ -130,12 +131,12 @@ class Dispatch:
 
     def run(self, execution: Execution) -> None:
         """Drives an execution on this thread; errors are as this group's ranks see them."""
-        backend, session = self.backend, self.backend.session
+        backend, activity = self.backend, self._activity
         ended = self._observed(execution)
         began = backend.clock.now()
         failure = ""
-        if session is not None:
-            session.operating(began)
+        if activity is not None:
+            activity.operating(began)
         try:
             backend.run(execution)
         except FerroError as error:
@@ -144,8 +145,8 @@ class Dispatch:
                 raise self.located(error) from None
             raise
         finally:
-            if session is not None:
-                session.operated(backend.clock.now() - began)
+            if activity is not None:
+                activity.operated(backend.clock.now() - began)
             if ended is not None:
                 ended(failure)
 
@@ -174,7 +175,7 @@ class Dispatch:
             work.on_done(lambda: ended(work.failure))
         if self._is_part:
             work.locate = self.located
-        work.meter = self.backend.session
+        work.meter = self._activity
         with self._lock:
             self._flying[id(work)] = work
         work.on_done(lambda: self._landed(work))
@@ -210,8 +211,8 @@ class Dispatch:
         return result.give(arrays, [source.spec for source in sources], "an operation of one rank")
 
     def _note(self, activity: str) -> None:
-        if self.backend.session is not None:
-            self.backend.session.note(activity)
+        if self._activity is not None:
+            self._activity.note(activity)
 
     def _landed(self, work: Work[Any]) -> None:
         with self._lock:

@@ -40,7 +40,8 @@ class Shortcut:
         self._bank = arena.bank(0)
         self._briefly: Callable[..., bool] = arena.polling.briefly
         self._latch = dispatch.backend.latch
-        self._session = dispatch.backend.session
+        session = dispatch.backend.session
+        self._activity = None if session is None else session.activity
         self._observed = dispatch.telemetry is not None  # the general way tells of every operation
         self._known: dict[tuple[Any, ...], ArenaPrepared | None] = {}
         self._barrier = None if self._observed else self._prepared(Call(Operation.BARRIER))
@@ -77,8 +78,8 @@ class Shortcut:
         if dispatch.closed or self._latch.cause is not None:
             dispatch.check_open()
         number = dispatch.next_number()
-        if self._session is not None:
-            self._session.note(prepared.signature)
+        if self._activity is not None:
+            self._activity.note(prepared.signature)
         channel, steps = prepared.begin(self._bank, number, inputs, outputs)
         try:
             if self._briefly(steps):

@@ -159,7 +159,7 @@ def test_a_barrier_gathers_payloads_in_rank_order_any_number_of_times(world):
 
 
 def test_a_barrier_that_lacks_ranks_names_each_and_breaks_nothing(world):
-    world[2].note("broadcast #7")
+    world[2].activity.note("broadcast #7")
     with pytest.raises(BarrierTimeoutError) as caught:
         world[0].barrier("b", timeout=1.5)
     assert caught.value.missing == [1, 2]
@@ -241,7 +241,7 @@ def test_joiners_are_pending_and_break_nothing(service):
 
 
 def test_members_are_described_by_what_they_last_did(world):
-    world[1].note("all_reduce #3")
+    world[1].activity.note("all_reduce #3")
     known = eventually(lambda: [m for m in world[0].describe([1], 2.0) if m.activity == "all_reduce #3"])
     assert (known[0].rank, known[0].state, known[0].step) == (1, "active", 1)
 

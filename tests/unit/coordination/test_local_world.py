@@ -157,7 +157,7 @@ def test_a_barrier_of_some_ranks_needs_only_those_and_can_be_used_again():
 
 def test_a_barrier_that_lacks_ranks_names_each_and_breaks_nothing():
     world = LocalWorld(3)
-    world.session(2).note("broadcast #7")
+    world.session(2).activity.note("broadcast #7")
     with pytest.raises(BarrierTimeoutError) as caught:
         world.session(0).barrier("b", timeout=0.05)
     assert caught.value.missing == [1, 2]
@@ -328,7 +328,7 @@ def test_an_id_that_never_comes_is_a_timeout_naming_the_leader():
 
 def test_members_are_described_by_what_they_last_did():
     world = LocalWorld(3)
-    world.session(1).note("all_reduce #3")
+    world.session(1).activity.note("all_reduce #3")
     world.kill(2, "signal 9")
     alive, dead = world.session(0).describe([1, 2, 7], timeout=1.0)
     assert (alive.rank, alive.state, alive.step, alive.activity) == (1, "active", 1, "all_reduce #3")
