@@ -10,23 +10,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
+from ferrorpc.collectives.announced import prepare
+from ferrorpc.collectives.arena.arena import Arena
+from ferrorpc.collectives.basis import Basis
+from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.collectives.progress import Progress, drive
+from ferrorpc.collectives.relay import RelayPrepared, RelayRecv, RelaySend
+from ferrorpc.collectives.select import explain
+from ferrorpc.coordination.base import Session
 from ferrorpc.errors import BackendUnavailableError, FerroError
-from ferrorpc.guard import SYSTEM_CLOCK, Latch
-
-if TYPE_CHECKING:
-    from ferrorpc.collectives.arena.arena import Arena
-    from ferrorpc.collectives.basis import Basis
-    from ferrorpc.collectives.call import Call
-    from ferrorpc.collectives.execution import Execution, Prepared
-    from ferrorpc.collectives.progress import Progress
-    from ferrorpc.coordination.base import Session
-    from ferrorpc.guard import Clock, Guard
-    from ferrorpc.types import TensorSpec
-    from ferrorpc.work import Work
+from ferrorpc.guard import SYSTEM_CLOCK, Clock, Guard, Latch
+from ferrorpc.types import TensorSpec
+from ferrorpc.work import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,22 +108,15 @@ class Backend(ABC):
 
     def prepare(self, call: Call) -> Prepared:
         """Validates, selects an algorithm and lays it out, once per signature; the result is run for every such call."""
-        from ferrorpc.collectives.announced import prepare
-        from ferrorpc.collectives.relay import RelayPrepared
-
         return prepare(call, self.rank, self.size, lambda known, plan: RelayPrepared(self, known, plan), self.basis)
 
     @cached_property
     def basis(self) -> Basis:
         """What its choice of algorithms rests on; a backend that sets none knows the packaged cost table only."""
-        from ferrorpc.collectives.basis import Basis
-
         return Basis()
 
     def explain(self, call: Call) -> str:
         """Which algorithm runs a call, why, and what else there is, a line each. No message flows."""
-        from ferrorpc.collectives.select import explain
-
         return explain(call, self.size, self.basis)
 
     @property
@@ -137,16 +130,12 @@ class Backend(ABC):
 
     def start_send(self, data: np.ndarray[Any, Any], spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
         """A send as an execution, for `send(async_op=True)`. `data` is C-contiguous in storage dtype."""
-        from ferrorpc.collectives.relay import RelaySend
-
         return RelaySend(self, data, spec, dst, tag, guard)
 
     def start_recv(
         self, src: int, tag: int, out: np.ndarray[Any, Any] | None, spec: TensorSpec | None, guard: Guard
     ) -> Execution:
         """A recv as an execution; `spec` is what `out` holds. The result's own spec is in `execution.specs`."""
-        from ferrorpc.collectives.relay import RelayRecv
-
         return RelayRecv(self, src, tag, out, spec, guard)
 
     def run(self, execution: Execution) -> list[np.ndarray[Any, Any]]:
@@ -155,8 +144,6 @@ class Backend(ABC):
         A failure other than a UsageError (and than a recv's timeout) breaks the generation; what is raised is the first
         cause kept by the coordinator, or this rank's own timeout.
         """
-        from ferrorpc.collectives.progress import drive
-
         return drive(execution, self.abort)
 
     def submit(self, execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
@@ -168,8 +155,6 @@ class Backend(ABC):
 
     @cached_property
     def _own_progress(self) -> Progress:
-        from ferrorpc.collectives.progress import Progress
-
         return Progress(self.clock)
 
     def split(self, ranks: Sequence[int], group_id: int) -> Backend:
