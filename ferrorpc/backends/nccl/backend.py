@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.arrays.device import Device
+from ferrorpc.arrays.device import Device, Stream
 from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.backends.nccl.api import NcclApi, required
@@ -23,7 +23,6 @@ from ferrorpc.backends.nccl.barrier import SettledBarrier
 from ferrorpc.backends.nccl.connect import Connector
 from ferrorpc.backends.nccl.ending import CLOSE_SECONDS, Ending
 from ferrorpc.backends.nccl.execution import NcclExecution, NcclPrepared
-from ferrorpc.backends.nccl.flight import Flight
 from ferrorpc.backends.nccl.identity import exchange, own_identity
 from ferrorpc.backends.nccl.lineup import Lineup, NumberedLineup
 from ferrorpc.backends.nccl.raw import RawOperations
@@ -32,7 +31,7 @@ from ferrorpc.backends.nccl.work import DeviceWork
 from ferrorpc.collectives import select
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.collectives.progress import drive, progress_of
+from ferrorpc.collectives.progress import progress_of
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, UsageError
 from ferrorpc.guard import Guard
@@ -76,8 +75,7 @@ class NcclBackend(RawOperations, Backend):
         connector = Connector(api, line, device.here) if connector is None else connector
         exchange(line, own_identity(device.uuid, api.version, api.name), lanes.timeout)
         communicator = connector.connect(WORLD, lanes.world_ranks)
-        own = device.new_stream() if stream is None else device.adopt(stream)
-        self._set_up(Site(lanes, device, Lineup(communicator, own)), api, connector, stream)
+        self._set_up(Site(lanes, device, Lineup(communicator, _stream(device, stream))), api, connector, stream)
         self._ending = Ending(lanes.clock, lanes.latch, device.here) if ending is None else ending
         self._ending.add(communicator)
 
@@ -132,14 +130,10 @@ class NcclBackend(RawOperations, Backend):
         if not isinstance(execution, NcclExecution):
             return self.lanes.run(execution)
         execution.until_done = not execution.gives_device_arrays
-        try:
-            results = drive(execution, self.abort)
-        except BaseException:
-            execution.release()
-            raise
+        results = self.site.drive(execution)
         if not execution.until_done and execution.mark is not None:
             execution.join()
-            progress_of(self.clock).submit(Flight(execution), self.abort, _nothing)
+            self.site.see_off(execution)
         return results
 
     def submit(self, execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
@@ -193,7 +187,7 @@ class NcclBackend(RawOperations, Backend):
     def open_stream(self, stream: int) -> None:
         """A communicator for operations of streams, the first time; every rank comes here at the same point of its program."""
         if self.site.numbered is None:
-            own = self.device.new_stream() if self._stream is None else self.device.adopt(self._stream)
+            own = _stream(self.device, self._stream)
             communicator = self._part(f"streams of group {self.group_id:x}", list(range(self.size)), self.rank)
             self.site.numbered = NumberedLineup(communicator, own)
 
@@ -260,8 +254,8 @@ class _Subgroup(NcclBackend):
     """Part of a world, on a communicator of its own."""
 
     def __init__(self, parent: NcclBackend, lanes: MessageBackend, communicator: Any) -> None:
-        own = parent.device.new_stream() if parent._stream is None else parent.device.adopt(parent._stream)
-        self._set_up(Site(lanes, parent.device, Lineup(communicator, own)), parent.api, parent._connector, parent._stream)
+        program = Lineup(communicator, _stream(parent.device, parent._stream))
+        self._set_up(Site(lanes, parent.device, program), parent.api, parent._connector, parent._stream)
         self._ending = parent._ending
         self._parent = parent
 
@@ -277,5 +271,6 @@ def _session_of(lanes: MessageBackend) -> Session:
     return lanes.session
 
 
-def _nothing(execution: Execution) -> None:
-    """A flight's result: its caller had it long ago."""
+def _stream(device: Device, given: Any) -> Stream:
+    """Where everything is launched: the caller's stream, or one of the backend's own."""
+    return device.new_stream() if given is None else device.adopt(given)

@@ -13,10 +13,9 @@ from typing import Any
 from ferrorpc.arrays.device import Event, Stream
 from ferrorpc.backends.nccl.api import Communicator, NcclApi, required
 from ferrorpc.backends.nccl.execution import first_cause
-from ferrorpc.backends.nccl.flight import Airborne, Flight
+from ferrorpc.backends.nccl.flight import Airborne
 from ferrorpc.backends.nccl.launch import BYTES
 from ferrorpc.backends.nccl.site import Site
-from ferrorpc.collectives.progress import drive, progress_of
 from ferrorpc.errors import FerroError, InvalidRankError, SelfSendError
 from ferrorpc.guard import Guard
 from ferrorpc.types import DType, ReduceOp, dtype_named
@@ -118,12 +117,8 @@ class RawOperations:
         lanes.latch.check()
         given = None if stream is None else site.device.adopt(stream)
         execution = RawExecution(site, label, launch, given, lanes.guard(None))
-        try:
-            drive(execution, lanes.abort)
-        except BaseException:
-            execution.release()
-            raise
-        progress_of(lanes.clock).submit(Flight(execution), lanes.abort, lambda _: None)
+        site.drive(execution)
+        site.see_off(execution)
 
 
 class RawExecution(Airborne):

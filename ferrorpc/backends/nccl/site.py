@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from ferrorpc.arrays.device import Device
 from ferrorpc.backends.message import MessageBackend
-from ferrorpc.backends.nccl.flight import Airborne
+from ferrorpc.backends.nccl.flight import Airborne, Flight
 from ferrorpc.backends.nccl.lineup import Lineup, NumberedLineup
+from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import Polling
+from ferrorpc.collectives.progress import drive, progress_of
 from ferrorpc.errors import CollectiveTimeoutError
 
 
@@ -59,6 +62,18 @@ class Site:
         with self._lock:
             return list(self._flying)
 
+    def drive(self, execution: Airborne) -> list[Any]:
+        """Drives it on the caller's thread until it is complete; one that fails lets go of what it holds."""
+        try:
+            return drive(execution, self.lanes.abort)
+        except BaseException:
+            execution.release()
+            raise
+
+    def see_off(self, execution: Airborne) -> None:
+        """Its caller goes on; the progress thread waits until the GPU has come past it."""
+        progress_of(self.lanes.clock).submit(Flight(execution), self.lanes.abort, _nothing)
+
     def sentence(self, label: str) -> str:
         """What an operation waits for once it is in its stream, as far as anybody knows: NCCL does not say."""
         return f"{label} waits for ranks {self.others}, or for what their GPUs and this one were given before it"
@@ -69,3 +84,7 @@ class Site:
         known = self.lanes.describe(ranks)
         text = f"{execution.label} was not complete after {execution.guard.seconds:g} s: {execution.explain()}"
         return CollectiveTimeoutError(ranks, text + (f"; {known}" if known else ""))
+
+
+def _nothing(execution: Execution) -> None:
+    """A flight's result: its caller had it long ago."""
