@@ -19,7 +19,7 @@ CASES = (
 
 def test_every_case_is_timed_on_real_processes(tmp_path):
     out = tmp_path / "times.json"
-    worker = ["-m", "ferrorpc.cli.bench.cases_worker", str(out), "0.01", *CASES]
+    worker = ["-m", "ferrorpc.cli.bench.fit_worker", str(out), "0.01", *CASES]
     command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "--standalone", "-n", "2", *worker]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment(), check=False)
     assert result.returncode == 0, result.stderr

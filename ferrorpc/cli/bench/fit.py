@@ -60,7 +60,7 @@ STEPS: Final = (1e-7, 1e-7, 1e-13)
 """By which each figure is changed to see what a prediction makes of it: small against any that are met."""
 FOLDED_BYTES: Final = 32 << 20
 FOLDS: Final = 15
-_WORKER: Final = "ferrorpc.cli.bench.cases_worker"
+_WORKER: Final = "ferrorpc.cli.bench.fit_worker"
 
 
 class Case(NamedTuple):

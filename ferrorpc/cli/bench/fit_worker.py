@@ -1,6 +1,6 @@
 """One rank of what times collectives by algorithm and size, started through the launcher (`fit.measure`).
 
-python -m ferrorpc.cli.bench.cases_worker RESULTS_FILE SECONDS OPERATION:ALGORITHM:BYTES [...]
+python -m ferrorpc.cli.bench.fit_worker RESULTS_FILE SECONDS OPERATION:ALGORITHM:BYTES [...]
 
 All cases take turns, again and again: a machine that is faster or slower for some seconds is so for all of them.
 """
