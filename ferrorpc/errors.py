@@ -311,7 +311,7 @@ class LimitExceededError(FerroError):
 
 
 class MessageTooLargeError(LimitExceededError):
-    """A single message larger than the lane admits."""
+    """A value, a payload or a frame larger than a coordinator takes."""
 
     code = ErrorCode.MESSAGE_TOO_LARGE
     default_hint = "send arrays with group operations (they are cut in chunks); the store is for small values"

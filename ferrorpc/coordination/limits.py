@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from operator import index
 from typing import Final
 
-from ferrorpc.errors import InvalidRankError, LimitExceededError, UsageError
+from ferrorpc.errors import InvalidRankError, LimitExceededError, MessageTooLargeError, UsageError
 
 KEY_BYTES_MAX: Final = 512
 VALUE_BYTES_MAX: Final = 1 << 20
@@ -19,14 +19,14 @@ BINDINGS: Final = ("job", "session", "generation")
 _KEY: Final = re.compile(r"[!-~]+")
 
 
-def require(what: str, amount: int, limit: str, most: int) -> None:
+def require(what: str, amount: int, limit: str, most: int, error: type[LimitExceededError] = LimitExceededError) -> None:
     """Refuses an amount past a limit, in the coordinator's words.
 
     Raises:
-        LimitExceededError: naming the limit.
+        LimitExceededError: naming the limit, or the class of it that was given.
     """
     if amount > most:
-        raise LimitExceededError(f"{what} would be {amount}, the limit {limit} is {most}", limit=limit, most=most)
+        raise error(f"{what} would be {amount}, the limit {limit} is {most}", limit=limit, most=most)
 
 
 def check_key(key: str) -> None:
@@ -64,14 +64,14 @@ def check_prefix(prefix: str) -> None:
 def check_value(value: bytes) -> bytes:
     """The bytes of a value. Refuses more than 1 MiB, and what is no bytes."""
     found = _bytes_of(value, "a store holds")
-    require("the bytes of a value", len(found), "value_bytes", VALUE_BYTES_MAX)
+    require("the bytes of a value", len(found), "value_bytes", VALUE_BYTES_MAX, MessageTooLargeError)
     return found
 
 
 def check_payload(payload: bytes) -> bytes:
     """The bytes of a barrier's payload. Refuses more than 4 KiB, and what is no bytes."""
     found = _bytes_of(payload, "a barrier's payload is")
-    require("the bytes of a barrier's payload", len(found), "payload_bytes", PAYLOAD_BYTES_MAX)
+    require("the bytes of a barrier's payload", len(found), "payload_bytes", PAYLOAD_BYTES_MAX, MessageTooLargeError)
     return found
 
 

@@ -118,7 +118,7 @@ class Link:
         """Sends a request, now or when the line is up again. Never blocks.
 
         Raises:
-            LimitExceededError: it is larger than the coordinator takes; nothing was sent.
+            MessageTooLargeError: it is larger than the coordinator takes; nothing was sent.
             FerroError: the line is over.
         """
         if self.over is not None:

@@ -9,7 +9,7 @@ import pytest
 
 from ferrorpc.coordination.base import Store
 from ferrorpc.coordination.local import LocalWorld
-from ferrorpc.errors import LimitExceededError, StoreTimeoutError, UsageError
+from ferrorpc.errors import LimitExceededError, MessageTooLargeError, StoreTimeoutError, UsageError
 from tests.integration.service import Service, join_all, together
 
 _jobs = itertools.count()
@@ -128,7 +128,7 @@ def test_keys_are_sorted_and_chosen_by_prefix(stores):
 
 
 def test_what_passes_a_limit_is_refused_and_changes_nothing(stores):
-    with pytest.raises(LimitExceededError, match="value_bytes is 1048576"):
+    with pytest.raises(MessageTooLargeError, match="value_bytes is 1048576"):
         stores[0].set("big", bytes((1 << 20) + 1))
     with pytest.raises(LimitExceededError, match="key_bytes is 512"):
         stores[0].set("k" * 513, b"")
@@ -145,7 +145,7 @@ def test_a_key_outside_the_alphabet_is_refused(stores, key):
 
 def test_bytes_of_any_kind_are_counted_by_the_byte_and_compared(stores):
     ours, theirs = stores
-    with pytest.raises(LimitExceededError, match="value_bytes is 1048576"):
+    with pytest.raises(MessageTooLargeError, match="value_bytes is 1048576"):
         ours.set("doubles", memoryview(array("d", bytes((1 << 20) + 8))))
     assert ours.compare_set("key", None, bytearray(b"1"))
     assert theirs.compare_set("key", memoryview(b"1"), bytearray(b"2"))

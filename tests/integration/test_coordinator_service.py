@@ -13,6 +13,7 @@ from ferrorpc.errors import (
     BarrierTimeoutError,
     CodecError,
     LimitExceededError,
+    MessageTooLargeError,
     PeerLostError,
     RendezvousTimeoutError,
     StoreTimeoutError,
@@ -230,7 +231,7 @@ def test_limits_are_named_and_end_no_session(address, job):
     with Client(address, "m", job=job) as member:
         with pytest.raises(LimitExceededError, match="key"):
             member.store(set=store_pb2.SetOperation(key="k" * 600, value=b""))
-        with pytest.raises(LimitExceededError, match="value"):
+        with pytest.raises(MessageTooLargeError, match="value"):
             member.store(set=store_pb2.SetOperation(key="k", value=bytes((1 << 20) + 1)))
         member.store(set=store_pb2.SetOperation(key="k", value=bytes(1 << 20)))
         assert len(member.store(get=store_pb2.GetOperation(key="k")).value) == 1 << 20

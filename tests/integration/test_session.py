@@ -15,7 +15,7 @@ from ferrorpc.errors import (
     FerroError,
     GroupAbortedError,
     GroupClosedError,
-    LimitExceededError,
+    MessageTooLargeError,
     NcclError,
     PeerLostError,
     RendezvousTimeoutError,
@@ -178,9 +178,9 @@ def test_a_barrier_ends_with_the_generation(world):
 
 
 def test_a_payload_over_the_limit_never_leaves_the_process(world):
-    with pytest.raises(LimitExceededError, match="payload_bytes is 4096"):
+    with pytest.raises(MessageTooLargeError, match="payload_bytes is 4096"):
         world[0].barrier("b", bytes(4097))
-    with pytest.raises(LimitExceededError, match="frame_bytes"):
+    with pytest.raises(MessageTooLargeError, match="frame_bytes"):
         world[0].store.wait([f"{n}/" + "k" * 500 for n in range(4000)], timeout=1)
     with pytest.raises(UsageError, match="payload"):
         world[0].barrier("b", "text")

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from ferrorpc.errors import ConfigError, LimitExceededError, StaleGenerationError
+from ferrorpc.errors import ConfigError, LimitExceededError, MessageTooLargeError, StaleGenerationError
 from ferrorpc.v1 import session_pb2
 from ferrorpc_coordinator.state.desk import Desk
 from ferrorpc_coordinator.state.failures import require, seconds
@@ -63,7 +63,7 @@ class Admission:
             LimitExceededError: too many members, or too much said of itself.
         """
         check_name("member name", hello.name, self._desk.limits.name_bytes)
-        require("bytes of a Hello", hello.ByteSize(), "hello_bytes", self._desk.limits.hello_bytes)
+        require("bytes of a Hello", hello.ByteSize(), "hello_bytes", self._desk.limits.hello_bytes, MessageTooLargeError)
         if hello.resume_token:
             return self._resume(hello)
         holder = self._roster.get(hello.name)

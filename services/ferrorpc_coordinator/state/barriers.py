@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
-from ferrorpc.errors import BarrierTimeoutError, FerroError, PeerLostError, UsageError
+from ferrorpc.errors import BarrierTimeoutError, FerroError, MessageTooLargeError, PeerLostError, UsageError
 from ferrorpc.v1 import barrier_pb2, error_pb2, journal_pb2, session_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.desk import Asker, Desk
@@ -165,7 +165,8 @@ class Barriers:
     def _parties(self, asker: Asker, request: barrier_pb2.BarrierRequest, generation: Generation | None) -> Parties:
         if not request.name or request.ordinal < 1 or len(request.name.encode()) > self._desk.limits.key_bytes:
             raise UsageError("a barrier needs a name of at most 512 bytes, and an ordinal from 1")
-        require("a barrier's payload", len(request.payload), "payload_bytes", self._desk.limits.payload_bytes)
+        most = self._desk.limits.payload_bytes
+        require("a barrier's payload", len(request.payload), "payload_bytes", most, MessageTooLargeError)
         if generation is None:
             if request.count < 1 or request.ranks:
                 raise UsageError("a barrier of generation 0 counts arrivals: it needs a count, and no ranks")

@@ -14,14 +14,14 @@ class Refused(Exception):
         self.detail = detail
 
 
-def require(what: str, amount: int, limit: str, most: int) -> None:
+def require(what: str, amount: int, limit: str, most: int, error: type[LimitExceededError] = LimitExceededError) -> None:
     """Refuses an amount past a limit of `settings.Limits`.
 
     Raises:
-        LimitExceededError: naming the limit.
+        LimitExceededError: naming the limit, or the class of it that was given.
     """
     if amount > most:
-        raise LimitExceededError(f"{what} would be {amount}, the limit {limit} is {most}", limit=limit, most=most)
+        raise error(f"{what} would be {amount}, the limit {limit} is {most}", limit=limit, most=most)
 
 
 def seconds(duration_ns: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from ferrorpc.errors import (
     FerroError,
+    MessageTooLargeError,
     PeerLostError,
     StaleGenerationError,
     UsageError,
@@ -154,7 +155,7 @@ class Job:
         if body not in self._handlers or frame.sequence == 0:
             raise UsageError(f"{member} sent {body} with number {frame.sequence} in an open session")
         if not _sets_a_value(frame):
-            require(f"bytes of a {body} frame", frame.ByteSize(), "frame_bytes", limits.frame_bytes)
+            require(f"bytes of a {body} frame", frame.ByteSize(), "frame_bytes", limits.frame_bytes, MessageTooLargeError)
         require(f"open requests of {member}", len(member.open_requests), "requests", limits.requests)
         return self._handlers[body]
 

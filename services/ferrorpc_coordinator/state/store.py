@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from ferrorpc.errors import StoreTimeoutError, UsageError
+from ferrorpc.errors import MessageTooLargeError, StoreTimeoutError, UsageError
 from ferrorpc.v1 import store_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.desk import Asker, Desk
@@ -189,7 +189,8 @@ class Store:
     # -- changes -------------------------------------------------------------------------------------------------------
 
     def _write(self, asker: Asker, key: str, value: bytes, binding: int) -> Entry:
-        require(f"the value of {self._checked(key)!r}", len(value), "value_bytes", self._desk.limits.value_bytes)
+        most = self._desk.limits.value_bytes
+        require(f"the value of {self._checked(key)!r}", len(value), "value_bytes", most, MessageTooLargeError)
         owner, generation = self._bound_to(asker, binding)
         entry = self.keyspace.set(key, value, owner, generation)
         self.watches.changed(key, value, entry.revision)

@@ -20,8 +20,17 @@ def limited(**limits: int) -> World:
     return world
 
 
+ONE_MESSAGE = ("value_bytes", "payload_bytes", "frame_bytes", "hello_bytes")
+"""Limits of the size of one thing that is sent."""
+
+
 def limit_of(detail: error_pb2.ErrorDetail) -> str:
-    assert detail.code == ErrorCode.LIMIT_EXCEEDED, detail
+    named = _named(detail)
+    assert detail.code == (ErrorCode.MESSAGE_TOO_LARGE if named in ONE_MESSAGE else ErrorCode.LIMIT_EXCEEDED), detail
+    return named
+
+
+def _named(detail: error_pb2.ErrorDetail) -> str:
     return next(field.text for field in detail.fields if field.name == "limit")
 
 
