@@ -147,9 +147,21 @@ class Kind(ABC):
     def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> Any | None:
         """An array of this kind that shares the memory of `data` (as for `wrap`); None where this kind's are elsewhere."""
 
+    def place_of(self, x: Any) -> int:
+        """Tells whether an alias is still where it was made: some libraries let an array be given other memory."""
+        return 0
+
+    def takes_any_order(self, x: Any) -> bool:
+        """Whether x's library works alike on x and on arrays beside it (as its gradient) that lie in another order."""
+        return True
+
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: DType) -> Any:
         """A new array of this kind, its contents undefined."""
+
+    def empty_beside(self, x: Any, spec: TensorSpec) -> Any:
+        """A new array of this spec, its contents undefined, that lies in the order its library wants beside x, of its shape."""
+        return self.empty(spec.shape, spec.dtype)
 
 
 def fit(found: TensorSpec, wanted: TensorSpec) -> None:

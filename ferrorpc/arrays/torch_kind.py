@@ -47,7 +47,8 @@ class TorchKind(Kind):
         if x.is_meta:
             raise UsageError("the tensor is on the meta device, so it has no elements", hint="pass one that has data")
         if str(x.layout) != "torch.strided":
-            raise UsageError(f"the tensor's layout is {x.layout}", hint="pass x.to_dense()")
+            hint = "pass x.to_dense(); for a gradient, make the module with sparse=False"
+            raise UsageError(f"the tensor's layout is {x.layout}", hint=hint)
         return TensorSpec(dtype_named(str(x.dtype).removeprefix("torch.")), tuple(x.shape))
 
     def out(self, x: Any, spec: TensorSpec) -> Out:
@@ -67,9 +68,20 @@ class TorchKind(Kind):
     def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> Any | None:
         return _tensor(data.reshape(spec.shape), spec) if self._on_host else None
 
+    def place_of(self, x: Any) -> int:
+        return int(x.data_ptr())
+
+    def takes_any_order(self, x: Any) -> bool:
+        # Fused optimizers go through weights and gradients as they lie, and do not look at strides.
+        return bool(x.is_contiguous())
+
     def empty(self, shape: Sequence[int], dtype: DType) -> Any:
         torch = sys.modules["torch"]
         return torch.empty(tuple(shape), dtype=getattr(torch, dtype.label), device=self._device)
+
+    def empty_beside(self, x: Any, spec: TensorSpec) -> Any:
+        torch = sys.modules["torch"]
+        return torch.empty_like(x.detach(), dtype=getattr(torch, spec.dtype.label))
 
 
 def _host_array(x: Any) -> np.ndarray[Any, Any]:

@@ -63,7 +63,10 @@ class Packer:
             for slot in bucket.slots:
                 got = view(arrays.get(slot.name), near=self._kind is not None)
                 if got.spec != slot.spec:
-                    raise TensorMismatchError(f"{what} {slot.name!r} is {got.spec}, but was {slot.spec} when it was wrapped")
+                    raise TensorMismatchError(
+                        f"{what} {slot.name!r} is {got.spec}, but was {slot.spec} when it was wrapped",
+                        hint='wrap the module again, or leave each rank its own buffers: buffers="local"',
+                    )
                 found[slot.start : slot.stop] = got.data.reshape(-1)
         return found
 

@@ -89,9 +89,13 @@ class Reducer(Fleet):
 
         Raises:
             TensorMismatchError: its dtype has no mean, or the buckets are on a GPU and it is not.
+            UsageError: it is no plain array.
         """
         if self.kind is None:
-            return view(gradient)
+            try:
+                return view(gradient)
+            except UsageError as problem:
+                raise type(problem)(f"{what}: {problem.message}", hint=problem.hint) from None
         if kind_of(gradient) is not self.kind:
             raise TensorMismatchError(
                 f"{what} is on {place_of(gradient)}, but its bucket is on GPU {self.kind.device.index}",

@@ -70,7 +70,7 @@ class Replica:
         kind = bucket_kind({name: parameter.data for name, parameter in self.parameters.items()}, hook)
         self.reducer = Reducer(specs, group, bucket_cap_mb, "parameters", hook=hook, kind=kind)
         self._buffers = Buffers(module, group, buffers)
-        self._aliases: dict[str, Any] = {}
+        self._aliases: dict[str, tuple[Any | None, int]] = {}
         self._is_uneven = False
         self._weights_differ = False
         """Whether a rank may have stopped following, so that there is nothing to compare."""
@@ -136,9 +136,9 @@ class Replica:
             self._buffers.begin()
         return current
 
-    def contribute(self, current: Round, name: str, used: bool = True, stays: bool = False) -> None:
-        """Puts a parameter's gradient into the round; it must have one. `stays` as for `Round.put`. Raises as `gradient`."""
-        current.put(name, self.gradient(name), used, stays)
+    def contribute(self, current: Round, name: str) -> None:
+        """Puts a parameter's gradient into the round; it must have one. Raises as `gradient`."""
+        current.put(name, self.gradient(name))
         self._give_alias(name)
 
     def gradient(self, name: str) -> View:
@@ -146,7 +146,10 @@ class Replica:
         got = self.reducer.view(self.parameters[name].grad, f"the gradient of {name!r}")
         wanted = self.reducer.layout.slots[name].spec
         if got.spec != wanted:
-            raise TensorMismatchError(f"the gradient of {name!r} is {got.spec}, but the parameter was {wanted}")
+            raise TensorMismatchError(
+                f"the gradient of {name!r} is {got.spec}, but the parameter was {wanted}",
+                hint="convert a module before it is wrapped, or wrap it again",
+            )
         return got
 
     def finish(self, current: Round, used: Collection[str]) -> None:
@@ -173,10 +176,10 @@ class Replica:
         for name, parameter in reversed(self.parameters.items()):
             if parameter.grad is None or current.has(name):
                 continue
-            if name not in used and parameter.grad is self._aliases.get(name):
+            if name not in used and parameter.grad is self.alias(name):
                 memory, slot = self.reducer.at(name)
                 kept[name] = memory.keep(slot)
-            self.contribute(current, name, name in used, stays=True)
+            current.put(name, self.gradient(name), name in used, stays=True)
         return kept
 
     def _store(self, current: Round) -> None:
@@ -194,18 +197,22 @@ class Replica:
             # Read-only, broadcast, or a number: its dtype and shape were checked before.
             with suppress(TensorMismatchError, UsageError):
                 return view_out(parameter.grad, slot.spec, near)
-        parameter.grad = kind_of(parameter.data).empty(slot.spec.shape, slot.spec.dtype)
+        parameter.grad = kind_of(parameter.data).empty_beside(parameter.data, slot.spec)
         return view_out(parameter.grad, slot.spec, near)
 
     def alias(self, name: str) -> Any | None:
-        """The bucket's memory as a gradient of a parameter. None where its kind of array is elsewhere, or there are to be no
-        such views."""
-        if not self._views:
+        """The bucket's memory as a gradient of a parameter. None where its kind of array is elsewhere or has to lie in another
+        order, or there are to be no such views."""
+        data = self.parameters[name].data
+        kind = kind_of(data)
+        if not self._views or not kind.takes_any_order(data):
             return None
-        if name not in self._aliases:
+        alias, place = self._aliases.get(name, (None, 0))
+        if alias is None or kind.place_of(alias) != place:
             memory, slot = self.reducer.at(name)
-            self._aliases[name] = memory.alias(slot, kind_of(self.parameters[name].data))
-        return self._aliases[name]
+            alias = memory.alias(slot, kind)
+            self._aliases[name] = alias, 0 if alias is None else kind.place_of(alias)
+        return alias
 
     def _give_alias(self, name: str) -> bool:
         """Makes a parameter's gradient the bucket's memory. False where that cannot be."""

@@ -8,37 +8,40 @@ what arrives in them leaves only at the end. The first step sends everything at 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ferrorpc.ddp.bucket import Slot
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.ddp.round import Round
 from ferrorpc.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
 class _Member:
-    """A parameter's place, looked up once: the hook runs for each of them in each step.
+    """A parameter's place, looked up once: the hook runs for each of them in each step."""
 
-    Attributes:
-        alias: what its gradient is to be; None where that is on a device.
-    """
+    __slots__ = ("_address", "_alias", "_replica", "name", "slot")
 
-    name: str
-    slot: Slot
-    alias: torch.Tensor | None
+    def __init__(self, name: str, replica: Replica) -> None:
+        self.name = name
+        self.slot = replica.reducer.layout.slots[name]
+        self._replica = replica
+        self._look_up()
+
+    def _look_up(self) -> None:
+        self._alias: torch.Tensor | None = self._replica.alias(self.name)
+        self._address = 0 if self._alias is None else self._alias.data_ptr()
 
     def lay(self, parameter: torch.Tensor) -> bool:
         """Makes the gradient lie in its place, if nothing speaks against it. What more of it comes is added there."""
-        gradient, alias = parameter.grad, self.alias
+        if self._alias is not None and self._alias.data_ptr() != self._address:
+            self._look_up()  # Its .data was set, by the user or by module.to().
+        gradient, alias = parameter.grad, self._alias
         if gradient is alias or gradient is None or alias is None:
             return gradient is not None and alias is not None
-        if gradient.requires_grad or gradient.layout != torch.strided:
+        if gradient.requires_grad or gradient.layout != torch.strided or not gradient.is_contiguous():
             return False
         if gradient.dtype != alias.dtype or gradient.shape != alias.shape:
             return False
@@ -64,7 +67,7 @@ class Backward:
         self._in_portions: set[str] = set()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[attr-defined]
-                partial(self._arrived, _Member(name, replica.reducer.layout.slots[name], replica.alias(name)))
+                partial(self._arrived, _Member(name, replica))
             )
             for name, parameter in replica.parameters.items()
         ]

@@ -46,7 +46,7 @@ class DistributedDataParallel(torch.nn.Module):
     Raises:
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
         TensorMismatchError: a parameter's dtype has no mean.
-        UsageError: the module holds a SyncBatchNorm, which would see this rank's batches alone.
+        UsageError: the module holds a SyncBatchNorm, which would see this rank's batches alone, or a lazy parameter.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class DistributedDataParallel(torch.nn.Module):
         gradient_as_bucket_view: bool = True,
     ) -> None:
         super().__init__()
+        _check_initialised(module)
         _check_batch_norm(module, group.size)
         self.module = module
         self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook, check_every)
@@ -172,6 +173,12 @@ class DistributedDataParallel(torch.nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """The module's own."""
         yield from self.module.named_buffers(*args, **kwargs)
+
+
+def _check_initialised(module: torch.nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise UsageError(f"parameter {name!r} is lazy and has no shape yet", hint="run the module on a batch, then wrap it")
 
 
 def _check_batch_norm(module: torch.nn.Module, size: int) -> None:
