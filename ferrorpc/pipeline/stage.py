@@ -20,8 +20,8 @@ class Stage(Protocol):
 
     lets schedules like ZB1P and ZBV fill their waits with the latter; it needs no `backward` then. One that also has
     `parameters()` or `named_parameters()`, as modules have them, says with which kind of arrays it computes, and can have
-    weights tied to another stage's. One that has an attribute `needs_grad_x` is told in it whether anybody wants the gradient
-    of x: nobody does where x comes from outside.
+    weights tied to another stage's; an array in an attribute `like` says the kind as well. One that has an attribute
+    `needs_grad_x` is told in it whether anybody wants the gradient of x: nobody does where x comes from outside.
     """
 
     def forward(self, x: Any) -> tuple[Any, Any]:
@@ -65,9 +65,10 @@ class Piece:
 
     @property
     def kind(self) -> Kind:
-        """The kind of array the stage computes with: that of its first parameter; NumPy where it shows none."""
-        parameters = getattr(self._stage, "parameters", None)
-        first = next(iter(parameters()), None) if callable(parameters) else None
+        """The kind of array the stage computes with: that of `like`, or its first parameter; NumPy where it shows none."""
+        parameters, first = getattr(self._stage, "parameters", None), getattr(self._stage, "like", None)
+        if first is None and callable(parameters):
+            first = next(iter(parameters()), None)
         return NUMPY if first is None else kind_of(getattr(first, "data", first))
 
     def named_parameters(self) -> dict[str, Any]:

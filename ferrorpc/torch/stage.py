@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
+from ferrorpc.errors import UsageError
 from ferrorpc.torch.split import SplitBackward
 
 
@@ -33,13 +35,13 @@ class Stage:
 
         pipe = ferrorpc.Pipeline(ferrorpc.torch.Stage(module), group, schedule="zbv")
 
-    Several inputs come to the module as several arguments, and it may return a tuple. Gradients are added to the parameters'
-    `.grad`, as `loss.backward()` does.
+    Several inputs come to the module as several arguments, and it may return a tuple of tensors and Nones. Gradients are added
+    to the parameters' `.grad`, as `loss.backward()` does.
 
     Args:
         module: any torch module. What it keeps itself (running statistics) is updated by every microbatch.
         split: whether schedules may do its backward in two. Say no for modules whose graph is one node that does everything,
-            as compiled ones: it would do everything twice.
+            as compiled ones: it would do everything twice. And for re-entrant checkpoints, which torch refuses then.
 
     Attributes:
         needs_grad_x: whether gradients of inputs are computed. A pipeline says no where the stage is the model's first.
@@ -52,6 +54,12 @@ class Stage:
             self.backward_input = self._backward_input
             self.backward_weight = self._backward_weight
 
+    @property
+    def like(self) -> torch.Tensor:
+        """What x is to be like: a tensor, where the module's are."""
+        own = next(chain(self.module.parameters(), self.module.buffers()), None)
+        return torch.empty(0) if own is None else own.detach()
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The module's."""
         return iter(self.module.parameters())
@@ -61,13 +69,17 @@ class Stage:
         return iter(self.module.named_parameters())
 
     def forward(self, x: Any) -> tuple[Any, Context]:
-        """(y, context): y without its graph, which is in the context."""
+        """(y, context): y without its graph, which is in the context.
+
+        Raises:
+            UsageError: the module was given, or returned, something else than tensors.
+        """
         several = isinstance(x, tuple)
         inputs = tuple(_leaf(each, self.needs_grad_x) for each in (x if several else (x,)))
         with torch.enable_grad():
-            y = self.module(*inputs)
+            y = self.module(*(_entering(each, self.needs_grad_x) for each in inputs))
         outputs = y if isinstance(y, tuple) else (y,)
-        detached = tuple(each.detach() for each in outputs)
+        detached = tuple(_detached(each, self.module) for each in outputs)
         return (detached if isinstance(y, tuple) else detached[0]), Context(inputs, outputs, several)
 
     def backward(self, context: Context, grad_y: Any) -> Any:
@@ -79,7 +91,7 @@ class Stage:
 
     def _backward_input(self, context: Context, grad_y: Any) -> Any:
         outputs, grads = _differentiable(context.outputs, grad_y)
-        context.split = SplitBackward([each for each in context.inputs if each.requires_grad], outputs)
+        context.split = SplitBackward([each for each in context.inputs if each is not None and each.requires_grad], outputs)
         context.split.input(grads)
         return _gradients(context)
 
@@ -111,9 +123,42 @@ def with_gradient(criterion: Callable[[Any, Any], torch.Tensor]) -> Callable[[An
     return loss_fn
 
 
+class _Entry(torch.autograd.Function):
+    """A leaf as something that is none, in the same memory: modules may write to what they are given (`ReLU(inplace=True)`)."""
+
+    @staticmethod
+    def forward(context: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(context: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def _entering(leaf: Any, is_from_inside: bool) -> Any:
+    """What the module is given for a leaf."""
+    if leaf is not None and leaf.requires_grad:
+        return _Entry.apply(leaf)
+    # Microbatches are views of one batch: autograd would take writes to one for writes to all, but for `.data`.
+    return leaf if leaf is None or is_from_inside else leaf.data
+
+
 def _leaf(x: Any, needs_grad: bool = True) -> Any:
     """A leaf with the values of x, which requires a gradient if one is needed and it can have one."""
+    if x is None:
+        return None
+    if not isinstance(x, torch.Tensor):
+        raise UsageError(f"a stage of torch was given a {type(x).__name__}", hint="pass tensors, such as torch.from_numpy(x)")
     return x.detach().requires_grad_(needs_grad and (x.is_floating_point() or x.is_complex()))
+
+
+def _detached(y: Any, module: torch.nn.Module) -> Any:
+    if y is not None and not isinstance(y, torch.Tensor):
+        raise UsageError(
+            f"{type(module).__name__} returned a {type(y).__name__}, which cannot go on to the next stage",
+            hint="wrap the module in one that returns a tensor, or a tuple of tensors and Nones",
+        )
+    return None if y is None else y.detach()
 
 
 def _differentiable(outputs: tuple[Any, ...], grad_y: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -124,5 +169,5 @@ def _differentiable(outputs: tuple[Any, ...], grad_y: Any) -> tuple[list[torch.T
 
 
 def _gradients(context: Context) -> Any:
-    grads = tuple(each.grad for each in context.inputs)
+    grads = tuple(None if each is None else each.grad for each in context.inputs)
     return grads if context.several else grads[0]

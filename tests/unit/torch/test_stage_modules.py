@@ -1,0 +1,96 @@
+"""What the modules of real models do in a stage: write to what they are given, have no weights, pass None on."""
+
+from __future__ import annotations
+
+import pytest
+
+from ferrorpc import schedules
+from ferrorpc.errors import UsageError
+from ferrorpc.pipeline.runtime import Pipeline
+from ferrorpc.testing import run_world
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+stages_of_torch = pytest.importorskip("ferrorpc.torch")
+Stage, with_gradient = stages_of_torch.Stage, stages_of_torch.with_gradient
+WIDTH, ROWS, MICROBATCHES = 6, 8, 4
+loss_of = nn.functional.mse_loss
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+
+
+def linear(seed: int) -> nn.Linear:
+    module = nn.Linear(WIDTH, WIDTH)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    return module
+
+
+class Masked(nn.Module):
+    """Hands on what an optional mask was, and which rows there are."""
+
+    def __init__(self, seed: int, is_last: bool = False) -> None:
+        super().__init__()
+        self.layer, self.is_last = linear(seed), is_last
+
+    def forward(self, x, mask=None, rows=None):
+        y = self.layer(x)
+        return y if self.is_last else (y, mask, torch.arange(len(x)))
+
+
+def in_place(number: int) -> nn.Module:
+    return nn.Sequential(nn.ReLU(inplace=True), linear(number))
+
+
+def without_weights(number: int) -> nn.Module:
+    return linear(number) if number == 0 else nn.Tanh()
+
+
+def masked(number: int) -> nn.Module:
+    return Masked(number, is_last=number == 3)
+
+
+@pytest.mark.parametrize("make", [in_place, without_weights, masked])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb1p", "interleaved", "zbv"])
+def test_gradients_are_those_of_one_process(name: str, make):
+    ranks = 2 if name in ("interleaved", "zbv") else 4
+    schedule = schedules.named(name, ranks, MICROBATCHES)
+    assert schedule.virtual_stages == 4
+
+    def body(group):
+        stages = {number: Stage(make(number)) for number in schedule.pieces(group.rank)}
+        x, target = batch()
+        loss = Pipeline(list(stages.values()), group, schedule).step(x, target, with_gradient(loss_of))
+        return loss, {number: [each.grad for each in stage.parameters()] for number, stage in stages.items()}
+
+    results = run_world(ranks, body)
+    found = {number: grads for _, held in results for number, grads in held.items()}
+    alone = [make(number) for number in range(4)]
+    total = 0.0
+    for part, wanted in zip(*(each.chunk(MICROBATCHES) for each in batch()), strict=True):
+        y = part
+        for module in alone:
+            y = module(*y) if isinstance(y, tuple) else module(y)
+        loss = loss_of(y, wanted) / MICROBATCHES
+        loss.backward()
+        total += loss.item()
+    assert next(loss.item() for loss, _ in results if loss is not None) == pytest.approx(total, rel=1e-5)
+    for number, module in enumerate(alone):
+        for got, parameter in zip(found[number], module.parameters(), strict=True):
+            torch.testing.assert_close(got, parameter.grad)
+
+
+def test_what_cannot_go_on_to_the_next_stage_is_named():
+    class Wrapped(nn.Linear):
+        def forward(self, x):
+            return {"hidden": super().forward(x)}
+
+    with pytest.raises(UsageError, match=r"Wrapped returned a dict.*\n.*tensor, or a tuple"):
+        Stage(Wrapped(WIDTH, WIDTH)).forward(batch()[0])
+    with pytest.raises(UsageError, match=r"given a ndarray.*\n.*from_numpy"):
+        Stage(linear(0)).forward(batch()[0].numpy())
