@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of
@@ -23,6 +23,9 @@ from ferrorpc.types import TensorSpec
 
 if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
+
+_IN_PLACE: Final = object()
+"""Stands for a gradient that lies in its bucket already."""
 
 
 class GradientSynchronizer:
@@ -189,24 +192,29 @@ class SynchronizerStep:
         memory.add(slot, got, is_first=name not in self._added)
         self._added.add(name)
 
-    def ready(self, name: str, grad: Any = None) -> None:
+    def ready(self, name: str, grad: Any = _IN_PLACE) -> None:
         """This rank's gradient of one leaf is complete. It is copied: the array may be changed as soon as this returns (on a
         GPU: by what comes later in the current stream).
 
         Args:
-            grad: the gradient, or its last part where others were added; None if all was added, or computed in its `place`.
+            grad: the gradient, or its last part where others were added; None where this rank has none (or no last part). Left
+                out, all was added, or computed in its `place`.
 
         Raises:
             UsageError: an unknown name, one that was ready before, or a step that is over.
             TensorMismatchError: dtype, shape or GPU are not those of `like`.
         """
         self._check(name)
-        if grad is not None and name not in self._added:
+        if name in self._added:
+            if grad is not None and grad is not _IN_PLACE:
+                self.add(name, grad)
+            self._put_place(name)
+        elif grad is _IN_PLACE:
+            self._put_place(name)
+        elif grad is None:
+            self._round.put(name, None)
+        else:
             self._put(name, self._owner._read(name, grad))
-            return
-        if grad is not None:
-            self.add(name, grad)
-        self._put_place(name)
 
     def _check(self, name: str) -> tuple[Memory, Slot]:
         specs = self._owner._specs

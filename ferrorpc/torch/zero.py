@@ -28,7 +28,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     same rank of a group of the same size.
 
     Args:
-        parameters: tensors on the host that require gradients, or torch's dicts of them. All ranks hold the same.
+        parameters: tensors on the host, or torch's dicts of them. All ranks hold the same. Frozen ones are left as they are.
         optimizer: class of the optimizer that each rank runs on its shard.
         group: every rank constructs its optimizer at the same point of its program.
         bucket_cap_mb: how many MiB a message may hold.
@@ -50,9 +50,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._shards: list[Shards] = []
         super().__init__(parameters, options)
+        self._trained = [_named(members) for members in self.param_groups]
         inner = []
-        for number, members in enumerate(self.param_groups):
-            specs = [(name, _spec(name, parameter)) for name, parameter in _named(members).items()]
+        for number, (members, trained) in enumerate(zip(self.param_groups, self._trained, strict=True)):
+            specs = [(name, _spec(name, parameter)) for name, parameter in trained.items()]
             shards = Shards(specs, group, bucket_cap_mb, f"{optimizer.__name__}, group {number}")
             self._shards.append(shards)
             inner.append(_settings(members) | {"params": [_parameter(shard) for shard in shards.shards]})
@@ -65,16 +66,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Returns:
             This rank's result of `closure`, if there is one: it is called once, before the step.
+
+        Raises:
+            UsageError: a parameter that was frozen when the optimizer was made has a gradient. Nothing was sent then.
         """
         loss = None if closure is None else closure()
-        for shards, members, own in zip(self._shards, self.param_groups, self._inner.param_groups, strict=True):
+        for members, trained in zip(self.param_groups, self._trained, strict=True):
+            _check_frozen(members, trained)
+        for shards, members, trained, own in zip(
+            self._shards, self.param_groups, self._trained, self._inner.param_groups, strict=True
+        ):
             own.update(_settings(members))
-            parameters = _named(members)
-            weights = {name: parameter.detach() for name, parameter in parameters.items()}
-            shards.reduce(weights, {name: parameter.grad for name, parameter in parameters.items()})
+            weights = {name: parameter.detach() for name, parameter in trained.items()}
+            shards.reduce(weights, {name: parameter.grad for name, parameter in trained.items()})
         self._inner.step()
-        for shards, members in zip(self._shards, self.param_groups, strict=True):
-            shards.gather({name: parameter.detach() for name, parameter in _named(members).items()})
+        for shards, trained in zip(self._shards, self._trained, strict=True):
+            shards.gather({name: parameter.detach() for name, parameter in trained.items()})
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -89,7 +96,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` gave on the same rank of a group of the same size."""
+        """Goes on from what `state_dict` gave on the same rank of a group of the same size.
+
+        Raises:
+            UsageError: it is another optimizer's, or of a group of another size.
+        """
+        shards = [shard.weights.shape for shards in self._shards for shard in shards.shards]
+        for number, state in state_dict["state"].items():
+            shapes = {tuple(value.shape) for value in state.values() if isinstance(value, torch.Tensor) and value.ndim}
+            if number >= len(shards) or not shapes <= {shards[number]}:
+                hint = "load it on the same rank of a group of the same size"
+                raise UsageError("the state is not this optimizer's", hint=hint)
         self._inner.load_state_dict(state_dict)
         for members, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             members.update(_settings(own))
@@ -110,7 +127,17 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(group: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {f"parameter{number}": parameter for number, parameter in enumerate(group["params"])}
+    """Those that are not frozen, by their places."""
+    return {f"parameter{number}": parameter for number, parameter in enumerate(group["params"]) if parameter.requires_grad}
+
+
+def _check_frozen(group: dict[str, Any], trained: dict[str, torch.Tensor]) -> None:
+    for number, parameter in enumerate(group["params"]):
+        if parameter.grad is not None and f"parameter{number}" not in trained:
+            raise UsageError(
+                f"parameter {number} was frozen when this optimizer was made, but has a gradient now",
+                hint="make the optimizer again when parameters were thawed",
+            )
 
 
 def _spec(name: str, parameter: torch.Tensor) -> TensorSpec:

@@ -265,6 +265,20 @@ def test_parts_of_a_gradient_add_up_in_its_bucket():
     assert run_world(2, body) == [([3.5, 3.5], [30.0, 30.0])] * 2
 
 
+def test_a_gradient_that_is_none_counts_as_zeros_and_not_as_what_the_round_before_left_in_its_place():
+    def body(group):
+        sync = GradientSynchronizer({"a": np.zeros(2), "b": np.zeros(2), "c": np.zeros(2)}, group)
+        sync({name: np.full(2, 8.0) for name in "abc"})
+        with sync.step() as step:
+            step.ready("a", None)
+            step.ready("b", np.full(2, 4.0) if group.rank else None)
+            step.add("c", np.full(2, 1.0))
+            step.ready("c", None)
+        return step.grads["a"], step.grads["b"].tolist(), step.grads["c"].tolist()
+
+    assert run_world(2, body) == [(None, [2.0, 2.0], [1.0, 1.0])] * 2
+
+
 def test_means_belong_to_the_caller_unless_views_were_asked_for():
     def body(group):
         sync = GradientSynchronizer({"a": np.zeros(2)}, group)

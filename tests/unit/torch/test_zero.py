@@ -94,3 +94,52 @@ def test_groups_of_parameters_keep_their_settings_and_state_goes_on_where_it_was
             again.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
 
     run_world(2, body)
+
+
+def test_frozen_parameters_are_left_as_they_are_and_thawed_ones_are_an_error():
+    """Weight decay is an update, too."""
+
+    def trained(module, make):
+        module[0].requires_grad_(False)
+        optimizer = make([{"params": module[0].parameters()}, {"params": module[2:].parameters()}])
+        for _ in range(2):
+            optimizer.zero_grad()
+            module(batch(0)).square().sum().backward()
+            optimizer.step()
+        return optimizer
+
+    def body(group):
+        module = network()
+        optimizer = trained(module, lambda groups: ZeroOptimizer(groups, torch.optim.AdamW, group, lr=0.1, weight_decay=0.5))
+        found = {name: weights.clone() for name, weights in module.state_dict().items()}
+        module[0].requires_grad_(True)
+        module(batch(0)).square().sum().backward()
+        with pytest.raises(UsageError, match="was frozen when"):
+            optimizer.step()
+        return found
+
+    alone = network()
+    trained(alone, lambda groups: torch.optim.AdamW(groups, lr=0.1, weight_decay=0.5))
+    for found in run_world(2, body):
+        for name, weights in alone.state_dict().items():
+            torch.testing.assert_close(found[name], weights)
+
+
+def test_a_state_of_a_group_of_another_size_is_refused():
+    """It would be that of other weights."""
+
+    def saved(group):
+        module = network()
+        optimizer = ZeroOptimizer(module.parameters(), torch.optim.Adam, group)
+        backward(module, group.rank, 0)
+        optimizer.step()
+        return optimizer.state_dict()
+
+    states = run_world(3, saved)
+
+    def body(group):
+        optimizer = ZeroOptimizer(network().parameters(), torch.optim.Adam, group)
+        with pytest.raises(UsageError, match=r"not this optimizer's\n.*same size"):
+            optimizer.load_state_dict(states[group.rank])
+
+    run_world(2, body)
