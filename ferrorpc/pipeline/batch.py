@@ -100,10 +100,19 @@ def shares(targets: Sequence[Any], reduction: str, weight: Callable[[Any], float
 
 
 def scaled(value: Any, factor: float) -> Any:
-    """The value times a factor; itself where that is 1."""
+    """The value times a factor; itself where that is 1, and zeros where it is 0, whatever the value is."""
     if factor == 1.0 or value is None:
         return value
-    return tuple(scaled(each, factor) for each in value) if isinstance(value, tuple) else value * factor
+    if isinstance(value, tuple):
+        return tuple(scaled(each, factor) for each in value)
+    return value * factor if factor else _zeros(value)
+
+
+def _zeros(value: Any) -> Any:
+    spec = spec_of(value)
+    zeros = kind_of(value).empty(spec.shape, spec.dtype)
+    zeros[...] = 0
+    return zeros
 
 
 def _rows(value: Any, what: str) -> int:

@@ -48,7 +48,8 @@ class Training:
         loss, grad = two_of(self._loss_fn(y, self._targets[microbatch]), "loss_fn", "(loss, gradient of y)")
         share = self._shares[microbatch]
         self._grads[microbatch] = scaled(grad, share)
-        self.loss = loss * share if self.loss is None else self.loss + loss * share
+        if share:  # The loss of one that counts nothing may be no number: a mean over nothing.
+            self.loss = loss * share if self.loss is None else self.loss + loss * share
 
     def grad(self, microbatch: int) -> Any:
         return self._grads.pop(microbatch)

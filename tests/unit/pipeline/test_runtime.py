@@ -118,16 +118,18 @@ def test_gradients_are_those_of_the_whole_batch_at_once(name: str, mean: bool, d
 
 
 def test_means_over_tokens_weigh_microbatches_by_their_tokens():
-    """Microbatches of different shapes, as a list; the loss is a mean over tokens that are not masked."""
+    """Microbatches of different shapes, as a list; the loss is a mean over tokens that are not masked, so where all are, it is
+    not a number."""
     rng = np.random.default_rng(0)
-    xs = [rng.standard_normal((rows, WIDTH)) for rows in (1, 4, 2)]
-    masks = [np.array([1.0]), np.array([1.0, 0.0, 0.0, 1.0]), np.array([0.0, 1.0])]
+    xs = [rng.standard_normal((rows, WIDTH)) for rows in (1, 4, 2, 2)]
+    masks = [np.array([1.0]), np.array([1.0, 0.0, 0.0, 1.0]), np.array([0.0, 0.0]), np.array([0.0, 1.0])]
 
     def loss_fn(y, mask):
-        count = mask.sum()
-        return float((mask[:, None] * y).sum() / count), np.broadcast_to(mask[:, None] / count, y.shape)
+        with np.errstate(invalid="ignore"):
+            share = np.broadcast_to(mask[:, None] / mask.sum(), y.shape)
+        return float((share * y).sum()), share
 
-    schedule = schedules.one_f_one_b(2, 3)
+    schedule = schedules.one_f_one_b(2, 4)
     losses, pipelined = trained(schedule, 1, lambda _: (xs, masks), loss_fn, weight=np.sum)
     alone = [Layer(0), Layer(1)]
     expected = one_process(alone, np.concatenate(xs), np.concatenate(masks), loss_fn, 1)
