@@ -1,13 +1,15 @@
 """Autograd's events turned into rounds of the reducer: a gradient is sent on its way as soon as autograd has accumulated it.
 
 A post-accumulate hook on every parameter says that its gradient is complete; a callback that autograd runs when a backward pass
-is over waits for what is still under way. The pass in which an output of `forward` gets its gradient is the one that counts.
+is over waits for what is still under way. The pass in which an output of `forward` gets its gradient is the one that counts, if it
+adds to `.grad` at all: `torch.autograd.grad` does not, and is each rank's own affair.
 Passes inside it (re-entrant checkpoints run one for each segment) may bring a parameter's gradient in several portions, so
 what arrives in them leaves only at the end. The first step sends everything at the end: it learns which parameters those are.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -94,11 +96,15 @@ class Backward:
             raise error
         for output in tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-                output.register_hook(self._begun)
+                output.register_hook(partial(self._begun, _nearest_leaf(output.grad_fn)))
 
-    def _begun(self, gradient: torch.Tensor) -> None:
-        """An output got its gradient."""
-        if self._replica.syncs and self._round is None:
+    def _begun(self, leaf: Any, gradient: torch.Tensor) -> None:
+        """An output got its gradient.
+
+        Args:
+            leaf: of the output's graph.
+        """
+        if self._replica.syncs and self._round is None and _is_added_to(leaf):
             self._begin()
 
     def _begin(self) -> Round:
@@ -135,6 +141,27 @@ class Backward:
         used, self._used = self._used, set()
         self._is_first = False
         self._replica.finish(current, used)
+
+
+def _nearest_leaf(node: Any) -> Any:
+    """Of the leaves that a node of a graph leads to one of those nearest to it; None where it leads to none."""
+    waiting, seen = deque([node]), {node}
+    while waiting:
+        node = waiting.popleft()
+        if hasattr(node, "variable"):
+            return node
+        fresh = [after for after, _ in node.next_functions if after is not None and after not in seen]
+        waiting.extend(fresh)
+        seen.update(fresh)
+    return None
+
+
+def _is_added_to(leaf: Any) -> bool:
+    """Whether the backward pass that runs adds to this leaf's `.grad`; True where there is no leaf to tell by."""
+    try:
+        return leaf is None or bool(torch._C._will_engine_execute_node(leaf))
+    except RuntimeError:  # torch.autograd.grad takes this very gradient.
+        return False
 
 
 def _current_task() -> int:

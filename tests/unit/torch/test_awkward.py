@@ -132,6 +132,46 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.body(self.embedding(x))))
 
 
+@pytest.mark.parametrize("of_parameters", [False, True])
+def test_gradients_that_are_only_asked_for_are_each_ranks_own_affair(of_parameters: bool) -> None:
+    """`torch.autograd.grad`, of penalties and of forces: on one rank alone, and without a message."""
+
+    def body(group):
+        ddp, found, sent = DistributedDataParallel(network(), group), [], []
+        for step in range(3):
+            ddp.zero_grad()
+            before = ddp.sent_bytes
+            for _ in range(group.rank):
+                x = batch(group.rank).requires_grad_()
+                asked = list(ddp.parameters()) if of_parameters else [x]
+                torch.autograd.grad(ddp(x).sum(), asked, create_graph=True)
+            sent.append(ddp.sent_bytes - before)
+            ddp(batch(group.rank, step)).square().sum().backward()
+            found.append(gradients(ddp))
+        assert sent == [0, 0, 0]
+        return found
+
+    results = run_world(3, body)
+    for step in range(3):
+        steps = [found[step] for found in results]
+        check_same(steps)
+        check_close(steps[0], reference(3, lambda m, rank, s=step: m(batch(rank, s)).square().sum().backward()))
+
+
+def test_a_backward_pass_to_some_inputs_alone_averages_those() -> None:
+    def body(group):
+        ddp = DistributedDataParallel(network(), group)
+        module = ddp.module
+        ddp(batch(group.rank)).square().sum().backward(inputs=[module[0].weight])
+        assert module[4].bias.grad is None
+        return {"weight": module[0].weight.grad.clone()}
+
+    results = run_world(2, body)
+    check_same(results)
+    wanted = reference(2, lambda m, rank: m(batch(rank)).square().sum().backward())["0.weight"]
+    check_close(results[0], {"weight": wanted})
+
+
 def test_shared_parameters_are_averaged_once() -> None:
     def body(group):
         ddp = DistributedDataParallel(Tied(), group, bucket_cap_mb=5e-5)
