@@ -1,8 +1,8 @@
 """Autograd's events turned into rounds of the reducer: a gradient is sent on its way as soon as autograd has accumulated it.
 
 A post-accumulate hook on every parameter says that its gradient is complete; a callback that autograd runs when a backward pass
-is over waits for what is still under way. The pass in which an output of `forward` gets its gradient is the one that counts, if it
-adds to `.grad` at all: `torch.autograd.grad` does not, and is each rank's own affair.
+is over waits for what is still under way. The pass in which an output of `forward` gets its gradient is the one that counts,
+if it adds to `.grad` at all: `torch.autograd.grad` does not, and is each rank's own affair.
 Passes inside it (re-entrant checkpoints run one for each segment) may bring a parameter's gradient in several portions, so
 what arrives in them leaves only at the end. The first step sends everything at the end: it learns which parameters those are.
 """

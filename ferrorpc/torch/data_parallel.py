@@ -118,6 +118,15 @@ class DistributedDataParallel(torch.nn.Module):
         """Within it gradients add up over backward passes, and none is averaged. All ranks alike."""
         return self._replica.no_sync()
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """As in torch: whether backward passes average, for loops that set it in place of `no_sync()`."""
+        return self._replica.syncs
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._replica.syncs = bool(value)
+
     def accumulate(self, count: int) -> Iterator[int]:
         """For a batch in `count` parts: `for part in ddp.accumulate(4)` goes through 0 to 3, and only the last one's backward
         pass averages. Gradients add up, so weigh each part's loss by its share. Counts may differ between ranks."""

@@ -189,6 +189,24 @@ def test_outputs_in_containers_and_outputs_without_gradients() -> None:
     check_close({name.removeprefix("layer."): g for name, g in results[0].items()}, wanted)
 
 
+def test_a_loop_may_set_the_attribute_in_place_of_no_sync() -> None:
+    def body(group):
+        ddp = DistributedDataParallel(network(), group)
+        for part in range(3):
+            ddp.require_backward_grad_sync = part == 2
+            before = ddp.sent_bytes
+            ddp(batch(group.rank, part)).square().sum().backward()
+            assert (ddp.sent_bytes > before) == ddp.require_backward_grad_sync
+        return gradients(ddp)
+
+    def local(module, rank):
+        sum(module(batch(rank, part)).square().sum() for part in range(3)).backward()
+
+    results = run_world(2, body)
+    check_same(results)
+    check_close(results[0], reference(2, local))
+
+
 def test_gradients_lie_in_the_buckets_and_nowhere_else() -> None:
     def body(group):
         ddp = DistributedDataParallel(network(), group)
