@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ferrorpc.agreement import agree
 from ferrorpc.arrays.kinds import spec_of
 from ferrorpc.ddp.bucket import Bucket, lay_out
+from ferrorpc.ddp.naming import Named
 from ferrorpc.ddp.parcel import Packer
 from ferrorpc.ddp.share import SHARED_BYTES
 from ferrorpc.errors import UsageError
@@ -44,7 +45,11 @@ class Buffers:
         self._mode = mode
         self._rank = group.rank
         found = {} if mode == "local" else named_buffers(module)
-        self.layout = lay_out([(name, spec_of(array)) for name, array in found.items()], SHARED_BYTES, SHARED_BYTES)
+        specs = []
+        for name, array in found.items():
+            with Named(f"buffer {name!r}"):
+                specs.append((name, spec_of(array)))
+        self.layout = lay_out(specs, SHARED_BYTES, SHARED_BYTES)
         agree(group, "buffers", f"mode {mode}\n{self.layout.text}")
         self._packer = Packer(found)
         self._stream = group.stream()

@@ -27,6 +27,7 @@ from ferrorpc.arrays.kinds import kind_of, view
 from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.fleet import Fleet
 from ferrorpc.ddp.hooks.base import Hook, check_hook
+from ferrorpc.ddp.naming import Named
 from ferrorpc.ddp.placement import place_of
 from ferrorpc.ddp.round import Round
 from ferrorpc.ddp.steps import Steps
@@ -92,10 +93,8 @@ class Reducer(Fleet):
             UsageError: it is no plain array.
         """
         if self.kind is None:
-            try:
+            with Named(what):
                 return view(gradient)
-            except UsageError as problem:
-                raise type(problem)(f"{what}: {problem.message}", hint=problem.hint) from None
         if kind_of(gradient) is not self.kind:
             raise TensorMismatchError(
                 f"{what} is on {place_of(gradient)}, but its bucket is on GPU {self.kind.device.index}",

@@ -14,6 +14,7 @@ from ferrorpc.ddp.bucket import Slot
 from ferrorpc.ddp.buffers import Buffers, named_buffers
 from ferrorpc.ddp.drift import compare
 from ferrorpc.ddp.hooks.base import Hook
+from ferrorpc.ddp.naming import Named
 from ferrorpc.ddp.parameter import HasGradient
 from ferrorpc.ddp.placement import bucket_kind
 from ferrorpc.ddp.reducer import Reducer
@@ -279,7 +280,5 @@ def named_parameters(module: Any) -> dict[str, HasGradient]:
 
 
 def _spec(name: str, data: Any) -> TensorSpec:
-    try:
+    with Named(f"parameter {name!r}"):
         return spec_of(data)
-    except UsageError as problem:
-        raise type(problem)(f"parameter {name!r}: {problem.message}", hint=problem.hint) from None

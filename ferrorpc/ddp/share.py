@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ferrorpc.arrays.kinds import spec_of, view_out
 from ferrorpc.ddp.bucket import lay_out
+from ferrorpc.ddp.naming import Named
 from ferrorpc.ddp.parcel import Packer
 
 if TYPE_CHECKING:
@@ -18,9 +19,11 @@ SHARED_BYTES = 25 << 20
 
 def share(arrays: Mapping[str, Any], group: ProcessGroup, root: int = 0) -> None:
     """Gives every rank the arrays of rank `root`, in place. Collective: same names, dtypes and shapes in the same order."""
-    specs = {name: spec_of(array) for name, array in arrays.items()}
+    specs = {}
     for name, array in arrays.items():
-        view_out(array, specs[name], near=True)  # refused before anything is sent
+        with Named(name):
+            specs[name] = spec_of(array)
+            view_out(array, specs[name], near=True)  # refused before anything is sent
     layout = lay_out(list(specs.items()), SHARED_BYTES, SHARED_BYTES)
     packer, is_root = Packer(arrays), group.rank == root
     packed = [packer.packed(each, arrays, "array") if is_root else packer.zeros(each) for each in layout.buckets]

@@ -13,6 +13,7 @@ from ferrorpc.ddp.bucket import Slot
 from ferrorpc.ddp.drift import compare
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.memory import Memory
+from ferrorpc.ddp.naming import Named
 from ferrorpc.ddp.placement import bucket_kind
 from ferrorpc.ddp.pytree import flatten, rebuild
 from ferrorpc.ddp.reducer import Reducer
@@ -65,7 +66,7 @@ class GradientSynchronizer:
         self._like = like
         self._views = gradient_as_bucket_view
         leaves = flatten(like)
-        self._specs = {name: leaf if isinstance(leaf, TensorSpec) else spec_of(leaf) for name, leaf in leaves.items()}
+        self._specs = {name: leaf if isinstance(leaf, TensorSpec) else _spec(name, leaf) for name, leaf in leaves.items()}
         self._kinds = {name: NUMPY if isinstance(leaf, TensorSpec) else kind_of(leaf) for name, leaf in leaves.items()}
         kind = bucket_kind(leaves, hook)
         self._reducer = Reducer(list(self._specs.items()), group, bucket_cap_mb, "gradients", order, hook, kind)
@@ -261,3 +262,8 @@ class SynchronizerStep:
                 self._put_place(name)
         self._round.finish()
         self._means = self._round.means(self._kinds, self._owner._views)
+
+
+def _spec(name: str, leaf: Any) -> TensorSpec:
+    with Named(f"gradient {name!r}"):
+        return spec_of(leaf)

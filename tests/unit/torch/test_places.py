@@ -161,3 +161,21 @@ def test_a_buffer_that_grows_says_what_to_do() -> None:
             DistributedDataParallel(module, group)(batch(0)).sum().backward()
 
     run_world(2, body)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "text"),
+    [
+        (torch.zeros(3).to(torch.float8_e4m3fn), "buffer 'mask': dtype float8_e4m3fn is not supported"),
+        (torch.zeros(4).expand(3, 4), "buffer mask: out has elements that share memory"),
+    ],
+    ids=["float8", "expanded"],
+)
+def test_a_buffer_that_cannot_be_sent_is_named(buffer, text: str) -> None:
+    def body(group):
+        module = network()
+        module.register_buffer("mask", buffer)
+        with pytest.raises(TensorMismatchError, match=text):
+            DistributedDataParallel(module, group)
+
+    run_world(2, body)
