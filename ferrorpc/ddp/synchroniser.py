@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from ferrorpc.arrays.base import View
+from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of
 from ferrorpc.ddp.bucket import Slot
 from ferrorpc.ddp.drift import compare
@@ -68,6 +68,7 @@ class GradientSynchronizer:
         leaves = flatten(like)
         self._specs = {name: leaf if isinstance(leaf, TensorSpec) else _spec(name, leaf) for name, leaf in leaves.items()}
         self._kinds = {name: NUMPY if isinstance(leaf, TensorSpec) else kind_of(leaf) for name, leaf in leaves.items()}
+        self._ordered = {name: leaf for name, leaf in leaves.items() if not kind_of(leaf).takes_any_order(leaf)}
         kind = bucket_kind(leaves, hook)
         self._reducer = Reducer(list(self._specs.items()), group, bucket_cap_mb, "gradients", order, hook, kind)
         self._group = group
@@ -125,7 +126,7 @@ class GradientSynchronizer:
 
         def followed(current: Round) -> None:
             if follow is not None:
-                follow(rebuild(self._like, current.means(self._kinds, self._views)))
+                follow(rebuild(self._like, self._means(current, self._kinds)))
 
         with self._reducer.uneven(followed):
             yield
@@ -150,6 +151,16 @@ class GradientSynchronizer:
             CollectiveMismatchError: they differ. It names the ranks that are not as most are, and the first leaf.
         """
         compare(flatten(weights), self._group, self._reducer.number, "now")
+
+    def _means(self, current: Round, kinds: Mapping[str, Kind]) -> dict[str, Any]:
+        """What a finished round brought, by name; beside arrays that lie in another order than C's in theirs."""
+        found = current.means(kinds, self._views)
+        for name, leaf in self._ordered.items():
+            if found[name] is not None and (kind := kind_of(leaf)) is kinds[name]:
+                laid_out = kind.empty_beside(leaf, self._specs[name])
+                laid_out[...] = found[name]
+                found[name] = laid_out
+        return found
 
     def _check_names(self, names: Mapping[str, Any]) -> None:
         missing = [name for name in self._specs if name not in names]
@@ -261,7 +272,7 @@ class SynchronizerStep:
             if not self._round.has(name):
                 self._put_place(name)
         self._round.finish()
-        self._means = self._round.means(self._kinds, self._owner._views)
+        self._means = self._owner._means(self._round, self._kinds)
 
 
 def _spec(name: str, leaf: Any) -> TensorSpec:

@@ -179,3 +179,16 @@ def test_a_buffer_that_cannot_be_sent_is_named(buffer, text: str) -> None:
             DistributedDataParallel(module, group)
 
     run_world(2, body)
+
+
+def test_means_of_a_synchroniser_lie_as_the_weights_they_are_for() -> None:
+    """They become `.grad`, where optimizers rely on it."""
+
+    def body(group):
+        weight = convolution().weight.detach()
+        sync = ferrorpc.GradientSynchronizer({"weight": weight, "bias": torch.zeros(2)}, group)
+        mean = sync({"weight": weight * group.rank, "bias": None})["weight"]
+        assert mean.stride() == weight.stride() != mean.contiguous().stride()
+        return torch.equal(mean, weight / 2)
+
+    assert run_world(2, body) == [True, True]
