@@ -38,13 +38,14 @@ class ZeroOptimizer:
         bucket_cap_mb: how many MiB a message may hold.
 
     Raises:
-        UsageError: weights that cannot be written in place, or no rule.
+        UsageError: weights that cannot be written in place, one array under two names, or no rule.
         TensorMismatchError: another dtype.
         CollectiveMismatchError: ranks gave different trees or rules; the message says where they differ.
     """
 
     def __init__(self, weights: Any, group: ProcessGroup, rule: Rule, *, bucket_cap_mb: float = 25) -> None:
         self._weights = flatten(weights)
+        _check_apart(self._weights)
         specs = [(name, spec_of(leaf)) for name, leaf in self._weights.items()]
         for name, spec in specs:
             if spec.dtype not in _DTYPES:
@@ -111,6 +112,17 @@ class ZeroOptimizer:
             for number, memory in enumerate(self._memory)
             for slot, array in enumerate(memory)
         }
+
+
+def _check_apart(weights: Mapping[str, Any]) -> None:
+    names: dict[int, str] = {}
+    for name, leaf in weights.items():
+        other = names.setdefault(id(leaf), name)
+        if other != name:
+            raise UsageError(
+                f"weights {other!r} and {name!r} are one array, which only one of their gradients would update",
+                hint="give it once, and the sum of its gradients",
+            )
 
 
 def _check_place(name: str, weights: Any, spec: TensorSpec) -> None:
