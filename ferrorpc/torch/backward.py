@@ -10,6 +10,7 @@ what arrives in them leaves only at the end. The first step sends everything at 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,26 @@ class _Member:
         return True
 
 
+class _Hook:
+    """What is called when a parameter's gradient was accumulated."""
+
+    __slots__ = ("_call", "_handle", "_parameter")
+
+    def __init__(self, parameter: Any, call: Callable[[torch.Tensor], None]) -> None:
+        self._parameter = parameter
+        self._call = call
+        self._handle = parameter.register_post_accumulate_grad_hook(call)
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def go_last(self) -> None:
+        """Hooks are called in the order in which they were registered."""
+        if next(reversed(self._parameter._post_accumulate_grad_hooks)) != self._handle.id:
+            self._handle.remove()
+            self._handle = self._parameter.register_post_accumulate_grad_hook(self._call)
+
+
 class Backward:
     """Watches the backward passes of one replica.
 
@@ -67,17 +88,17 @@ class Backward:
         self._used: set[str] = set()
         self._is_first = True
         self._in_portions: set[str] = set()
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[attr-defined]
-                partial(self._arrived, _Member(name, replica))
-            )
-            for name, parameter in replica.parameters.items()
-        ]
+        self._hooks = [_Hook(each, partial(self._arrived, _Member(name, replica))) for name, each in replica.parameters.items()]
 
     def end(self) -> None:
         """Lets go of the parameters: their gradients are their own again."""
         for hook in self._hooks:
             hook.remove()
+
+    def listen_last(self) -> None:
+        """Goes behind the hooks that users have given to parameters since: what those do to a gradient belongs to it."""
+        for hook in self._hooks:
+            hook.go_last()
 
     def watch(self, outputs: Any) -> None:
         """Looks out for the backward pass of what a forward pass returned: tensors in any containers.
@@ -120,6 +141,11 @@ class Backward:
         if not self._replica.syncs:
             return
         current = self._begin() if self._round is None else self._round
+        if parameter.grad is None:
+            raise UsageError(
+                f"the gradient of {name!r} was taken away, by another hook, before it was averaged",
+                hint="let optimizers step when backward() has returned",
+            )
         if current.has(name):
             raise UsageError(
                 f"parameter {name!r} got a gradient again after the first one was sent: a re-entrant checkpoint uses it too",

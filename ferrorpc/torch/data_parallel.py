@@ -84,9 +84,11 @@ class DistributedDataParallel(torch.nn.Module):
         return outputs
 
     def _before(self) -> None:
-        if torch.is_grad_enabled() and self._changes.may_be():
-            self._replica.check()
-            self._changes.known()
+        if torch.is_grad_enabled():
+            if self._changes.may_be():
+                self._replica.check()
+                self._changes.known()
+            self._backward.listen_last()
 
     def _after(self, outputs: Any) -> None:
         if torch.is_grad_enabled():

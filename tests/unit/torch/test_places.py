@@ -1,4 +1,4 @@
-"""Where gradients lie, and in which order: what optimizers, and users who move gradients about, rely on."""
+"""Where gradients lie, in which order, and what hooks do to them: what optimizers and users who touch gradients rely on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 
 import ferrorpc  # noqa: E402
 from ferrorpc.torch import DistributedDataParallel  # noqa: E402
-from tests.unit.torch.models import batch, check_same, network  # noqa: E402
+from tests.unit.torch.models import SMALL_MB, batch, check_close, check_same, gradients, network, reference  # noqa: E402
 
 
 class Transposed(nn.Module):
@@ -192,3 +192,53 @@ def test_means_of_a_synchroniser_lie_as_the_weights_they_are_for() -> None:
         return torch.equal(mean, weight / 2)
 
     assert run_world(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("views", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+def test_what_a_users_hook_does_to_a_gradient_is_done_before_it_is_averaged(before: bool, views: bool) -> None:
+    """As in torch, whether the hook was there first or not."""
+
+    def clamped(parameter: nn.Parameter) -> None:
+        parameter.grad.clamp_(-0.05, 0.05)
+
+    def body(group):
+        module, found = network(), []
+        if not before:
+            ddp = DistributedDataParallel(module, group, bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=views)
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(clamped)
+        if before:
+            ddp = DistributedDataParallel(module, group, bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=views)
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(batch(group.rank, step)).square().sum().backward()
+            found.append(gradients(ddp))
+        return found
+
+    def local(module: nn.Module, rank: int, step: int) -> None:
+        module(batch(rank, step)).square().sum().backward()
+        for parameter in module.parameters():
+            clamped(parameter)
+
+    results = run_world(2, body)
+    for step in range(3):
+        steps = [found[step] for found in results]
+        check_same(steps)
+        check_close(steps[0], reference(2, lambda m, rank, s=step: local(m, rank, s)))
+
+
+def test_an_optimizer_that_steps_in_a_hook_is_told_that_gradients_are_no_means_yet() -> None:
+    def body(group):
+        ddp = DistributedDataParallel(network(), group)
+
+        def stepped(parameter: nn.Parameter) -> None:
+            torch.optim.SGD([parameter], lr=0.1).step()
+            parameter.grad = None
+
+        for parameter in ddp.parameters():
+            parameter.register_post_accumulate_grad_hook(stepped)
+        with pytest.raises(UsageError, match=r"'4\.bias' was taken away.*\n.*backward\(\) has returned"):
+            ddp(batch(group.rank)).square().sum().backward()
+
+    run_world(2, body)
