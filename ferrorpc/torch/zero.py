@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -14,6 +14,9 @@ from ferrorpc.types import TensorSpec
 
 if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
+
+_OF_WHOLE_PARAMETERS: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
+"""Torch's optimizers whose update of an element depends on others."""
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -35,7 +38,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         options: the optimizer's own, such as lr.
 
     Raises:
-        UsageError: parameters are not on the host.
+        UsageError: parameters are not on the host, or one of torch's optimizers that does not treat every element alike.
         CollectiveMismatchError: ranks gave different parameters; the message says where they differ.
     """
 
@@ -48,6 +51,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket_cap_mb: float = 25,
         **options: Any,
     ) -> None:
+        _check_elementwise(optimizer)
         self._shards: list[Shards] = []
         super().__init__(parameters, options)
         self._trained = [_named(members) for members in self.param_groups]
@@ -119,6 +123,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for state in self._inner.state.values()
             for value in state.values()
             if isinstance(value, torch.Tensor)
+        )
+
+
+def _check_elementwise(optimizer: type[torch.optim.Optimizer]) -> None:
+    names = [each.__name__ for each in optimizer.__mro__ if each.__module__.startswith("torch.optim.")]
+    for name in _OF_WHOLE_PARAMETERS.intersection(names):
+        raise UsageError(
+            f"{name} looks at whole parameters, but each rank has flat pieces of them",
+            hint="use one that treats every element alike, such as AdamW",
         )
 
 

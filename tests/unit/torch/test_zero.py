@@ -143,3 +143,12 @@ def test_a_state_of_a_group_of_another_size_is_refused():
             optimizer.load_state_dict(states[group.rank])
 
     run_world(2, body)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS])
+def test_optimizers_of_whole_parameters_are_refused(kind):
+    def body(group):
+        with pytest.raises(UsageError, match=f"{kind.__name__} looks at whole parameters"):
+            ZeroOptimizer(network().parameters(), kind, group, lr=0.1)
+
+    run_world(2, body)
