@@ -79,7 +79,11 @@ class Stage:
         with torch.enable_grad():
             y = self.module(*(_entering(each, self.needs_grad_x) for each in inputs))
         outputs = y if isinstance(y, tuple) else (y,)
-        detached = tuple(_detached(each, self.module) for each in outputs)
+        detached = tuple(
+            # One tensor for several stages: what one of them writes to its own is not the others'.
+            _detached(each, self.module, is_again=any(each is before for before in outputs[:place]))
+            for place, each in enumerate(outputs)
+        )
         return (detached if isinstance(y, tuple) else detached[0]), Context(inputs, outputs, several)
 
     def backward(self, context: Context, grad_y: Any) -> Any:
@@ -152,13 +156,15 @@ def _leaf(x: Any, needs_grad: bool = True) -> Any:
     return x.detach().requires_grad_(needs_grad and (x.is_floating_point() or x.is_complex()))
 
 
-def _detached(y: Any, module: torch.nn.Module) -> Any:
-    if y is not None and not isinstance(y, torch.Tensor):
+def _detached(y: Any, module: torch.nn.Module, is_again: bool) -> Any:
+    if y is None:
+        return None
+    if not isinstance(y, torch.Tensor):
         raise UsageError(
             f"{type(module).__name__} returned a {type(y).__name__}, which cannot go on to the next stage",
             hint="wrap the module in one that returns a tensor, or a tuple of tensors and Nones",
         )
-    return None if y is None else y.detach()
+    return y.detach().clone() if is_again else y.detach()
 
 
 def _differentiable(outputs: tuple[Any, ...], grad_y: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -127,7 +127,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 def _check_elementwise(optimizer: type[torch.optim.Optimizer]) -> None:
-    names = [each.__name__ for each in optimizer.__mro__ if each.__module__.startswith("torch.optim.")]
+    names = [each.__name__ for each in optimizer.__mro__ if each.__module__.startswith("torch.optim")]
     for name in _OF_WHOLE_PARAMETERS.intersection(names):
         raise UsageError(
             f"{name} looks at whole parameters, but each rank has flat pieces of them",

@@ -94,3 +94,27 @@ def test_what_cannot_go_on_to_the_next_stage_is_named():
         Stage(Wrapped(WIDTH, WIDTH)).forward(batch()[0])
     with pytest.raises(UsageError, match=r"given a ndarray.*\n.*from_numpy"):
         Stage(linear(0)).forward(batch()[0].numpy())
+
+
+def test_a_stage_that_writes_to_what_it_is_given_does_so_to_its_own():
+    """Though another stage of this rank was given the same tensor."""
+
+    class Twice(nn.Module):
+        def forward(self, x):
+            y = x * 1
+            return y, y
+
+    class Sum(nn.Module):
+        def forward(self, x, y):
+            return x + y
+
+    schedule = schedules.looped_bfs(1, 2, chunks=3).with_edges([(0, 1), (0, 2), (1, 2)])
+    modules = [Twice(), nn.ReLU(inplace=True), Sum()]
+
+    def body(group):
+        x, _ = batch()
+        return Pipeline([Stage(module) for module in modules], group, schedule).forward(x)
+
+    x, _ = batch()
+    (found,) = run_world(1, body)
+    torch.testing.assert_close(found, x + x.relu())
