@@ -190,6 +190,7 @@ class Driver:
         for effect in outgoing:
             if needs > self._durable:
                 self._held.append((needs, effect))
+                self._owe(effect, 1)
             else:
                 self._release(effect)
         if not self._settle_scheduled:
@@ -261,7 +262,9 @@ class Driver:
         self._durable = self._written
         held = self._held
         while held and held[0][0] <= self._durable:
-            self._release(held.popleft()[1])
+            effect = held.popleft()[1]
+            self._owe(effect, -1)
+            self._release(effect)
         self._flush()
         self._note_idle()
 
@@ -292,9 +295,19 @@ class Driver:
         elif effect.stream in self._outboxes:
             self._outboxes[effect.stream].finish()
 
+    def _owe(self, effect: Outgoing, sign: int) -> None:
+        """Tells the streams that an effect will write to how much it will be, or (-1) that it does so now."""
+        if isinstance(effect, Send | SendMany):
+            recipients = ((effect.stream, b""),) if isinstance(effect, Send) else effect.recipients
+            shared = effect.frame.ByteSize()
+            for stream, overlay in recipients:
+                outbox = self._outboxes.get(stream)
+                if outbox is not None:
+                    outbox.owe(sign * (shared + len(overlay)))
+
     def _write(self, stream: int, data: bytes) -> None:
         outbox = self._outboxes.get(stream)
-        if outbox is not None and not outbox.push(data):
+        if outbox is not None and not outbox.overflowed and not outbox.push(data):
             _log.warning("stream %d leaves too much unread and is cut off; it may resume", stream)
             self._loop.call_soon(self.disconnect, stream)
 

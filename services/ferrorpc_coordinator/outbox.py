@@ -9,25 +9,31 @@ from typing import Final
 
 OUTBOX_BYTES_MAX: Final = 8 << 20
 """A client that leaves this much unread is cut off; it can resume and gets what it missed."""
+CROWDED_BYTES: Final = OUTBOX_BYTES_MAX // 4
+"""While more than this waits for a client, no further request of it is read: what it asked for never cuts it off."""
 
 
 class Outbox:
     """Frames in the order they were decided, as bytes.
 
     Invariants: 1. `push` and `finish` never block. 2. What was pushed before `finish` is written before `drain` returns, unless
-    the limit was passed, in which case everything unwritten is dropped at once.
+    the limit was passed, in which case everything unwritten is dropped at once. 3. `room` waits for nothing but this reader and
+    the journal.
     """
 
-    __slots__ = ("_bytes_max", "_finished", "_frames", "_held_bytes", "_waiter", "overflowed", "stream")
+    __slots__ = ("_bytes_max", "_finished", "_frames", "_held_bytes", "_owed_bytes", "_room", "_waiter", "overflowed", "stream")
 
     def __init__(self, stream: int, bytes_max: int = OUTBOX_BYTES_MAX) -> None:
         self.stream = stream
         self.overflowed = False
         self._frames: deque[bytes] = deque()
         self._held_bytes = 0
+        self._owed_bytes = 0
         self._bytes_max = bytes_max
         self._finished = False
         self._waiter: asyncio.Future[None] | None = None
+        self._room = asyncio.Event()
+        self._room.set()
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -36,7 +42,7 @@ class Outbox:
         """Queues one frame. False when the reader is too slow: then nothing more is ever written."""
         if self._finished:
             return not self.overflowed
-        self._held_bytes += len(frame)
+        self._count(held=len(frame))
         if self._held_bytes > self._bytes_max:
             self.overflowed = True
             self._frames.clear()
@@ -46,9 +52,18 @@ class Outbox:
         self._wake()
         return True
 
+    def owe(self, frame_bytes: int) -> None:
+        """A frame of this size will be pushed once it is durable; negative: it is pushed now."""
+        self._count(owed=frame_bytes)
+
+    async def room(self) -> None:
+        """Returns when so little waits for the client that more may be asked for, or when the stream ends."""
+        await self._room.wait()
+
     def finish(self) -> None:
         """Ends the stream after what is queued."""
         self._finished = True
+        self._room.set()
         self._wake()
 
     async def drain(self, write: Callable[[bytes], Awaitable[None]]) -> None:
@@ -57,8 +72,8 @@ class Outbox:
         while True:
             while frames:
                 frame = frames.popleft()
-                self._held_bytes -= len(frame)
                 await write(frame)
+                self._count(held=-len(frame))
             if self._finished:
                 return
             self._waiter = asyncio.get_running_loop().create_future()
@@ -66,6 +81,14 @@ class Outbox:
                 await self._waiter
             finally:
                 self._waiter = None
+
+    def _count(self, held: int = 0, owed: int = 0) -> None:
+        self._held_bytes += held
+        self._owed_bytes += owed
+        if self._finished or self._held_bytes + self._owed_bytes <= CROWDED_BYTES:
+            self._room.set()
+        else:
+            self._room.clear()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

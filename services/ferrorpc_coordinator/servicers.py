@@ -13,13 +13,13 @@ from typing import Any, Final, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from ferrorpc.errors import CodecError, FerroError, LimitExceededError, UsageError
+from ferrorpc.errors import CodecError, CoordinatorUnavailableError, FerroError, LimitExceededError, UsageError
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2, store_pb2
 from ferrorpc.wire import status
 from ferrorpc.wire.identity import peer_identities
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.metrics import Counters
-from ferrorpc_coordinator.outbox import Outbox
+from ferrorpc_coordinator.outbox import OUTBOX_BYTES_MAX, Outbox
 from ferrorpc_coordinator.state.events import Caller, UnaryRequest
 
 SERVICE: Final = "ferrorpc.v1.CoordinatorService"
@@ -110,7 +110,7 @@ class _Stream:
 
         Raises:
             CodecError: the client sent what is no frame.
-            LimitExceededError: it did not read what it was sent.
+            CoordinatorUnavailableError: it did not read what it was sent; it may resume.
         """
         reader = asyncio.create_task(self._read())
         try:
@@ -121,7 +121,10 @@ class _Stream:
         if self._problem is not None:
             raise self._problem
         if self._outbox.overflowed:
-            raise LimitExceededError("the session was ended because it left more unread than outbox_bytes allows")
+            raise CoordinatorUnavailableError(
+                f"the coordinator cut this session off, which left more than {OUTBOX_BYTES_MAX >> 20} MiB unread",
+                hint="nothing, if this process was only busy: the session resumes by itself",
+            )
 
     async def _read(self) -> None:
         read, stream, counters = self._context.read, self._outbox.stream, self._counters
@@ -135,6 +138,7 @@ class _Stream:
                     self._receive_while_full(frame)
                 else:
                     self._driver.receive(stream, frame)
+                await self._outbox.room()
         except DecodeError:
             self._problem = CodecError("a session sent bytes that are no ClientFrame")
         finally:

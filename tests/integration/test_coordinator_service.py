@@ -12,6 +12,7 @@ from ferrorpc.errors import (
     AuthenticationError,
     BarrierTimeoutError,
     CodecError,
+    CoordinatorUnavailableError,
     LimitExceededError,
     MessageTooLargeError,
     PeerLostError,
@@ -329,5 +330,32 @@ def test_a_session_that_does_not_read_is_cut_off_and_disturbs_nobody(address, jo
             member.store(set=store_pb2.SetOperation(key=f"k{number % 2}", value=bytes(1 << 20)))
         with pytest.raises(grpc.RpcError) as caught:
             list(slow)
-        assert isinstance(status.error_of(caught.value), LimitExceededError)
+        assert isinstance(status.error_of(caught.value), CoordinatorUnavailableError)  # so that it resumes
         assert "unread" in status.error_of(caught.value).message
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_what_a_session_asked_for_itself_does_not_cut_it_off(tmp_path, durable):
+    with coordinator(*(("--data-dir", str(tmp_path)) if durable else ())) as service, Client(service.address, "m") as member:
+        member.store(set=store_pb2.SetOperation(key="large", value=bytes(1 << 20)))
+        numbers = []
+        for number in range(24):  # all at once, and while writes are on their way to the disk
+            get = store_pb2.StoreRequest(get=store_pb2.GetOperation(key="large"))
+            numbers.append(member.begin(store=get))
+            add = store_pb2.StoreRequest(request_id=100 + number, add=store_pb2.AddOperation(key="n", amount=1))
+            numbers.append(member.begin(store=add))
+        sizes = [len(member.result(number).store.value) for number in numbers]
+        assert sum(sizes) == 24 << 20
+
+
+def test_a_watch_is_told_of_all_that_is_remembered_at_once(address, job):
+    with Client(address, "m", job=job) as member:
+        for number in range(1500):
+            member.begin(store=store_pb2.StoreRequest(set=store_pb2.SetOperation(key=f"k{number}", value=bytes(6_000))))
+        member.result(member.sequence)
+        watch = store_pb2.StoreRequest(watch=store_pb2.WatchOperation(prefix="k", from_revision=1))
+        member.call(store=watch)
+        told = lambda: [event.store for event in member.events if event.HasField("store")]  # noqa: E731
+        member.until(lambda: told() and told()[-1].key == "k1499")
+        assert told()[0].compacted
+        assert [event.key for event in told()[1:]] == [f"k{number}" for number in range(1501 - len(told()), 1500)]

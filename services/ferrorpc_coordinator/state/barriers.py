@@ -55,6 +55,8 @@ class Arrival(NamedTuple):
     asker: Asker
     payload: bytes
     since: int
+    until: int
+    """When it will wait no longer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -197,10 +199,10 @@ class Barriers:
         total = barrier.payload_bytes + len(request.payload)
         require(f"payloads of barrier {key.name!r}", total, "barrier_bytes", self._desk.limits.barrier_bytes)
         barrier.payload_bytes = total
-        barrier.arrivals[who] = Arrival(asker, request.payload, self._desk.now if before is None else before.since)
+        since = self._desk.now if before is None else before.since
+        barrier.arrivals[who] = Arrival(asker, request.payload, since, until)
         if not barrier.until or until < barrier.until:
-            barrier.until = until
-            self._desk.arm(("barrier", key), until, partial(self._time_out, key))
+            self._end_by(key, barrier, until)
 
     def _withdraw(self, key: Key, barrier: Barrier, client: str) -> None:
         arrival = barrier.arrivals.pop(client, None)
@@ -208,6 +210,12 @@ class Barriers:
             barrier.payload_bytes -= len(arrival.payload)
             if not barrier.arrivals:
                 self._close(key)
+            elif arrival.until == barrier.until:
+                self._end_by(key, barrier, min(other.until for other in barrier.arrivals.values()))
+
+    def _end_by(self, key: Key, barrier: Barrier, until: int) -> None:
+        barrier.until = until
+        self._desk.arm(("barrier", key), until, partial(self._time_out, key))
 
     # -- finishing -----------------------------------------------------------------------------------------------------
 

@@ -81,6 +81,12 @@ class Bootstraps:
         if exchange.outcome is not None:
             self._desk.answer_many([(asker, None)], exchange.outcome)
             return
+        before = exchange.waiting.get(rank)
+        if before is not None:
+            again = UsageError(
+                f"{asker} asked for the ids of communicator {key.communicator!r} again; the later request counts"
+            )
+            self._desk.answer(before, detail_of(again))
         exchange.waiting[rank] = asker
         until = self._desk.now + request.timeout_ms * MILLISECOND
         self._desk.arm(("bootstrap", key, rank), until, partial(self._time_out, key, rank))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -68,11 +69,16 @@ class Generation:
 
 
 class Generations:
-    """The job's newest generation, and a line about each of the last ones."""
+    """The job's newest generation, and a line about each of the last ones.
 
-    def __init__(self, desk: Desk, roster: Roster) -> None:
+    Args:
+        condemn: called with the generation that a lost link ends, the cause and the rank that reported it; it breaks it.
+    """
+
+    def __init__(self, desk: Desk, roster: Roster, condemn: Callable[[Generation, error_pb2.ErrorDetail, int], None]) -> None:
         self._desk = desk
         self._roster = roster
+        self._condemn = condemn
         self.newest: Generation | None = None
         self.history: deque[session_pb2.GenerationStatus] = deque()
         self._lived: dict[int, tuple[int, int | None]] = {}
@@ -187,7 +193,7 @@ class Generations:
             return
         blame = f"the data stream between rank {link[0]} and rank {link[1]} broke: {reason}; both are alive"
         cause = GroupAbortedError(link[0], blame, hint="look at the network between the two hosts; group.reform() dials anew")
-        self.break_(generation, detail_of(cause), link[0])
+        self._condemn(generation, detail_of(cause), link[0])
 
     def _forget_links(self, generation: Generation) -> None:
         for link in generation.links:

@@ -37,7 +37,8 @@ class Limits:
     open_barriers: int = 4_096
     history_events: int = 4_096
     """Changes of the store that a watch can look back on."""
-    history_bytes: int = 8 << 20
+    history_bytes: int = 4 << 20
+    """Less than a session may leave unread, so that a watch can be told all of it at once."""
     page_bytes: int = 128 << 10
     """One page of keys."""
     generation_number: int = 1 << 40

@@ -82,8 +82,12 @@ class Store:
         if writes and self._desk.ledger.revision != before:
             kept = store_pb2.StoreResponse(found=response.found, number=response.number, revision=response.revision)
             self.writes.keep(asker.client, request.request_id, kept)
-        self._desk.answer(asker, response)
-        if name == "watch" and operation.from_revision:
+        if name != "watch":
+            self._desk.answer(asker, response)
+            return
+        # Not kept for a repetition: that comes on another stream, and this watch ends with its own.
+        self._desk.answer_many([(asker, None)], response)
+        if operation.from_revision:
             self.watches.replay(response.watch_id, operation.from_revision)
 
     def client_gone(self, client: str) -> None:

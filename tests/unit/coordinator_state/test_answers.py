@@ -113,3 +113,20 @@ def test_a_spare_that_takes_over_gets_the_rank_that_is_free() -> None:
     world.ask("a", leave=rendezvous_pb2.LeaveRequest(reason="ValueError: x"))
     join(world, "b", size=2)
     assert (world.clients["s"].rank, world.clients["b"].rank) == (0, 1)
+
+
+def test_a_watch_whose_answer_was_lost_is_made_anew_on_the_stream_that_asks_again() -> None:
+    world = World()
+    join(world, "a")
+    client = world.clients["a"]
+    number = world.ask("a", store=store_pb2.StoreRequest(watch=store_pb2.WatchOperation(prefix="k")))
+    lost = client.results.pop(number)
+    client.pending[number] = session_pb2.ClientFrame(
+        sequence=number, store=store_pb2.StoreRequest(watch=store_pb2.WatchOperation(prefix="k"))
+    )
+    world.cut("a")
+    world.hello("a", resume=True)
+    again = client.results[number].store.watch_id
+    assert again != lost.store.watch_id
+    set_(world, "a", "k", b"v")
+    assert [event.store.watch_id for event in client.events if event.HasField("store")] == [again]

@@ -39,6 +39,19 @@ def test_an_arrival_that_was_cancelled_does_not_count() -> None:
     assert isinstance(world.replies[third], session_pb2.UnaryBarrierResponse)
 
 
+def test_the_deadline_of_an_arrival_that_was_cancelled_binds_nobody() -> None:
+    world = World()
+    first = tool(world, "t", count=3, timeout_ms=1_000)
+    second = tool(world, "u", count=3, timeout_ms=30_000)
+    world.step(Cancelled(first))
+    world.tick(2 * SECOND)
+    assert second not in world.replies
+    world.tick(29 * SECOND)
+    reply = world.replies[second]
+    assert isinstance(reply, error_pb2.ErrorDetail)
+    assert reply.code == ErrorCode.BARRIER_TIMEOUT
+
+
 def test_a_cancellation_that_comes_after_the_retry_takes_nothing_back() -> None:
     world = World()
     first = tool(world, "t")

@@ -224,6 +224,30 @@ async def test_a_client_that_does_not_read_is_cut_off(make):
 
 
 @driven
+async def test_no_more_is_read_of_a_client_while_much_waits_for_it(make):
+    journal = ManualJournal()
+    answer = [Persist("t", "a", b"1"), Send(1, frame("x" * (1 << 20)))]
+    driver, _ = make(lambda event: answer if isinstance(event, Received) else [], journal)
+    outbox = driver.connect(session_pb2.Hello())
+    for _ in range(3):
+        driver.receive(1, session_pb2.ClientFrame())
+    room = asyncio.ensure_future(outbox.room())
+    await turns()
+    assert not room.done()  # though all of it waits for the journal yet
+    journal.groups[0][1]()
+    await turns()
+    assert not room.done()
+
+    async def write(_):
+        await asyncio.sleep(0)
+
+    draining = asyncio.ensure_future(outbox.drain(write))
+    await room
+    outbox.finish()
+    await draining
+
+
+@driven
 async def test_a_stream_ends_once_however_often_it_is_told(make):
     driver, decider = make()
     outbox = driver.connect(session_pb2.Hello())

@@ -1,0 +1,46 @@
+"""A data stream that broke between two living ranks ends their generation, with all that belongs to it."""
+
+from __future__ import annotations
+
+from ferrorpc_coordinator.state.settings import SECOND
+
+from ferrorpc.errors import ErrorCode
+from ferrorpc.v1 import nccl_pb2, session_pb2, store_pb2
+from tests.transcripts.world import World
+from tests.unit.coordinator_state.helpers import arrive, error, join, store
+
+
+def lose_a_link(world: World) -> None:
+    """Rank 0 tells that it cannot reach rank 1, and the time of the verdict passes."""
+    lost = session_pb2.LinkLost(peer_rank=1, reason="reset")
+    world.ask("a", report=session_pb2.ReportRequest(generation=world.clients["a"].generation, link_lost=lost))
+    world.tick(3 * SECOND)
+
+
+def test_who_waits_in_a_barrier_of_the_generation_is_told_at_once() -> None:
+    world = World()
+    join(world, "a", "b")
+    number = arrive(world, "b", "epoch")
+    lose_a_link(world)
+    assert number in world.clients["b"].results
+    assert error(world, "b").code == ErrorCode.GROUP_ABORTED
+
+
+def test_who_waits_for_ids_of_the_generation_is_told_at_once() -> None:
+    world = World()
+    join(world, "a", "b")
+    request = nccl_pb2.CommBootstrapRequest(generation=1, communicator="world", timeout_ms=60_000)
+    world.ask("b", comm_bootstrap=request)
+    lose_a_link(world)
+    assert error(world, "b").code == ErrorCode.GROUP_ABORTED
+
+
+def test_keys_of_the_generation_vanish() -> None:
+    world = World()
+    join(world, "a", "b")
+    bound = store_pb2.SetOperation(key="k", value=b"v", binding=store_pb2.KEY_BINDING_GENERATION)
+    store(world, "a", set=bound)
+    lose_a_link(world)
+    result = store(world, "b", get=store_pb2.GetOperation(key="k"))
+    assert result is not None
+    assert not result.store.found
