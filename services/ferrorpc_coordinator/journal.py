@@ -90,7 +90,7 @@ class Journal:
         try:
             return list(self._connection.execute("SELECT tab, key, value FROM rows ORDER BY tab, key"))
         except sqlite3.DatabaseError as error:
-            raise _damaged(self._directory, error) from None
+            raise _refused(self._directory, error) from None
 
     def start(self, failed: Callable[[Exception], None]) -> None:
         """Starts the writer. `failed` is called on its thread, once, when a group can never be written."""
@@ -159,6 +159,7 @@ class Journal:
 
     def _commit_patiently(self, group: Sequence[Row]) -> bool:
         """Commits, waiting out a full disk. False when the journal was closed meanwhile."""
+        held = False
         while not self._closing.is_set():
             try:
                 self.commit(group)
@@ -169,8 +170,11 @@ class Journal:
                     self.full = True
                     _log.error("no room for the journal in %s: writes are refused until there is", self._directory)
                     self._reserve.unlink(missing_ok=True)
-                else:
-                    self._closing.wait(_RETRY_SECONDS)
+                    continue
+                if error.sqlite_errorcode == sqlite3.SQLITE_BUSY and not held:
+                    held = True
+                    _log.error("another program holds the journal in %s: nothing is answered until it lets go", self._directory)
+                self._closing.wait(_RETRY_SECONDS)
             else:
                 return True
         return False
@@ -216,32 +220,51 @@ def _connect(path: Path) -> sqlite3.Connection:
         raise ConfigError(f"the journal {path} cannot be opened: {error.strerror}", hint="give another --data-dir") from None
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=16)
     try:
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA busy_timeout = 1000")
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, SCHEMA_VERSION):
-            raise ConfigError(
-                f"the journal {path} has format {version}, this version reads format {SCHEMA_VERSION}",
-                hint="run the version of ferrorpc that wrote it, or give another --data-dir",
-            )
-        if version == 0:
-            connection.execute("BEGIN IMMEDIATE")
-            connection.execute("CREATE TABLE IF NOT EXISTS rows (tab, key, value, PRIMARY KEY (tab, key)) WITHOUT ROWID")
-            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            connection.execute("COMMIT")
-    except sqlite3.DatabaseError as error:
+        _prepare(path, connection)
+    except sqlite3.Error as error:
         with contextlib.suppress(sqlite3.Error):
             connection.close()
-        raise _damaged(path.parent, error) from None
+        raise _refused(path.parent, error) from None
     except ConfigError:
         connection.close()
         raise
     return connection
 
 
-def _damaged(directory: Path, error: sqlite3.Error) -> ConfigError:
+def _prepare(path: Path, connection: sqlite3.Connection) -> None:
+    connection.execute("PRAGMA busy_timeout = 1000")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version not in (0, SCHEMA_VERSION):
+        raise ConfigError(
+            f"the journal {path} has format {version}, this version reads format {SCHEMA_VERSION}",
+            hint="run the version of ferrorpc that wrote it, or give another --data-dir",
+        )
+    found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if found != "ok":  # a file that was cut off can be read all the same: as one with fewer rows
+        raise damaged(path.parent, " ".join(found.split()))
+    if version == 0:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("CREATE TABLE IF NOT EXISTS rows (tab, key, value, PRIMARY KEY (tab, key)) WITHOUT ROWID")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        connection.execute("COMMIT")
+
+
+def damaged(directory: Path, what: object) -> ConfigError:
+    """The error for a journal whose content makes no sense."""
     return ConfigError(
-        f"the journal in {directory} cannot be read: {error}",
+        f"the journal in {directory} cannot be read: {what}",
         hint="restore the directory from a copy, or start with an empty --data-dir (a new cluster: every member joins again)",
+    )
+
+
+def _refused(directory: Path, error: sqlite3.Error) -> ConfigError:
+    """What the database itself does not read, and what only the world around it does not allow now."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return damaged(directory, error)
+    return ConfigError(
+        f"the journal in {directory} cannot be used now: {error}",
+        hint="see that the disk has room and is writable, and that no other program holds the file open; what is in it is kept",
     )

@@ -13,7 +13,7 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,11 +27,12 @@ from ferrorpc.wire import options as wire_options
 from ferrorpc.wire.tls import TlsFiles
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.health import Health
-from ferrorpc_coordinator.journal import Journal
+from ferrorpc_coordinator.journal import Journal, damaged
 from ferrorpc_coordinator.metrics import Collector, Counters, Gauges, JobGauges
 from ferrorpc_coordinator.servicers import SERVICE, CoordinatorServicer
 from ferrorpc_coordinator.state.access import Access, Grant
 from ferrorpc_coordinator.state.coordinator import Coordinator
+from ferrorpc_coordinator.state.effects import Row
 from ferrorpc_coordinator.state.settings import Settings
 from ferrorpc_coordinator.web.server import HttpServer
 from ferrorpc_coordinator.web.source import Source
@@ -105,7 +106,7 @@ async def serve(options: Options, announce: Callable[[Announcement], None]) -> N
     try:
         rows = journal.rows() if journal is not None else []
         access = Access(options.grants)
-        coordinator = Coordinator(options.settings, rows, access=access, mint=_mint, now_ns=time.monotonic_ns())
+        coordinator = _recovered(options, rows, access)
         await _Service(options, coordinator, access, journal).run(announce)
     finally:
         if journal is not None:
@@ -137,7 +138,9 @@ class _Service:
             self._loop.add_signal_handler(number, self._stopping.set)
         try:
             self._driver.begin()
-            await self._or_failure(self._driver.settled())
+            await self._or_failure(self._first(self._driver.settled(), self._stopping.wait()))
+            if self._stopping.is_set():  # told to end while it waited for room on the journal's disk
+                return
             await self._server.start()
             self._http = self._start_http()
             http_address = f"{_host_of(self._options)}:{self._http.port}" if self._http is not None else ""
@@ -150,6 +153,13 @@ class _Service:
                 await self._http.stop()
             self._driver.close()
             await self._server.stop(grace=DRAIN_SECONDS)
+
+    async def _first(self, *awaited: Coroutine[None, None, object]) -> None:
+        """Waits until one of them is done."""
+        tasks = [asyncio.ensure_future(one) for one in awaited]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
 
     async def _or_failure(self, awaited: Coroutine[None, None, object]) -> None:
         """Waits, but raises at once what makes the driver stop."""
@@ -183,6 +193,17 @@ class _Service:
             journal_full=self._driver.refuses_writes,
             jobs={status.job: JobGauges.of(status) for status in statuses},
         )
+
+
+def _recovered(options: Options, rows: Sequence[Row], access: Access) -> Coordinator:
+    """The state, with what the journal holds. What it does not understand would not be there next time either."""
+    try:
+        return Coordinator(options.settings, rows, access=access, mint=_mint, now_ns=time.monotonic_ns())
+    except Exception as error:
+        if options.data_dir is None:
+            raise
+        _log.debug("recovery failed", exc_info=True)
+        raise damaged(options.data_dir, f"{type(error).__name__}: {error}") from None
 
 
 def _bind(server: grpc.aio.Server, options: Options) -> str:

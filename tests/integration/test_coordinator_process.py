@@ -3,12 +3,14 @@
 import json
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 
 import pytest
+from ferrorpc_coordinator.journal import Journal
 
 from ferrorpc.errors import LimitExceededError
 from ferrorpc.v1 import barrier_pb2, session_pb2, store_pb2
@@ -224,6 +226,39 @@ def test_a_full_disk_refuses_writes_and_leaves_the_rest_working(tmp_path):
             assert process.stop()[0] == 0
     finally:
         subprocess.run(["umount", str(mount)], check=True)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ("member", "job/a", b"\xff\xff\xff"),
+        ("generation", "job/first", b""),
+        ("meta", "epoch", b"many"),
+        ("meta", "cluster_id", None),
+    ],
+)
+def test_a_journal_with_rows_that_make_no_sense_is_refused_in_words(tmp_path, row):
+    journal = Journal.open(tmp_path, reserve_bytes=0)
+    journal.commit([("meta", "cluster_id", b"c"), ("meta", "epoch", b"1"), row])
+    journal.close()
+    code, errors = refused_start("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path))
+    assert code == 64
+    assert f"the journal in {tmp_path} cannot be read" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_start_that_waits_for_the_journal_says_so_and_can_be_ended(tmp_path):
+    Journal.open(tmp_path, reserve_bytes=0).close()
+    holder = sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    command = [sys.executable, "-m", "ferrorpc_coordinator", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert "another program holds the journal" in process.stderr.readline()
+        process.terminate()
+        told, _ = process.communicate(timeout=20)
+    holder.close()
+    assert process.returncode == 0
+    assert not told  # it never said that it listens
 
 
 def _wrote(file, count):

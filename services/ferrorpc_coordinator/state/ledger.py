@@ -22,6 +22,8 @@ class Ledger:
             self.rows.setdefault(table, {})[key] = value
         meta = self.rows.get(META, {})
         self.recovered = "cluster_id" in meta
+        if self.rows and not self.recovered:
+            raise ValueError("there are rows, but none that names their cluster")
         self.cluster_id = meta["cluster_id"].decode() if self.recovered else mint()
         self.epoch = int(meta.get("epoch", b"0")) + 1
         self.revision = int(meta.get("revision", b"0"))

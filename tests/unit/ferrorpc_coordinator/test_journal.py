@@ -95,10 +95,32 @@ def test_a_damaged_journal_is_refused(tmp_path):
     data = bytearray(path.read_bytes())
     data[4096:] = bytes(len(data) - 4096)
     path.write_bytes(data)
-    journal = opened(tmp_path)
     with pytest.raises(ConfigError, match="cannot be read"):
-        journal.rows()
+        opened(tmp_path)
+
+
+def test_a_journal_that_was_cut_off_is_refused_though_it_could_be_read_as_one_with_fewer_rows(tmp_path):
+    journal = opened(tmp_path)
+    journal.commit([("t", "k", b"kept")])
     journal.close()
+    path = tmp_path / "data" / "journal.sqlite"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        opened(tmp_path)
+
+
+def test_a_journal_that_cannot_be_used_now_is_not_called_damaged(tmp_path):
+    journal = opened(tmp_path)
+    journal.close()
+    path = tmp_path / "data" / "journal.sqlite"
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("PRAGMA locking_mode = EXCLUSIVE")
+    holder.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(ConfigError, match="cannot be used now") as caught:
+        opened(tmp_path)
+    assert "empty --data-dir" not in str(caught.value)
+    holder.close()
+    opened(tmp_path).close()
 
 
 def test_a_file_that_is_no_database_is_refused(tmp_path):
