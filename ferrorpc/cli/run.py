@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -34,6 +35,16 @@ def _spellings(name: str, *more: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(both))
 
 
+class _Seconds(click.FloatRange):
+    """A duration: what is not a number at all is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return seconds
+
+
 @click.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
 @click.option(
     "-n",
@@ -55,12 +66,15 @@ def _spellings(name: str, *more: str) -> tuple[str, ...]:
     help="Default FERRORPC_COORDINATOR; without one the launcher starts its own.",
 )
 @click.option(
-    *_spellings("--http-port"), "http_port", type=int, help="Port of the status page of the launcher's own coordinator."
+    *_spellings("--http-port"),
+    "http_port",
+    type=click.IntRange(0, 65535),
+    help="Port of the status page of the launcher's own coordinator.",
 )
 @click.option("--standalone", is_flag=True, help="Start its own coordinator even where FERRORPC_COORDINATOR is set.")
 @click.option(*_spellings("--job", "--rdzv-id"), "job", help="The job's name; jobs on one coordinator do not see each other.")
 @click.option(*_spellings("--master-addr"), "master_addr", help="Where torch.distributed's rank 0 listens.")
-@click.option(*_spellings("--master-port"), "master_port", type=int, help="Its port.")
+@click.option(*_spellings("--master-port"), "master_port", type=click.IntRange(0, 65535), help="Its port.")
 @click.option(
     *_spellings("--max-restarts"),
     "max_restarts",
@@ -80,7 +94,7 @@ def _spellings(name: str, *more: str) -> tuple[str, ...]:
 @click.option(
     "--grace",
     "grace_seconds",
-    type=click.FloatRange(min=0),
+    type=_Seconds(min=0),
     default=5.0,
     show_default=True,
     help="Seconds the others have to end by themselves after a failure, before SIGTERM.",
@@ -88,7 +102,7 @@ def _spellings(name: str, *more: str) -> tuple[str, ...]:
 @click.option(
     *_spellings("--shutdown-timeout"),
     "shutdown_seconds",
-    type=click.FloatRange(min=0),
+    type=_Seconds(min=0),
     default=30.0,
     show_default=True,
     help="Seconds between SIGTERM and SIGKILL.",
@@ -114,10 +128,11 @@ def command(dry_run: bool, **flags: Any) -> int:
 
 def launch(plan: Plan) -> int:
     """Runs a plan on this process's standard streams. Returns the exit code."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    console = Console(sys.stdout.buffer, sys.stderr.buffer, os.environ)
-    return launcher.launch(plan, console, os.environ)
+    with open(os.devnull, "w") as nowhere:  # for a stream that this process was started without
+        out, err = sys.stdout or nowhere, sys.stderr or nowhere
+        out.flush()
+        err.flush()
+        return launcher.launch(plan, Console(out.buffer, err.buffer, os.environ), os.environ)
 
 
 def make_plan(
@@ -177,7 +192,7 @@ def make_plan(
 
 def _local_ranks(text: str, processes: int) -> frozenset[int]:
     parts = text.split(",")
-    if not all(part.strip().isdigit() and int(part) < processes for part in parts):
+    if not all(part.strip().isdecimal() and int(part) < processes for part in parts):
         raise ConfigError(
             f"--ranks {text}: expected local ranks from 0 to {processes - 1}", hint="--ranks 0, or several with commas"
         )

@@ -183,7 +183,7 @@ def _holders(names: Iterable[str], pieces: int) -> dict[int, str]:
     found: dict[int, str] = {}
     for each in given:
         piece, _, name = each.partition("/")
-        if not piece.isdigit() or not name or int(piece) >= pieces or int(piece) in found:
+        if not piece.isdecimal() or not name or int(piece) >= pieces or int(piece) in found:
             raise UsageError(
                 f"{each!r} names no weight that can be tied to others of {given}",
                 hint='write the stage and the name its named_parameters() gives, such as "0/embedding.weight", each stage once',

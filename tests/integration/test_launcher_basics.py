@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -174,3 +175,32 @@ def test_a_reader_that_goes_away_ends_the_job_as_it_ends_any_filter(tmp_path):
 )
 def test_scripts_may_end_as_they_like(tmp_path, body):
     assert run("-n", "2", write_script(tmp_path, body)).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "flags", [("--grace", "nan"), ("--http-port", "70000"), ("--master-port", "-1"), ("--ranks", "\u00b2")]
+)
+def test_numbers_that_mean_nothing_are_refused(tmp_path, flags):
+    result = run("-n", "2", *flags, write_script(tmp_path, ""))
+    assert result.returncode == 64
+    assert flags[0] in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_more_workers_than_the_machine_allows_are_refused_in_words(tmp_path):
+    script = write_script(tmp_path, "import time; time.sleep(60)")
+    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "100", script]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))  # noqa: E731
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, preexec_fn=limit, check=False)
+    assert done.returncode == 64
+    assert "no other can be started: Too many open files" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_a_launcher_without_standard_streams_runs_its_job(tmp_path, missing):
+    script = write_script(tmp_path, f"import os; open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').close()")
+    line = f'exec "{sys.executable}" -m ferrorpc.cli.main run -n 2 "{script}" {missing}'
+    done = subprocess.run(["bash", "-c", line], env=environment(), capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done
+    assert {path.name for path in tmp_path.iterdir()} >= {"0", "1"}

@@ -27,7 +27,7 @@ def _fit(context: click.Context, fit: Path | None, ranks: str) -> None:
         raise click.UsageError("--fit is a measurement of its own: leave the other one away")
     from ferrorpc.cli.bench.fit import cases, measure, table_of
 
-    if not all(part.strip().isdigit() and int(part) >= 2 for part in ranks.split(",")):
+    if not all(part.strip().isdecimal() and int(part) >= 2 for part in ranks.split(",")):
         raise click.BadParameter("expected numbers of ranks from 2 on, separated by commas", param_hint="--ranks")
     table = table_of(measure({each: cases() for each in sorted({int(part) for part in ranks.split(",")})}))
     fit.write_text(table.text(), encoding="utf-8")

@@ -14,6 +14,7 @@ from typing import IO
 
 from ferrorpc.cli.launcher import guardian, shim
 from ferrorpc.cli.launcher.signals import STOPS
+from ferrorpc.errors import ConfigError
 
 _ISOLATED_PYTHON = (sys.executable, "-I", "-S")
 _GUARDIAN_SECONDS = 10.0
@@ -101,8 +102,18 @@ class Nursery:
         )
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], *, stdin: int = subprocess.DEVNULL) -> Child:
-        """A new child. To be called on the main thread: the shim's death signal follows the thread that started it."""
-        child = Child(command, environment, stdin=stdin)
+        """A new child. To be called on the main thread: the shim's death signal follows the thread that started it.
+
+        Raises:
+            ConfigError: the machine gives no more processes or descriptors.
+        """
+        try:
+            child = Child(command, environment, stdin=stdin)
+        except OSError as error:
+            raise ConfigError(
+                f"beside {len(self._children)} processes no other can be started: {error.strerror}",
+                hint="ask for fewer workers, or allow more descriptors and processes (ulimit -n, ulimit -u)",
+            ) from None
         self._children.append(child)
         self._tell(f"+{child.pid}\n")
         return child

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 from collections import deque
 from collections.abc import Mapping
 from typing import IO, Final
@@ -70,6 +71,8 @@ class Console:
         self._bottom_owner = (0, b"")
         """The stream whose progress is at the bottom, as its descriptor and prefix."""
         self._progress_shown: dict[tuple[int, bytes], float] = {}
+        self._lost: dict[int, tuple[int, str]] = {}
+        """Descriptor -> bytes that could not be written to it, and why."""
 
     @property
     def attended(self) -> bool:
@@ -95,8 +98,7 @@ class Console:
         """A line that overwrites itself has changed; an empty one for a stream that has none."""
         stream = (descriptor, prefix)
         if descriptor in self._terminals:
-            columns = os.get_terminal_size(self._sinks[descriptor].fileno()).columns
-            self._draw_bottom(stream, _fitted(prefix, line, columns))
+            self._draw_bottom(stream, _fitted(prefix, line, _columns(self._sinks[descriptor])))
         elif line and now - self._progress_shown.setdefault(stream, now) >= _PROGRESS_SECONDS:
             self._progress_shown[stream] = now
             self._write(stream, prefix + line + b"\n")
@@ -106,19 +108,38 @@ class Console:
         if self._bottom and descriptor in self._terminals:
             self._bottom = b"" if stream == self._bottom_owner else self._bottom
             data = _CLEAR_LINE + data + self._bottom
-        _write_all(self._sinks[descriptor], data)
+        self._put(descriptor, data)
+
+    def _put(self, descriptor: int, data: bytes) -> None:
+        """Writes, or counts what is lost: a full disk or a terminal that was closed ends no job. Raises BrokenPipeError."""
+        try:
+            _write_all(self._sinks[descriptor].fileno(), data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            lost, _ = self._lost.get(descriptor, (0, ""))
+            self._lost[descriptor] = lost + len(data), str(error.strerror)
 
     def _draw_bottom(self, owner: tuple[int, bytes], line: bytes) -> None:
         if line == self._bottom or not (line or owner == self._bottom_owner):
             return  # nothing new, or a stream without progress while another one's is shown
         self._bottom, self._bottom_owner = line, owner
-        _write_all(next(reversed(self._terminals.values())), _CLEAR_LINE + line)
+        self._put(next(reversed(self._terminals)), _CLEAR_LINE + line)
 
     def close(self) -> None:
-        """Leaves the cursor on a fresh line."""
+        """Leaves the cursor on a fresh line, and tells of what was lost."""
         if self._bottom:
             self._bottom = b""
-            _write_all(next(reversed(self._terminals.values())), _CLEAR_LINE)
+            self._put(next(reversed(self._terminals)), _CLEAR_LINE)
+        for descriptor, (lost, why) in list(self._lost.items()):
+            self.say(f"{lost} bytes of standard {'output' if descriptor == 1 else 'error'} could not be written: {why}")
+
+
+def _columns(terminal: IO[bytes]) -> int:
+    try:
+        return os.get_terminal_size(terminal.fileno()).columns
+    except OSError:  # it was closed
+        return 0
 
 
 def _fitted(prefix: bytes, line: bytes, columns: int) -> bytes:
@@ -128,10 +149,16 @@ def _fitted(prefix: bytes, line: bytes, columns: int) -> bytes:
     return prefix + text[: max(room, 0)].encode() if text else b""
 
 
-def _write_all(sink: IO[bytes], data: bytes) -> None:
+def _write_all(descriptor: int, data: bytes) -> None:
+    """Writes all of it, also where another program that shares the descriptor made it one that does not block."""
     view = memoryview(data)
     while view:
-        view = view[os.write(sink.fileno(), view) :]
+        try:
+            view = view[os.write(descriptor, view) :]
+        except BlockingIOError:
+            ready = select.poll()
+            ready.register(descriptor, select.POLLOUT)
+            ready.poll()
 
 
 class WorkerStream:
@@ -158,10 +185,20 @@ class WorkerStream:
 
     def feed(self, data: bytes, now: float) -> None:
         """New bytes; b"" for the end of the stream."""
-        if self._log is not None:
-            self._log.write(data)
+        self._keep(data)
         lines = self._buffer.feed(data) if data else self._buffer.finish()
         self._tail.extend(line for line in lines if line.strip(b" ^~"))  # the marks of tracebacks say little without room
         if self._shown:
             self._console.lines(self._descriptor, self._prefix, lines)
             self._console.progress(self._descriptor, self._prefix, self._buffer.progress, now)
+
+    def _keep(self, data: bytes) -> None:
+        if self._log is None:
+            return
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[self._log.write(view) :]
+        except OSError as error:
+            self._console.say(f"{self._log.name} is not written any further: {error.strerror}")
+            self._log = None

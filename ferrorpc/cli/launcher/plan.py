@@ -112,7 +112,7 @@ def process_count(text: str) -> int:
         return devices
     if text in ("auto", "cpu"):
         return len(os.sched_getaffinity(0))
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"-n {text}: expected a number of at least 1, auto, cpu or gpu", hint="ferrorpc run -n 4 train.py")
     return int(text)
 

@@ -3,6 +3,7 @@
 import io
 import os
 import pty
+import threading
 import tty
 
 import pytest
@@ -137,3 +138,50 @@ def test_the_tail_keeps_the_last_lines_even_of_workers_that_are_not_shown(sinks)
     assert stream.tail == [*(str(n) for n in range(51 - TAIL_LINES, 50)), "last"]
     assert err.text() == b""
     assert log.getvalue().endswith(b"49\nlast")
+
+
+def test_a_sink_that_does_not_block_is_waited_for(sinks):
+    out = sinks()
+    os.set_blocking(out.fileno(), False)
+    read = []
+
+    def slowly():
+        while sum(map(len, read)) < 400_000:
+            read.append(out.text())
+
+    reader = threading.Thread(target=slowly)
+    console = Console(out, sinks(), {})
+    reader.start()
+    console.lines(1, b"", [b"x" * 399_999])
+    reader.join(20)
+    assert b"".join(read) == b"x" * 399_999 + b"\n"
+
+
+def test_what_a_full_disk_does_not_take_is_counted_and_told_at_the_end(sinks):
+    err = sinks()
+    with open("/dev/full", "wb", buffering=0) as full:
+        console = Console(full, err, {})
+        console.lines(1, b"0: ", [b"seven"])
+        console.lines(1, b"0: ", [b"eight"])
+        console.close()
+    assert err.text() == b"ferrorpc: 18 bytes of standard output could not be written: No space left on device\n"
+
+
+def test_a_terminal_that_was_closed_ends_nothing(sinks):
+    reader, writer = pty.openpty()
+    os.close(reader)
+    with open(writer, "wb", buffering=0) as gone:
+        console = Console(gone, gone, {})
+        console.lines(1, b"0: ", [b"line"])
+        console.progress(1, b"0: ", b"40 %", 0.0)
+        console.close()
+
+
+def test_a_log_file_that_cannot_be_written_is_given_up_and_the_console_goes_on(sinks):
+    out, err = sinks(), sinks()
+    with open("/dev/full", "wb", buffering=0) as log:
+        stream = WorkerStream(Console(out, err, {}), 1, b"0: ", shown=True, log=log)
+        stream.feed(b"one\n", 0.0)
+        stream.feed(b"two\n", 0.0)
+    assert out.text() == b"0: one\n0: two\n"
+    assert err.text() == b"ferrorpc: /dev/full is not written any further: No space left on device\n"
