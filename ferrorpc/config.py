@@ -18,6 +18,8 @@ LANES_MAX: Final = 16
 """Streams that one rank may open to another."""
 PREFIX: Final = "FERRORPC_"
 _SECONDS: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0}
+_SECONDS_MAX: Final = 1e9
+"""Thirty years, which fit into 64 bits of nanoseconds."""
 _BYTES: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 1000, "MB": 10**6, "GB": 10**9}
 _NUMBER: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
@@ -27,15 +29,18 @@ def seconds(text: str) -> float:
     match = _NUMBER.fullmatch(text)
     if match is None or match[2] not in _SECONDS:
         raise ValueError("expected seconds, such as 60, 0.5 or 500ms")
-    return float(match[1]) * _SECONDS[match[2]]
+    duration = float(match[1]) * _SECONDS[match[2]]
+    if duration > _SECONDS_MAX:
+        raise ValueError(f"expected at most {_SECONDS_MAX:.0f} seconds")
+    return duration
 
 
 def size_bytes(text: str) -> int:
     """A size: "4MiB", "512KiB", "1048576"."""
     match = _NUMBER.fullmatch(text)
-    if match is None or match[2] not in _BYTES:
+    if match is None or match[2] not in _BYTES or not (size := float(match[1]) * _BYTES[match[2]]) < 1 << 63:
         raise ValueError("expected a size, such as 4MiB or 512KiB")
-    return int(float(match[1]) * _BYTES[match[2]])
+    return int(size)
 
 
 def whole_number(text: str) -> int:
@@ -67,7 +72,7 @@ def port(text: str) -> int:
 def host_port(text: str) -> str:
     """ "host:port"; an IPv6 host in brackets."""
     host, _, number = text.rpartition(":")
-    if not host or not number.isdigit() or int(number) > 65535:
+    if not host or not number.isdecimal() or int(number) > 65535:
         raise ValueError("expected HOST:PORT")
     return text
 
@@ -75,7 +80,7 @@ def host_port(text: str) -> str:
 def world_size(text: str) -> tuple[int, int]:
     """ "N" or "MIN:MAX", as (min, max)."""
     low, _, high = text.partition(":")
-    if not low.isdigit() or (high and not high.isdigit()):
+    if not low.isdecimal() or (high and not high.isdecimal()):
         raise ValueError("expected N or MIN:MAX")
     result = int(low), int(high or low)
     if not 1 <= result[0] <= result[1]:

@@ -17,6 +17,14 @@ def say_where(job: str, rank: int, generation: int) -> None:
     _here.update(job=job, rank=rank, generation=generation)
 
 
+def tame(text: str) -> str:
+    """The text with what is not printable written out, line ends included: what others say of themselves may neither pass for
+    a line of ours nor command a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else character.encode("unicode_escape").decode() for character in text)
+
+
 def set_up_logging(config: Mapping[str, Any]) -> None:
     """Gives the loggers `ferrorpc.*` their level, and a handler where the program has not set up logging itself."""
     logger = logging.getLogger("ferrorpc")
@@ -35,7 +43,7 @@ def _where(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, logger and origin, then the message."""
+    """Time, level, logger and origin, then the message, whose further lines are indented."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s%(where)s: %(message)s")
@@ -45,6 +53,11 @@ class TextFormatter(logging.Formatter):
         where = " ".join(f"{name}={value}" for name, value in _where(record).items())
         record.where = f" [{where}]" if where else ""
         return super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The first part of `format`, before an exception."""
+        record.message = "\n    ".join(map(tame, record.message.split("\n")))
+        return super().formatMessage(record)
 
 
 class JsonFormatter(logging.Formatter):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ferrorpc.cli.table import table
+from ferrorpc.logs import tame
 
 if TYPE_CHECKING:
     from ferrorpc.v1.identity_pb2 import Member
@@ -47,7 +48,7 @@ def as_text(response: StatusResponse, earlier: Earlier | None = None, rows_max: 
         f"store: {response.store_keys} keys, {response.store_bytes} bytes",
     ]
     if response.waiting_reason:
-        parts.append(f"waiting: {response.waiting_reason}")
+        parts.append(tame(f"waiting: {response.waiting_reason}"))
     parts.append(_members(list(response.members), earlier, rows_max))
     if response.barriers:
         parts.append(_titled("open barriers", [_barrier(barrier) for barrier in response.barriers]))
@@ -69,7 +70,7 @@ def as_text(response: StatusResponse, earlier: Earlier | None = None, rows_max: 
 
 
 def _titled(title: str, lines: Sequence[str]) -> str:
-    return "\n".join([title, *(f"  {line}" for line in lines)])
+    return "\n".join([title, *(f"  {tame(line)}" for line in lines)])
 
 
 # -- members -----------------------------------------------------------------------------------------------------------

@@ -13,5 +13,6 @@ import click
 def command(arguments: tuple[str, ...]) -> None:
     """Run the coordinator service until it is told to stop (SIGTERM drains it). All options are the service's own."""
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-P", "-m", "ferrorpc_coordinator", *arguments])

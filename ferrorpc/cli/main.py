@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Final
 
@@ -65,9 +66,10 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:
         return EXIT_PIPE  # nobody reads any more: `ferrorpc config | head`
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        click.echo(f"ferrorpc: {error.filename}: {error.strerror}\ntry: check the path, and who may write there", err=True)
+        where = error.filename or "what it writes to"
+        click.echo(f"ferrorpc: {where}: {error.strerror}\ntry: check the path, and who may write there", err=True)
         return EXIT_CONFIG
     return result if isinstance(result, int) else 0
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from ferrorpc_coordinator import handshakes  # noqa: F401 (first of all)
 
@@ -78,8 +78,14 @@ def options_from(config: Config) -> Options:
     )
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(EXIT_CONFIG, f"{self.prog}: {message}\ntry: {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ferrorpc coordinator",
         description="Decides who is in a job, gives out ranks, holds barriers and keeps small shared values.",
         epilog="Each flag has a variable: --data-dir is FERRORPC_DATA_DIR. `ferrorpc config` shows them all.",
@@ -110,11 +116,15 @@ def _parser() -> argparse.ArgumentParser:
 def _announce(announcement: Announcement, descriptor: int | None) -> None:
     http = f" http {announcement.http_address}" if announcement.http_address else ""
     line = f"listening {announcement.address} cluster {announcement.cluster_id}{http}\n"
-    sys.stdout.write(line)
-    sys.stdout.flush()
-    if descriptor is not None:
-        os.write(descriptor, line.encode())
-        os.close(descriptor)
+    try:
+        if sys.stdout is not None:  # it may have been started without one
+            sys.stdout.write(line)
+            sys.stdout.flush()
+        if descriptor is not None:
+            os.write(descriptor, line.encode())
+            os.close(descriptor)
+    except OSError as error:  # whoever reads it is gone, or its disk is full: no reason not to serve
+        logger.warning("%s (but nobody could be told: %s)", line.strip(), error.strerror)
     page = f"; status page at {announcement.page}" if announcement.page else ""
     logger.info("epoch %d%s", announcement.epoch, page)
 

@@ -44,6 +44,8 @@ def test_it_loads_nothing_of_the_training_side():
         (["--tls-cert", "nowhere.pem", "--tls-key", "nowhere.pem"], {}, "cannot read nowhere.pem"),
         (["--token-file", "nowhere"], {}, "nowhere cannot be read"),
         (["--data-dir", "/proc/nowhere"], {}, "/proc/nowhere cannot be used"),
+        (["--no-such-flag"], {}, "unrecognized arguments: --no-such-flag"),
+        ([], {"FERRORPC_STALL": "1e300"}, "FERRORPC_STALL"),
     ],
 )
 def test_what_cannot_work_is_refused_with_64_and_a_hint(flags, environment, complaint):
@@ -61,6 +63,16 @@ def test_a_short_token_is_refused(tmp_path):
     assert code == 64
     assert "3 characters" in errors
     assert "abc" not in errors.replace(str(tmp_path), "")
+
+
+@pytest.mark.parametrize("stdout", [">&-", ">/dev/full"])
+def test_a_coordinator_that_cannot_say_that_it_listens_serves_all_the_same(stdout):
+    line = f'exec "{sys.executable}" -m ferrorpc_coordinator --listen 127.0.0.1:0 --log-level INFO {stdout}'
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
+    with subprocess.Popen(["bash", "-c", line], stderr=subprocess.PIPE, text=True, env=plain) as process:
+        assert any("epoch 1" in told for told in process.stderr)
+        process.terminate()
+        process.stderr.read()
 
 
 def test_insecure_allows_other_addresses():

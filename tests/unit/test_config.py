@@ -35,6 +35,8 @@ def test_world_sizes() -> None:
     ("variable", "text"),
     [
         ("FERRORPC_LEASE", "soon"),
+        ("FERRORPC_LEASE", "1e400"),
+        ("FERRORPC_STALL", "1e300"),
         ("FERRORPC_WORLD_SIZE", "0"),
         ("FERRORPC_WORLD_SIZE", "4:2"),
         ("FERRORPC_COORDINATOR", "nowhere"),

@@ -41,3 +41,12 @@ def test_a_line_about_another_job_names_that_one_alone():
     say_where("digits", 0, 3)
     entry = json.loads(JsonFormatter().format(record(job="other", rank=None, generation=7)))
     assert {name: entry[name] for name in ("job", "rank", "generation") if name in entry} == {"job": "other", "generation": 7}
+
+
+def test_what_others_say_of_themselves_can_neither_begin_a_line_nor_command_a_terminal():
+    told = logging.getLogger("ferrorpc.test").makeRecord(
+        "ferrorpc.test", logging.WARNING, "file", 1, "it is %s", ("\x1b[2Jgone\r\n2026-01-01 CRITICAL all is lost\x07",), None
+    )
+    first, *others = TextFormatter().format(told).split("\n")
+    assert first.endswith("WARNING ferrorpc.test: it is \\x1b[2Jgone\\r")
+    assert others == ["    2026-01-01 CRITICAL all is lost\\x07"]

@@ -174,3 +174,15 @@ def test_training_steps_tell_who_computes_longest():
         ["0", "10", "100.0", "30.0", "5.0"],
     ]
     assert lines[first + 2] == "  rank 1 computes longest, 25.0 ms a step more than the others' mean"
+
+
+def test_what_members_say_of_themselves_stays_in_its_place():
+    response = answer()
+    evil = "\x1b[2J\n0     good  active"
+    response.members[0].host = response.members[1].activity = response.waiting_reason = evil
+    response.barriers[0].name = response.generations[0].end_reason = evil
+    response.occurrences.add(kind="dead", text=evil)
+    text = as_text(response)
+    assert "\x1b" not in text
+    assert not any(line.startswith("0     good") for line in text.splitlines())
+    assert text.count("\\x1b[2J\\n0     good  active") == 6
