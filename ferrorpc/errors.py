@@ -257,13 +257,13 @@ class PeerLostError(FerroError):
 
     @property
     def rank(self) -> int:
-        """World rank of the member that was lost."""
-        return int(self.fields["rank"])
+        """World rank of the member that was lost; -1 where a report from elsewhere named none."""
+        return int(self.fields.get("rank", -1))
 
     @property
     def reason(self) -> str:
         """What is known of its end: an exit code, a signal, an exception, a lease."""
-        return str(self.fields["reason"])
+        return str(self.fields.get("reason", self.message))
 
 
 class CollectiveMismatchError(FerroError):
@@ -294,13 +294,13 @@ class GroupAbortedError(FerroError):
 
     @property
     def rank(self) -> int:
-        """World rank that ended the generation."""
-        return int(self.fields["rank"])
+        """World rank that ended the generation; -1 where a report from elsewhere named none."""
+        return int(self.fields.get("rank", -1))
 
     @property
     def cause(self) -> str:
         """Its reason."""
-        return str(self.fields["cause"])
+        return str(self.fields.get("cause", self.message))
 
 
 class LimitExceededError(FerroError):
@@ -357,7 +357,7 @@ class BackendUnavailableError(FerroError):
     @property
     def reason(self) -> str:
         """Why it cannot work here."""
-        return str(self.fields["reason"])
+        return str(self.fields.get("reason", self.message))
 
 
 class NcclError(FerroError):

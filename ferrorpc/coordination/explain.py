@@ -17,7 +17,8 @@ _NOT_WELL: Final = ("stalled", "suspect", "dead", "left")
 
 def report_of(member: identity_pb2.Member) -> MemberReport:
     """A member as the coordinator knows it."""
-    state = identity_pb2.MemberState.Name(member.state).removeprefix("MEMBER_STATE_").lower()
+    known = member.state in identity_pb2.MemberState.values()  # a newer coordinator may have more
+    state = identity_pb2.MemberState.Name(member.state).removeprefix("MEMBER_STATE_").lower() if known else "unknown"
     return MemberReport(
         member.rank, member.name, member.host, state, member.step, member.beat_age_ms / 1000, member.activity, member.reason
     )

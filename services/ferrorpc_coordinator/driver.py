@@ -8,8 +8,8 @@ What a frame tells must never be forgotten again. So each Send, Reply and Close 
 within one turn of the event loop shares a group. Without a journal nothing waits.
 
 Everything here runs on one event loop and runs to completion: no locks, no task per message. An exception from the state is a
-bug that may have left memory and journal apart; the driver then stops at once (`failure`), and a restart goes on from what
-is durable.
+bug that may have left memory and journal apart, one on the way out has left somebody without an answer; the driver then stops at
+once (`failure`), and a restart goes on from what is durable.
 """
 
 from __future__ import annotations
@@ -181,10 +181,16 @@ class Driver:
         if self._closed:
             return
         try:
-            effects = self._decider.step(event, self._now_ns())
+            self._carry_out(self._decider.step(event, self._now_ns()))
         except Exception as error:
             self._stop(error)
             raise
+        if not self._settle_scheduled:
+            self._settle_scheduled = True
+            self._idle.clear()
+            self._loop.call_soon(self._settle)
+
+    def _carry_out(self, effects: list[Effect]) -> None:
         outgoing = self._keep(effects)
         needs = self._filling if self._rows else self._written
         for effect in outgoing:
@@ -193,10 +199,6 @@ class Driver:
                 self._owe(effect, 1)
             else:
                 self._release(effect)
-        if not self._settle_scheduled:
-            self._settle_scheduled = True
-            self._idle.clear()
-            self._loop.call_soon(self._settle)
 
     def _keep(self, effects: list[Effect]) -> list[Outgoing]:
         """Takes what stays in this process, rows and notes; returns the rest."""
@@ -261,10 +263,14 @@ class Driver:
     def _made_durable(self) -> None:
         self._durable = self._written
         held = self._held
-        while held and held[0][0] <= self._durable:
-            effect = held.popleft()[1]
-            self._owe(effect, -1)
-            self._release(effect)
+        try:
+            while held and held[0][0] <= self._durable:
+                effect = held.popleft()[1]
+                self._owe(effect, -1)
+                self._release(effect)
+        except Exception as error:  # what was decided is not told to some: as bad as a decision that failed
+            self._stop(error)
+            raise
         self._flush()
         self._note_idle()
 

@@ -85,7 +85,9 @@ def state_label(state: identity_pb2.MemberState.ValueType) -> str:
 
 
 def code_label(code: error_pb2.ErrorCode.ValueType) -> str:
-    """An error's code as a label."""
+    """An error's code as a label; those of later versions, which a member may report, share one."""
+    if code not in error_pb2.ErrorCode.values():
+        return "unknown"
     return error_pb2.ErrorCode.Name(code).removeprefix("ERROR_CODE_").lower()
 
 

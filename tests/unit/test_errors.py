@@ -60,3 +60,10 @@ def test_a_copy_shares_no_traceback() -> None:
 def test_errors_survive_multiprocessing() -> None:
     error = pickle.loads(pickle.dumps(errors.CollectiveMismatchError({0: "a", 1: "b"})))
     assert error.signatures == {0: "a", 1: "b"}
+
+
+def test_facts_that_did_not_come_along_are_told_as_unknown() -> None:
+    for code in (errors.ErrorCode.PEER_LOST, errors.ErrorCode.GROUP_ABORTED, errors.ErrorCode.BACKEND_UNAVAILABLE):
+        error = errors.FerroError.restore(code, "what is known", "", False, {})
+        assert getattr(error, "rank", -1) == -1
+        assert "what is known" in (getattr(error, "reason", ""), getattr(error, "cause", ""))

@@ -315,6 +315,36 @@ async def test_an_exception_in_the_state_stops_everything(make):
 
 
 @driven
+async def test_an_exception_on_the_way_out_stops_everything_too(make):
+    class Unwritable(SendMany):
+        def encoded(self):
+            raise ValueError("a bug")
+
+    effects = [Persist("t", "a", b"1"), Unwritable(frame("to all"), ((1, b""),)), Send(1, frame("never"))]
+    journal = ManualJournal()
+    driver, _ = make(lambda event: effects if isinstance(event, Received) else [], journal)
+    outbox = driver.connect(session_pb2.Hello())
+    driver.receive(1, session_pb2.ClientFrame())
+    await turns()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    journal.groups[0][1]()
+    with pytest.raises(ValueError, match="a bug"):
+        await driver.failure
+    assert not texts(outbox)
+
+
+@driven
+async def test_a_cause_that_a_later_version_has_is_told_and_counted(make):
+    broken = session_pb2.ServerFrame()
+    broken.event.broken.cause.code = 9999
+    driver, _ = make(lambda event: [Send(1, broken)] if isinstance(event, Received) else [])
+    outbox = driver.connect(session_pb2.Hello())
+    driver.receive(1, session_pb2.ClientFrame())
+    assert len(outbox) == 1
+    assert driver._counters.generations_broken == {"unknown": 1}
+
+
+@driven
 async def test_a_journal_that_fails_stops_everything_and_releases_nothing(make):
     journal = ManualJournal()
     driver, _ = make(
