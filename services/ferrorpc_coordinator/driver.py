@@ -8,8 +8,8 @@ What a frame tells must never be forgotten again. So each Send, Reply and Close 
 within one turn of the event loop shares a group. Without a journal nothing waits.
 
 Everything here runs on one event loop and runs to completion: no locks, no task per message. An exception from the state is a
-bug that may have left memory and journal apart, one on the way out has left somebody without an answer; the driver then stops at
-once (`failure`), and a restart goes on from what is durable.
+bug that may have left memory and journal apart, one on the way out has left somebody without an answer; the driver then stops
+at once (`failure`), and a restart goes on from what is durable.
 """
 
 from __future__ import annotations
