@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 AUTHORITY_DAYS: Final = 365
+AUTHORITY_DAYS_MAX: Final = 36_500
 LEAF_HOURS: Final = 24.0
 BACKDATED: Final = datetime.timedelta(minutes=5)
 """Clocks differ: a certificate is good from a little before it was made."""
@@ -44,15 +45,20 @@ def command() -> None:
 @_jobs
 @_hosts
 @_lifetime
-@click.option("--days", type=click.IntRange(min=1), default=AUTHORITY_DAYS, show_default=True, help="Of the authority.")
+@click.option(
+    "--days", type=click.IntRange(1, AUTHORITY_DAYS_MAX), default=AUTHORITY_DAYS, show_default=True, help="Of the authority."
+)
 def init(directory: Path, jobs: Sequence[str], hosts: Sequence[str], lifetime: str, days: int) -> None:
     """Make an authority in DIRECTORY, and a certificate of each role for a job.
 
     ca.key signs: keep it where no worker is. Each process gets ca.pem and the .pem and .key of its role.
     """
+    duration = _duration(lifetime)
+    if duration > datetime.timedelta(days=days):
+        raise ConfigError(f"--lifetime {lifetime} is longer than the {days} days of the authority", hint="give more --days")
     authority = Authority.make(directory, days)
     for role in Role:
-        authority.issue(role, _chosen(jobs), hosts if role is Role.COORDINATOR else (), _duration(lifetime), directory)
+        authority.issue(role, _chosen(jobs), hosts if role is Role.COORDINATOR else (), duration, directory)
     click.echo(f"{directory}: ca.pem, ca.key, and .pem and .key of {', '.join(Role)}, good for {lifetime}")
 
 
@@ -129,12 +135,23 @@ class Authority:
     def issue(
         self, role: Role, jobs: Sequence[str], hosts: Sequence[str], lifetime: datetime.timedelta, directory: Path
     ) -> None:
-        """Writes ROLE.pem and ROLE.key for a holder that is `role` in these jobs."""
+        """Writes ROLE.pem and ROLE.key for a holder that is `role` in these jobs.
+
+        Raises:
+            ConfigError: it would outlive the authority, which nobody believes beyond its end.
+        """
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID
 
+        ends = self._certificate.not_valid_after_utc
+        if datetime.datetime.now(datetime.UTC) + lifetime > ends + BACKDATED:
+            raise ConfigError(
+                f"a certificate that is good for {lifetime} would outlive its authority, which ends at {ends:%Y-%m-%d %H:%M} "
+                "UTC",
+                hint="give a shorter --lifetime, or make a new authority (`ferrorpc certs init DIRECTORY --days N`)",
+            )
         if hosts and role is not Role.COORDINATOR:
             raise ConfigError(f"--host is for a coordinator's certificate, not for that of the role {role}")
         key = ec.generate_private_key(ec.SECP256R1())

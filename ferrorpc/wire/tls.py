@@ -61,17 +61,18 @@ class TlsFiles:
         """
         self._contents()
         if self.certificate is None:
+            self._trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
             return frozenset()
         near, far = (ssl.SSLContext(kind) for kind in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT))
         far.check_hostname = False
         far.verify_mode = ssl.CERT_NONE
         judge = far if listening else near
+        if self.authority is not None:
+            judge.verify_mode = ssl.CERT_REQUIRED
+            self._trust(judge)
         try:
             near.load_cert_chain(self.certificate, self.key, password=lambda: b"")
             far.load_cert_chain(self.certificate, self.key, password=lambda: b"")
-            if self.authority is not None:
-                judge.verify_mode = ssl.CERT_REQUIRED
-                judge.load_verify_locations(self.authority)
             seen = _handshake(near, far, listening=listening)
         except ssl.SSLCertVerificationError as error:
             raise AuthenticationError(
@@ -86,6 +87,15 @@ class TlsFiles:
         except OSError as error:
             raise self._unreadable(error) from None
         return seen
+
+    def _trust(self, context: ssl.SSLContext) -> None:
+        try:
+            context.load_verify_locations(self.authority)
+        except ssl.SSLError as error:
+            raise ConfigError(
+                f"{self.authority} holds no certificate of an authority: {error.reason or error}",
+                hint="check FERRORPC_TLS_CA; `ferrorpc certs init` makes such a file, ca.pem",
+            ) from None
 
     def channel(self, address: str, job: str, role: Role, options: Options) -> grpc.Channel:
         """A channel to a listener that must be the `role` of `job`.

@@ -160,6 +160,27 @@ def test_encryption_alone_opens_no_port_to_strangers(ours, left_out, extra, comp
     assert (code, complaint in errors) == (64, True), errors
 
 
+@pytest.mark.parametrize("with_certificate", [False, True])
+def test_a_file_that_holds_no_authority_is_blamed_by_its_name(ours, tmp_path, with_certificate):
+    worker = ours.issue(Role.WORKER, "a")
+    junk = tmp_path / "ca.pem"
+    junk.write_text("this is no PEM\n")
+    files = TlsFiles(str(junk), *((worker.certificate, worker.key) if with_certificate else ()))
+    for listening in (False, True):
+        with pytest.raises(ConfigError, match=f"{junk} holds no certificate of an authority"):
+            files.check(listening=listening)
+
+
+def test_no_certificate_is_made_that_outlives_its_authority(ours, tmp_path, capsys):
+    assert run(["certs", "init", str(tmp_path / "new"), "--days", "1", "--lifetime", "72h"]) == 64
+    assert not (tmp_path / "new").exists()
+    assert run(["certs", "issue", str(ours.directory), "worker", "--lifetime", "72h", "--out", str(tmp_path)]) == 64
+    assert not list(tmp_path.iterdir())
+    assert run(["certs", "init", str(tmp_path / "new"), "--days", "99999999"]) == 64
+    assert run(["certs", "init", str(tmp_path / "a-day"), "--days", "1"]) == 0
+    assert "outlive its authority, which ends at" in capsys.readouterr().err
+
+
 def test_an_expired_certificate_does_not_start_a_coordinator(ours):
     files = ours.issue(Role.COORDINATOR, "a", lifetime=GONE, where="expired-coordinator")
     code, errors = refused_start("--listen", "127.0.0.1:0", *flags(files))

@@ -98,6 +98,14 @@ class Access:
             )
         _permit(frozenset({found}), "token", job, needed)
 
+    def permits_a_look(self, caller: Caller, token: str, job: str) -> bool:
+        """Whether a caller with this token may know of a job."""
+        try:
+            self.check(caller, token, job, Role.OBSERVER)
+        except (AuthenticationError, PermissionDeniedError):
+            return False
+        return True
+
     def sees_every_job(self, token: str) -> bool:
         """Whether a token lets its bearer look at all there is."""
         found = self._find(token)

@@ -184,7 +184,7 @@ class Coordinator:
         try:
             self._require(caller, request.token, request.job, needed_for(request), f"a {type(request).__name__}")
             if isinstance(request, session_pb2.StatusRequest):
-                self._status(call, request)
+                self._status(call, request, caller)
             else:
                 self._carry_out(call, request)
         except FerroError as error:
@@ -216,11 +216,12 @@ class Coordinator:
         if known is not None:
             known[0].cancel(known[1])
 
-    def _status(self, call: int, request: session_pb2.StatusRequest) -> None:
+    def _status(self, call: int, request: session_pb2.StatusRequest, caller: Caller) -> None:
         job = self._jobs.get(request.job)
         if job is None:
-            known = ", ".join(sorted(self._jobs)) or "none yet"
-            raise ConfigError(f"there is no job {request.job!r} here", hint=f"the jobs of this coordinator: {known}")
+            known = ", ".join(sorted(name for name in self._jobs if self._access.permits_a_look(caller, request.token, name)))
+            text = f"there is no job {request.job[:128]!r} here"
+            raise ConfigError(text, hint=f"the jobs of this coordinator: {known or 'none yet'}")
         self._world.outbox.reply(job.desk, call, job.status(self.settings.version, self.settings.durable))
 
     def _require(self, caller: Caller, token: str, job: str, needed: Role, what: str) -> None:

@@ -146,3 +146,12 @@ def test_a_session_of_another_job_gets_nowhere_and_its_job_does_not_begin_to_exi
     world.step(Connected(900, session_pb2.Hello(protocol_version=1, job="c", name="m", token=WORKER)))
     world.step(Called(901, session_pb2.UnaryStoreRequest(job="c", token=WORKER)))
     assert set(world.coordinator.jobs) == set()
+
+
+def test_who_asks_for_a_job_that_is_not_there_learns_of_no_job_of_others() -> None:
+    world = World(access=Access(read_grants(FILE)), job="a")
+    world.hello("m", token=WORKER)
+    for token, told in ((OTHER, "none yet"), (OBSERVER, "this coordinator: a")):
+        reply = world.replies[world.call(session_pb2.StatusRequest(job="b", token=token))]
+        assert isinstance(reply, error_pb2.ErrorDetail)
+        assert reply.hint.endswith(told)
