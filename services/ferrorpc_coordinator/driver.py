@@ -46,6 +46,9 @@ _story = logging.getLogger("ferrorpc.coordinator.job")
 _CALM: Final = frozenset({"generation", "ended", "left", "back"})
 """Kinds of notes that are no cause for concern."""
 
+SLOW_COMMIT_NS: Final = 5_000_000_000
+"""A group that takes longer to reach the disk is told of, once: until then everybody waits for it."""
+
 Outgoing = Send | SendMany | Reply | Close
 
 
@@ -88,6 +91,9 @@ class Driver:
         self._filling = 1
         self._written = 0
         self._durable = 0
+        self._flushed_ns = 0
+        self._told_of = 0
+        """The last group that was told to be slow."""
         self._held: deque[tuple[int, Outgoing]] = deque()
         self._settle_scheduled = False
         self._closed = False
@@ -235,6 +241,7 @@ class Driver:
         self._timer = None
         now_ns = self._now_ns()
         self._counters.loop_lag.observe(max(0, now_ns - self._armed_ns) / 1e9)
+        self._tell_of_a_slow_commit(now_ns)
         deadline_ns = self._decider.next_deadline()
         if deadline_ns is not None and deadline_ns > now_ns:
             self._arm()
@@ -250,7 +257,14 @@ class Driver:
         self._rows.clear()
         self._written = self._filling
         self._filling += 1
+        self._flushed_ns = self._now_ns()
         self._journal.write(rows, self._journal_wrote)
+
+    def _tell_of_a_slow_commit(self, now_ns: int) -> None:
+        waited_ns = now_ns - self._flushed_ns
+        if self._written > max(self._durable, self._told_of) and waited_ns > SLOW_COMMIT_NS:
+            self._told_of = self._written
+            _log.error("the journal's disk is stuck since %.0f s: nothing that must be durable is answered", waited_ns / 1e9)
 
     def _journal_wrote(self) -> None:
         """On the journal's thread."""

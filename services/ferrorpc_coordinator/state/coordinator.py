@@ -41,7 +41,7 @@ from ferrorpc_coordinator.state.events import (
     UnaryRequest,
 )
 from ferrorpc_coordinator.state.failures import Refused, require
-from ferrorpc_coordinator.state.job import TABLES, Job
+from ferrorpc_coordinator.state.job import TABLES, Job, sets_a_value
 from ferrorpc_coordinator.state.ledger import Ledger
 from ferrorpc_coordinator.state.lifetime import Lifetime
 from ferrorpc_coordinator.state.member import Member
@@ -201,6 +201,8 @@ class Coordinator:
         if isinstance(request, session_pb2.UnaryReportRequest):
             job.call_report(Asker(call, None, ""), request.request)
             return
+        if not (isinstance(request, session_pb2.UnaryStoreRequest) and sets_a_value(request.request)):
+            require(f"bytes of a {type(request).__name__}", request.ByteSize(), "frame_bytes", self.settings.limits.frame_bytes)
         if request.client_id:
             check_name("client id", request.client_id, self.settings.limits.name_bytes)
         client = f"~{request.client_id}" if request.client_id else f"~call-{self.epoch}-{call}"

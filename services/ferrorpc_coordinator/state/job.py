@@ -154,7 +154,7 @@ class Job:
             raise VersionMismatchError(f"{member} sent a request that this coordinator does not know")
         if body not in self._handlers or frame.sequence == 0:
             raise UsageError(f"{member} sent {body} with number {frame.sequence} in an open session")
-        if not _sets_a_value(frame):
+        if not (frame.HasField("store") and sets_a_value(frame.store)):
             require(f"bytes of a {body} frame", frame.ByteSize(), "frame_bytes", limits.frame_bytes, MessageTooLargeError)
         require(f"open requests of {member}", len(member.open_requests), "requests", limits.requests)
         return self._handlers[body]
@@ -355,8 +355,9 @@ class Job:
         return members
 
 
-def _sets_a_value(frame: session_pb2.ClientFrame) -> bool:
-    return frame.HasField("store") and frame.store.WhichOneof("operation") in ("set", "compare_set")
+def sets_a_value(request: store_pb2.StoreRequest) -> bool:
+    """Whether a request may be as large as a value."""
+    return request.WhichOneof("operation") in ("set", "compare_set")
 
 
 def _how(exited: session_pb2.ProcessExit) -> str:

@@ -47,6 +47,18 @@ def test_a_value_of_just_the_limit() -> None:
     assert result.store.found
 
 
+def test_a_unary_request_too_large() -> None:
+    world = limited(frame_bytes=1_000)
+    wait = store_pb2.WaitOperation(keys=[f"key-{number}" for number in range(200)], wait_ms=1_000)
+    value = store_pb2.SetOperation(key="k", value=bytes(2_000))
+    refused = world.call(session_pb2.UnaryStoreRequest(job="job", request=store_pb2.StoreRequest(wait=wait)))
+    taken = world.call(session_pb2.UnaryStoreRequest(job="job", request=store_pb2.StoreRequest(set=value)))
+    detail = world.replies[refused]
+    assert isinstance(detail, error_pb2.ErrorDetail)
+    assert limit_of(detail) == "frame_bytes"
+    assert isinstance(world.replies[taken], session_pb2.UnaryStoreResponse)
+
+
 def test_a_key_too_long() -> None:
     world = limited()
     set_(world, "a", "k" * 513, b"")

@@ -1,6 +1,7 @@
 """The driver over a small decider of its own: order, durability, timers, and what happens when something breaks."""
 
 import asyncio
+import logging.handlers
 
 import pytest
 from ferrorpc_coordinator.driver import Driver
@@ -342,6 +343,29 @@ async def test_a_cause_that_a_later_version_has_is_told_and_counted(make):
     driver.receive(1, session_pb2.ClientFrame())
     assert len(outbox) == 1
     assert driver._counters.generations_broken == {"unknown": 1}
+
+
+@driven
+async def test_a_disk_that_is_stuck_is_told_of_once(make):
+    journal, told = ManualJournal(), logging.handlers.BufferingHandler(100)
+    driver, decider = make(lambda event: [Persist("t", "a", b"1")] if isinstance(event, Received) else [], journal)
+    driver.connect(session_pb2.Hello())
+    driver.receive(1, session_pb2.ClientFrame())
+    await turns()
+    now, log = driver._now_ns, logging.getLogger("ferrorpc.coordinator.driver")
+    log.addHandler(told)
+    try:
+        driver._ring()
+        assert not told.buffer
+        driver._now_ns = lambda: now() + 7_000 * MILLISECOND
+        driver._ring()
+        driver._ring()
+        journal.groups[0][1]()
+        await turns()
+        driver._ring()
+    finally:
+        log.removeHandler(told)
+    assert [record.getMessage().partition(" since ")[0] for record in told.buffer] == ["the journal's disk is stuck"]
 
 
 @driven
