@@ -348,7 +348,7 @@ async def test_a_cause_that_a_later_version_has_is_told_and_counted(make):
 @driven
 async def test_a_disk_that_is_stuck_is_told_of_once(make):
     journal, told = ManualJournal(), logging.handlers.BufferingHandler(100)
-    driver, decider = make(lambda event: [Persist("t", "a", b"1")] if isinstance(event, Received) else [], journal)
+    driver, _ = make(lambda event: [Persist("t", "a", b"1")] if isinstance(event, Received) else [], journal)
     driver.connect(session_pb2.Hello())
     driver.receive(1, session_pb2.ClientFrame())
     await turns()
