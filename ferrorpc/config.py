@@ -20,6 +20,7 @@ PREFIX: Final = "FERRORPC_"
 _SECONDS: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0}
 _SECONDS_MAX: Final = 1e9
 """Thirty years, which fit into 64 bits of nanoseconds."""
+_INTERVAL_MIN: Final = 0.01
 _BYTES: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 1000, "MB": 10**6, "GB": 10**9}
 _NUMBER: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
@@ -33,6 +34,13 @@ def seconds(text: str) -> float:
     if duration > _SECONDS_MAX:
         raise ValueError(f"expected at most {_SECONDS_MAX:.0f} seconds")
     return duration
+
+
+def interval(text: str) -> float:
+    """A duration after which something is done again: not so short that nothing else gets done."""
+    if seconds(text) < _INTERVAL_MIN:
+        raise ValueError(f"expected at least {_INTERVAL_MIN * 1000:.0f}ms")
+    return seconds(text)
 
 
 def size_bytes(text: str) -> int:
@@ -166,7 +174,7 @@ SETTINGS: Final = (
         "algorithms by operation, as all_reduce=ring,broadcast=tree, for calls that name none; the same on every rank",
     ),
     Setting("timeout", 60.0, seconds, "seconds for a rendezvous and for each operation"),
-    Setting("heartbeat_interval", 0.5, seconds, "seconds between beats"),
+    Setting("heartbeat_interval", 0.5, interval, "seconds between beats"),
     Setting(
         "lease",
         3.0,

@@ -102,7 +102,7 @@ def _lower(name: str, ranks: list[_Rank], steps: Steps) -> None:
     while waiting:
         moved = [rank.advance(steps, flying) for rank in waiting]
         waiting = [rank for rank in waiting if rank.at < len(rank.plan.actions)]
-        if not any(moved):
+        if waiting and not any(moved):
             raise UsageError(f"{name} never ends: {len(waiting)} ranks wait for messages that nobody sends")
 
 

@@ -36,6 +36,7 @@ def test_world_sizes() -> None:
     [
         ("FERRORPC_LEASE", "soon"),
         ("FERRORPC_LEASE", "1e400"),
+        ("FERRORPC_HEARTBEAT_INTERVAL", "0"),
         ("FERRORPC_STALL", "1e300"),
         ("FERRORPC_WORLD_SIZE", "0"),
         ("FERRORPC_WORLD_SIZE", "4:2"),

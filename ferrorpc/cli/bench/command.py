@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +26,8 @@ def _fit(context: click.Context, fit: Path | None, ranks: str) -> None:
         return
     if context.invoked_subcommand is not None:
         raise click.UsageError("--fit is a measurement of its own: leave the other one away")
+    if not os.access(fit.absolute().parent, os.W_OK):
+        raise click.BadParameter(f"nothing can be written beside {fit}", param_hint="--fit")
     from ferrorpc.cli.bench.fit import cases, measure, table_of
 
     if not all(part.strip().isdecimal() and int(part) >= 2 for part in ranks.split(",")):

@@ -35,6 +35,11 @@ def test_one_message_takes_alpha_its_opening_and_its_bytes():
     assert time_of("broadcast", "direct", 8 * MIB, 2) == pytest.approx(ALPHA + MESSAGE + 8 * MIB * BETA)
 
 
+@pytest.mark.parametrize("name", ["one_shot", "two_shot", "ring"])
+def test_where_there_is_nothing_to_do_it_takes_no_time(name):
+    assert time_of("all_reduce", name, 0, 8) == 0
+
+
 def test_links_are_shared_one_message_after_the_other():
     assert time_of("broadcast", "direct", 4000, 5) == pytest.approx(ALPHA + 4 * (MESSAGE + 4000 * BETA))
     assert time_of("gather", "direct", 4000, 5) == pytest.approx(ALPHA + 4 * (MESSAGE + 4000 * BETA))
