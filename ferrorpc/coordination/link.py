@@ -153,7 +153,8 @@ class Link:
             now = self._clock.now()
             if now >= self._patience(request, seconds):
                 self._drop(request)
-                raise late(f"{label}: the coordinator at {self.address} has not answered for {seconds:g} s")
+                waited = seconds + ANSWER_MARGIN_SECONDS
+                raise late(f"{label}: the coordinator at {self.address} has not answered for {waited:g} s")
             if now >= explain_at:
                 explanations.say(request, now, self.standing() or self._listener.explain(request, self._stream))
 

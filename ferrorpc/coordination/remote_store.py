@@ -32,7 +32,7 @@ class RemoteStore(Store):
 
     Args:
         link: the line.
-        timeout: seconds that `get` and `wait` take when they are not told.
+        timeout: seconds that every request may take, a `get` or `wait` only when they are not told otherwise.
     """
 
     def __init__(self, link: Link, timeout: float) -> None:
@@ -95,7 +95,7 @@ class RemoteStore(Store):
 
     def _ask(self, label: str, seconds: float | None = None, **operation: object) -> wire.StoreResponse:
         request = wire.StoreRequest(request_id=next(self._request_ids), **operation)  # type: ignore[arg-type]
-        response: wire.StoreResponse = self._link.ask(label, 0.0 if seconds is None else seconds, _late, store=request)
+        response: wire.StoreResponse = self._link.ask(label, seconds_of(seconds, self._timeout), _late, store=request)
         return response
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -10,15 +11,15 @@ from typing import Final
 OUTBOX_BYTES_MAX: Final = 8 << 20
 """A client that leaves this much unread is cut off; it can resume and gets what it missed."""
 CROWDED_BYTES: Final = OUTBOX_BYTES_MAX // 4
-"""While more than this waits for a client, no further request of it is read: what it asked for never cuts it off."""
+"""While more than this waits for a client, its requests are hardly read: what it asked for does not cut it off."""
+ROOM_SECONDS: Final = 1.0
 
 
 class Outbox:
     """Frames in the order they were decided, as bytes.
 
     Invariants: 1. `push` and `finish` never block. 2. What was pushed before `finish` is written before `drain` returns, unless
-    the limit was passed, in which case everything unwritten is dropped at once. 3. `room` waits for nothing but this reader and
-    the journal.
+    the limit was passed, in which case everything unwritten is dropped at once.
     """
 
     __slots__ = ("_bytes_max", "_finished", "_frames", "_held_bytes", "_owed_bytes", "_room", "_waiter", "overflowed", "stream")
@@ -57,8 +58,11 @@ class Outbox:
         self._count(owed=frame_bytes)
 
     async def room(self) -> None:
-        """Returns when so little waits for the client that more may be asked for, or when the stream ends."""
-        await self._room.wait()
+        """Returns when so little waits for the client that more may be asked for, when the stream ends, or after a second:
+        what it says is read that often however stuck a disk is, so that nobody takes it for silent."""
+        if not self._room.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._room.wait(), ROOM_SECONDS)
 
     def finish(self) -> None:
         """Ends the stream after what is queued."""

@@ -249,6 +249,16 @@ async def test_no_more_is_read_of_a_client_while_much_waits_for_it(make):
 
 
 @driven
+async def test_a_client_is_heard_of_now_and_then_though_a_stuck_disk_owes_it_much(make):
+    journal = ManualJournal()
+    answer = [Persist("t", "a", b"1"), Send(1, frame("x" * (3 << 20)))]
+    driver, _ = make(lambda event: answer if isinstance(event, Received) else [], journal)
+    outbox = driver.connect(session_pb2.Hello())
+    driver.receive(1, session_pb2.ClientFrame())
+    await asyncio.wait_for(outbox.room(), 10)
+
+
+@driven
 async def test_a_stream_ends_once_however_often_it_is_told(make):
     driver, decider = make()
     outbox = driver.connect(session_pb2.Hello())
