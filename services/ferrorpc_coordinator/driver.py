@@ -264,7 +264,9 @@ class Driver:
         waited_ns = now_ns - self._flushed_ns
         if self._written > max(self._durable, self._told_of) and waited_ns > SLOW_COMMIT_NS:
             self._told_of = self._written
-            _log.error("the journal's disk is stuck since %.0f s: nothing that must be durable is answered", waited_ns / 1e9)
+            _log.error(
+                "the journal's disk has been stuck for %.0f s: nothing that must be durable is answered", waited_ns / 1e9
+            )
 
     def _journal_wrote(self) -> None:
         """On the journal's thread."""

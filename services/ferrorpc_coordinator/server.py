@@ -157,9 +157,11 @@ class _Service:
     async def _first(self, *awaited: Coroutine[None, None, object]) -> None:
         """Waits until one of them is done."""
         tasks = [asyncio.ensure_future(one) for one in awaited]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            task.cancel()
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _or_failure(self, awaited: Coroutine[None, None, object]) -> None:
         """Waits, but raises at once what makes the driver stop."""

@@ -18,6 +18,7 @@ from ferrorpc.errors import (
     ConfigError,
     CoordinatorUnavailableError,
     FerroError,
+    MessageTooLargeError,
     PermissionDeniedError,
     VersionMismatchError,
 )
@@ -202,7 +203,8 @@ class Coordinator:
             job.call_report(Asker(call, None, ""), request.request)
             return
         if not (isinstance(request, session_pb2.UnaryStoreRequest) and sets_a_value(request.request)):
-            require(f"bytes of a {type(request).__name__}", request.ByteSize(), "frame_bytes", self.settings.limits.frame_bytes)
+            what, most = f"bytes of a {type(request).__name__}", self.settings.limits.frame_bytes
+            require(what, request.ByteSize(), "frame_bytes", most, MessageTooLargeError)
         if request.client_id:
             check_name("client id", request.client_id, self.settings.limits.name_bytes)
         client = f"~{request.client_id}" if request.client_id else f"~call-{self.epoch}-{call}"

@@ -375,7 +375,7 @@ async def test_a_disk_that_is_stuck_is_told_of_once(make):
         driver._ring()
     finally:
         log.removeHandler(told)
-    assert [record.getMessage().partition(" since ")[0] for record in told.buffer] == ["the journal's disk is stuck"]
+    assert [record.getMessage().partition(" for ")[0] for record in told.buffer] == ["the journal's disk has been stuck"]
 
 
 @driven
