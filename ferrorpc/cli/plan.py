@@ -16,6 +16,8 @@ from ferrorpc.pipeline.schedules import PipelineTimeline, Schedule
 from ferrorpc.pipeline.schedules.simulation import columns
 
 FILE = click.Path(dir_okay=False, path_type=Path)
+COUNT = click.IntRange(min=1)
+TIME = click.FloatRange(min=0)
 
 
 @click.group("plan")
@@ -30,14 +32,14 @@ for _collective in COMMANDS:
 @command.command("pipeline", short_help="A pipeline schedule, or all of them compared.")
 @click.option("--schedule", "name", help=f"One of {', '.join(schedules.NAMED)}. Without it, all of them are compared.")
 @click.option("--from-csv", "source", type=FILE, help="Read the schedule from a CSV file instead.")
-@click.option("--stages", type=int, default=4, show_default=True, help="Ranks of the pipeline.")
-@click.option("--microbatches", type=int, default=8, show_default=True, help="Parts of a batch.")
-@click.option("--chunks", type=int, help="Pieces of the model on each rank, where the schedule leaves it open.")
-@click.option("--forward", type=float, default=1.0, show_default=True, help="Time units of a whole rank's forward.")
-@click.option("--backward-input", type=float, default=1.0, show_default=True, help="Of its backward for the input.")
-@click.option("--backward-weight", type=float, default=1.0, show_default=True, help="Of its backward for the weights.")
-@click.option("--latency", type=float, default=0.0, show_default=True, help="Of a message between two ranks.")
-@click.option("--transfer", type=float, default=0.0, show_default=True, help="How long a message occupies its way.")
+@click.option("--stages", type=COUNT, default=4, show_default=True, help="Ranks of the pipeline.")
+@click.option("--microbatches", type=COUNT, default=8, show_default=True, help="Parts of a batch.")
+@click.option("--chunks", type=COUNT, help="Pieces of the model on each rank, where the schedule leaves it open.")
+@click.option("--forward", type=TIME, default=1.0, show_default=True, help="Time units of a whole rank's forward.")
+@click.option("--backward-input", type=TIME, default=1.0, show_default=True, help="Of its backward for the input.")
+@click.option("--backward-weight", type=TIME, default=1.0, show_default=True, help="Of its backward for the weights.")
+@click.option("--latency", type=TIME, default=0.0, show_default=True, help="Of a message between two ranks.")
+@click.option("--transfer", type=TIME, default=0.0, show_default=True, help="How long a message occupies its way.")
 @click.option("--svg", type=FILE, help="Draw the timeline into this file.")
 @click.option("--png", type=FILE, help="The same as PNG (needs matplotlib).")
 @click.option("--trace", type=FILE, help="Write a trace for chrome://tracing and Perfetto.")

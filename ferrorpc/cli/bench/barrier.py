@@ -70,9 +70,23 @@ async def _meet(members: list[load.LoadSession], generation: int, ordinal: int) 
 
 
 @click.command("barrier")
-@click.option("--ranks", default=RANKS, show_default=True, help="Members of the generation whose barrier is measured.")
-@click.option("--sessions", default=SESSIONS, show_default=True, help="Sessions that meet without a generation.")
-@click.option("--repetitions", default=REPETITIONS, show_default=True, help="How many barriers are measured.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    default=RANKS,
+    show_default=True,
+    help="Members of the generation whose barrier is measured.",
+)
+@click.option(
+    "--sessions",
+    type=click.IntRange(min=1),
+    default=SESSIONS,
+    show_default=True,
+    help="Sessions that meet without a generation.",
+)
+@click.option(
+    "--repetitions", type=click.IntRange(min=1), default=REPETITIONS, show_default=True, help="How many barriers are measured."
+)
 @click.option("--peers/--no-peers", default=True, show_default=True, help="Measure torch's TCPStore beside it, if installed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(ranks: int, sessions: int, repetitions: int, peers: bool, as_json: bool) -> None:

@@ -56,8 +56,10 @@ async def _join_all(sessions: list[load.LoadSession]) -> float:
 
 
 @click.command("rendezvous")
-@click.option("--members", default=MEMBERS, show_default=True, help="How many members join.")
-@click.option("--repetitions", default=REPETITIONS, show_default=True, help="How many rounds are measured.")
+@click.option("--members", type=click.IntRange(min=1), default=MEMBERS, show_default=True, help="How many members join.")
+@click.option(
+    "--repetitions", type=click.IntRange(min=1), default=REPETITIONS, show_default=True, help="How many rounds are measured."
+)
 @click.option("--peers/--no-peers", default=True, show_default=True, help="Measure torch's c10d beside it, if installed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(members: int, repetitions: int, peers: bool, as_json: bool) -> None:

@@ -69,3 +69,9 @@ def test_what_a_schedule_does_not_admit_is_said(capsys):
 def test_files_are_of_one_schedule(capsys):
     assert run(["plan", "pipeline", "--svg", "all.svg"]) == EXIT_CONFIG
     assert "--schedule" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--stages", "--microbatches", "--chunks"])
+def test_a_pipeline_of_nothing_is_refused(option: str, capsys):
+    assert run(["plan", "pipeline", option, "0"]) == EXIT_CONFIG
+    assert option in capsys.readouterr().err
