@@ -76,13 +76,14 @@ class Bare(nn.Module):
         super().__init__()
         self.model = model
         elements = sum(each.numel() for each in model.parameters())
-        self._seconds = [device_seconds * each.numel() / elements for each in model.parameters()]
+        self._waits = [device_seconds * each.numel() / elements for each in model.parameters()] if device_seconds else []
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: (batch, ...), of which only the count matters. Returns (batch, 2): two guesses that are always alike."""
-        total = torch.zeros(())
-        for each, seconds in zip(self.model.parameters(), self._seconds, strict=True):
-            total = OnDevice.apply(total + each.reshape(-1)[0], seconds)
+        firsts = [each.reshape(-1)[0] for each in self.model.parameters()]
+        total = torch.zeros(()) if self._waits else torch.stack(firsts).sum()
+        for first, seconds in zip(firsts, self._waits, strict=False):
+            total = OnDevice.apply(total + first, seconds)
         return total.expand(len(rows), 2)
 
 
