@@ -81,8 +81,10 @@ class Bare(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: (batch, ...), of which only the count matters. Returns (batch, 2): two guesses that are always alike."""
         firsts = [each.reshape(-1)[0] for each in self.model.parameters()]
-        total = torch.zeros(()) if self._waits else torch.stack(firsts).sum()
-        for first, seconds in zip(firsts, self._waits, strict=False):
+        if not self._waits:
+            return torch.stack(firsts).sum().expand(len(rows), 2)
+        total = torch.zeros(())
+        for first, seconds in zip(firsts, self._waits, strict=True):
             total = OnDevice.apply(total + first, seconds)
         return total.expand(len(rows), 2)
 

@@ -23,7 +23,6 @@ EXIT_MEMBERSHIP: Final = 75
 """The membership was lost, or somebody in it: retrying can help."""
 GOODBYE_SECONDS: Final = 2.0
 _PACKAGE: Final = __name__.partition(".")[0]
-_log = logging.getLogger("ferrorpc.farewell")
 
 
 class Seat(Protocol):
@@ -68,7 +67,7 @@ def install() -> None:
 def _show(hook: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Hands an exception to the hook: an error of this library without the library's own lines, which nobody has to mend."""
     shown, left_out = _callers_part(trace)
-    if not left_out or not isinstance(error, FerroError) or _log.isEnabledFor(logging.DEBUG):
+    if not left_out or not isinstance(error, FerroError) or logging.getLogger(_PACKAGE).isEnabledFor(logging.DEBUG):
         hook(kind, error, trace)
         return
     error.add_note(f"({left_out} calls within {_PACKAGE} are left out above; FERRORPC_LOG_LEVEL=DEBUG shows them)")

@@ -19,10 +19,10 @@ from ferrorpc.kernels.half import Array, Converter, NumpyBFloat16
 from ferrorpc.kernels.workplace import aligned
 from ferrorpc.types import DType, ReduceOp
 
-BLOCK_ELEMENTS: Final = 32_704
+_BLOCK_ELEMENTS: Final = 32_704
 """Of a block at most: below 32,768, from which PyTorch uses threads; a multiple of its vectors."""
 
-_LENGTHS: Final = (1_024, 4_096, BLOCK_ELEMENTS)
+_LENGTHS: Final = (1_024, 4_096, _BLOCK_ELEMENTS)
 """What is converted at once; the shortest that fits is taken."""
 
 _VECTOR_ELEMENTS: Final = 64
@@ -39,7 +39,7 @@ class TorchFloat16(Converter):
 
     name = "torch"
     dtype = DType.FLOAT16
-    block_elements = BLOCK_ELEMENTS
+    block_elements = _BLOCK_ELEMENTS
     half: ClassVar[str] = "float16"
 
     def __init__(self, torch: Any) -> None:
@@ -53,10 +53,10 @@ class TorchFloat16(Converter):
         self._of_length = [(length, self._halves[:length], [slot[:length] for slot in self._slots]) for length in _LENGTHS]
 
     def blocks(self, narrow: Array) -> Sequence[Any]:
-        whole = len(narrow) // BLOCK_ELEMENTS * BLOCK_ELEMENTS
+        whole = len(narrow) // _BLOCK_ELEMENTS * _BLOCK_ELEMENTS
         if not whole or not narrow.flags.aligned:
             return super().blocks(narrow)
-        return [*self._tensor(narrow[:whole]).split(BLOCK_ELEMENTS), *super().blocks(narrow[whole:])]
+        return [*self._tensor(narrow[:whole]).split(_BLOCK_ELEMENTS), *super().blocks(narrow[whole:])]
 
     def _tensor(self, narrow: Array) -> Any:
         """A tensor over the memory of an array. It may not outlive the array, nor be written if that is read-only."""
@@ -102,14 +102,14 @@ class TorchFloat16(Converter):
         count = len(arrays[0]) // _VECTOR_ELEMENTS * _VECTOR_ELEMENTS
         if count < _LENGTHS[0] or not all(array.flags.aligned for array in arrays):
             return iter(())
-        length = _STRETCH_ELEMENTS if self._torch.get_num_threads() == 1 else BLOCK_ELEMENTS
+        length = _STRETCH_ELEMENTS if self._torch.get_num_threads() == 1 else _BLOCK_ELEMENTS
         return zip(*(self._tensor(array[:count]).split(length) for array in arrays), strict=True)
 
     def _fitting(self, count: int) -> tuple[Any, Any]:
         for length, halves, slots in self._of_length:
             if count <= length:
                 return halves, slots
-        raise AssertionError(f"{count} elements are more than a block of {BLOCK_ELEMENTS}")
+        raise AssertionError(f"{count} elements are more than a block of {_BLOCK_ELEMENTS}")
 
 
 class TorchBFloat16(TorchFloat16):

@@ -94,7 +94,7 @@ class Driver:
         self._flushed_ns = 0
         self._told_of = 0
         """The last group that was told to be slow."""
-        self._held: deque[tuple[int, Outgoing]] = deque()
+        self._held: deque[tuple[int, Outgoing, list[tuple[Outbox, int]]]] = deque()
         self._settle_scheduled = False
         self._closed = False
         self._timer: asyncio.TimerHandle | None = None
@@ -201,8 +201,10 @@ class Driver:
         needs = self._filling if self._rows else self._written
         for effect in outgoing:
             if needs > self._durable:
-                self._held.append((needs, effect))
-                self._owe(effect, 1)
+                debts = self._debts(effect)
+                for outbox, size_bytes in debts:
+                    outbox.owe(size_bytes)
+                self._held.append((needs, effect, debts))
             else:
                 self._release(effect)
 
@@ -281,8 +283,9 @@ class Driver:
         held = self._held
         try:
             while held and held[0][0] <= self._durable:
-                effect = held.popleft()[1]
-                self._owe(effect, -1)
+                _, effect, debts = held.popleft()
+                for outbox, size_bytes in debts:
+                    outbox.owe(-size_bytes)
                 self._release(effect)
         except Exception as error:  # what was decided is not told to some: as bad as a decision that failed
             self._stop(error)
@@ -317,15 +320,13 @@ class Driver:
         elif effect.stream in self._outboxes:
             self._outboxes[effect.stream].finish()
 
-    def _owe(self, effect: Outgoing, sign: int) -> None:
-        """Tells the streams that an effect will write to how much it will be, or (-1) that it does so now."""
-        if isinstance(effect, Send | SendMany):
-            recipients = ((effect.stream, b""),) if isinstance(effect, Send) else effect.recipients
-            shared = effect.frame.ByteSize()
-            for stream, overlay in recipients:
-                outbox = self._outboxes.get(stream)
-                if outbox is not None:
-                    outbox.owe(sign * (shared + len(overlay)))
+    def _debts(self, effect: Outgoing) -> list[tuple[Outbox, int]]:
+        """To whom an effect will write, and how many bytes."""
+        if not isinstance(effect, Send | SendMany):
+            return []
+        recipients = ((effect.stream, b""),) if isinstance(effect, Send) else effect.recipients
+        shared = effect.frame.ByteSize()
+        return [(self._outboxes[stream], shared + len(overlay)) for stream, overlay in recipients if stream in self._outboxes]
 
     def _write(self, stream: int, data: bytes) -> None:
         outbox = self._outboxes.get(stream)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging.handlers
+from unittest import mock
 
 import pytest
 from ferrorpc_coordinator.driver import Driver
@@ -225,6 +226,7 @@ async def test_a_client_that_does_not_read_is_cut_off(make):
 
 
 @driven
+@mock.patch("ferrorpc_coordinator.outbox.ROOM_SECONDS", 600.0)  # so that only what is written makes room
 async def test_no_more_is_read_of_a_client_while_much_waits_for_it(make):
     journal = ManualJournal()
     answer = [Persist("t", "a", b"1"), Send(1, frame("x" * (1 << 20)))]
@@ -243,7 +245,7 @@ async def test_no_more_is_read_of_a_client_while_much_waits_for_it(make):
         await asyncio.sleep(0)
 
     draining = asyncio.ensure_future(outbox.drain(write))
-    await room
+    await asyncio.wait_for(room, 10)
     outbox.finish()
     await draining
 
