@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-from ferrorpc.collectives import near
+from ferrorpc.collectives import on_device
 from ferrorpc.collectives.algorithms.plan import Plan
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
@@ -52,8 +52,8 @@ class PlanPrepared(Prepared):
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
         layout = self.layout
-        if layout.rules.codec is not None and near.suits(layout, inputs, outputs):
-            return near.start(self.transport, self.describe, layout, key, inputs, outputs, guard)
+        if layout.rules.codec is not None and on_device.suits(layout, inputs, outputs):
+            return on_device.start(self.transport, self.describe, layout, key, inputs, outputs, guard)
         ferry = ferry_for(inputs, outputs, self.plan.out_items)
         if ferry is None:
             workspace = Workspace(layout.rules, inputs, outputs)

@@ -68,10 +68,10 @@ def start(
     inputs: Sequence[DeviceArray],
     outputs: Sequence[DeviceArray] | None,
     guard: Guard,
-) -> NearExecution:
+) -> DeviceExecution:
     """A new execution of a call that suits; as `PlanExecution`."""
-    workspace = NearWorkspace(layout.rules, inputs, outputs, kind_of(inputs[0]).staging)
-    return NearExecution(transport, describe, layout, key, workspace, guard)
+    workspace = DeviceWorkspace(layout.rules, inputs, outputs, kind_of(inputs[0]).staging)
+    return DeviceExecution(transport, describe, layout, key, workspace, guard)
 
 
 class Encoding:
@@ -86,7 +86,7 @@ class Encoding:
         """Actions that still have to take it."""
 
 
-class NearWorkspace(Workspace):
+class DeviceWorkspace(Workspace):
     """IN and OUT of one run, on a device.
 
     Args:
@@ -209,13 +209,13 @@ class NearWorkspace(Workspace):
             self.caller.wait(self.mark)
 
 
-class NearOutgoing(Encoded):
+class DeviceOutgoing(Encoded):
     """A message whose chunks are encoded on a device, some of them ahead."""
 
     __slots__ = ("_index", "_workspace")
 
     def __init__(
-        self, workspace: NearWorkspace, index: int, peer: int, header: Header, values: DeviceArray, codec: Codec
+        self, workspace: DeviceWorkspace, index: int, peer: int, header: Header, values: DeviceArray, codec: Codec
     ) -> None:
         super().__init__(peer, header, values, codec, partial(workspace.encoded, index))
         self._workspace = workspace
@@ -233,10 +233,10 @@ class NearOutgoing(Encoded):
         return ready and super().send(transport, key, box, bound, room)
 
 
-class NearExecution(PlanExecution):
+class DeviceExecution(PlanExecution):
     """One run of a prepared plan whose arrays are on a device. Only its driver launches anything."""
 
-    _workspace: NearWorkspace
+    _workspace: DeviceWorkspace
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class NearExecution(PlanExecution):
         describe: Callable[[list[int]], str],
         layout: Layout,
         key: Key,
-        workspace: NearWorkspace,
+        workspace: DeviceWorkspace,
         guard: Guard,
     ) -> None:
         super().__init__(transport, describe, layout, key, workspace, guard)
@@ -289,7 +289,7 @@ class NearExecution(PlanExecution):
         return super().step()
 
     def _encoded(self, index: int, peer: int, header: Header, values: Any, codec: Codec) -> Encoded:
-        return NearOutgoing(self._workspace, index, peer, header, values, codec)
+        return DeviceOutgoing(self._workspace, index, peer, header, values, codec)
 
     def _risen(self, index: int, frame: Frame) -> bool:
         if self._workspace.rise(frame):
