@@ -156,14 +156,14 @@ def test_pieces_of_whole_blocks_give_the_values_of_one_message(name: str, count:
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
 def test_decoded_pieces_follow_each_other_and_are_what_decode_gives(name: str) -> None:
-    chosen, count = codec(name), 100_003
+    chosen, count = codec(name), 300_003
     encoded = chosen.encode(ordinary_floats(count))
     encoded.flags.writeable = False
     pieces = [(start, piece.copy()) for start, piece in chosen.decoded(encoded, count)]
     assert [start for start, _ in pieces] == [0, *np.cumsum([piece.size for _, piece in pieces])[:-1]]
     assert len(pieces) > 2
     assert np.concatenate([piece for _, piece in pieces]).tobytes() == chosen.decode(encoded, count).tobytes()
-    with pytest.raises(CodecError, match="100003"):
+    with pytest.raises(CodecError, match=str(count)):
         chosen.decoded(encoded[:-1], count)
 
 
