@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 from ferrorpc_coordinator.state.access import Access
 from ferrorpc_coordinator.state.coordinator import Coordinator
@@ -173,18 +174,17 @@ class World:
             self.streams.pop(client.stream, None)
         client.stream = stream
         self.streams[stream] = client
-        hello = session_pb2.Hello(
-            protocol_version=PROTOCOL_VERSION,
-            job=self.job,
-            name=name,
-            instance_id=client.instance,
-            host=client.host,
-            address=f"{client.host or name}:7000",
-            resume_token=client.token if resume else "",
-            version="1",
-        )
-        for key, value in more.items():
-            setattr(hello, key, value)
+        said: dict[str, Any] = {
+            "protocol_version": PROTOCOL_VERSION,
+            "job": self.job,
+            "name": name,
+            "instance_id": client.instance,
+            "host": client.host,
+            "address": f"{client.host or name}:7000",
+            "resume_token": client.token if resume else "",
+            "version": "1",
+        }
+        hello = session_pb2.Hello(**said | more)
         self.step(Connected(stream, hello))
         if resume and not client.over:
             for frame in list(client.pending.values()):

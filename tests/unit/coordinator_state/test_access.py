@@ -8,7 +8,7 @@ from ferrorpc_coordinator.state.effects import Note
 from ferrorpc_coordinator.state.events import NOBODY, Called, Caller, Connected
 
 from ferrorpc.errors import AuthenticationError, ConfigError, ErrorCode, PermissionDeniedError
-from ferrorpc.v1 import error_pb2, session_pb2
+from ferrorpc.v1 import error_pb2, session_pb2, store_pb2
 from ferrorpc.wire.identity import EVERY_JOB, Identity, Role
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import join
@@ -111,6 +111,17 @@ def test_of_many_refusals_some_are_told_and_the_rest_counted() -> None:
 def remove(world: World, name: str, token: str) -> object:
     report = session_pb2.ReportRequest(removal=session_pb2.Removal(name=name, reason="it is in the way"))
     return world.replies[world.call(session_pb2.UnaryReportRequest(job=world.job, token=token, request=report))]
+
+
+def test_who_may_only_look_changes_nothing_by_a_unary_call() -> None:
+    world = World(job="a", access=Access(read_grants(FILE)))
+    world.hello("x", token=WORKER)
+    status = session_pb2.StatusRequest(job="a", token=OBSERVER)
+    assert isinstance(world.replies[world.call(status)], session_pb2.StatusResponse)
+    write = store_pb2.StoreRequest(set=store_pb2.SetOperation(key="k", value=b"v"))
+    for token, expected in ((OBSERVER, error_pb2.ErrorDetail), (WORKER, session_pb2.UnaryStoreResponse)):
+        call = world.call(session_pb2.UnaryStoreRequest(job="a", token=token, request=write))
+        assert isinstance(world.replies[call], expected)
 
 
 def test_an_admin_removes_a_member_and_nobody_else_does() -> None:

@@ -6,7 +6,7 @@ from ferrorpc_coordinator.state.access import Access, read_grants
 from ferrorpc_coordinator.state.settings import Settings
 
 from ferrorpc.errors import ErrorCode
-from ferrorpc.v1 import error_pb2, session_pb2
+from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import join
 
@@ -90,3 +90,14 @@ def test_status_of_a_job_that_does_not_exist_names_those_that_do() -> None:
     reply = world.replies[world.call(session_pb2.StatusRequest(job="typo"))]
     assert isinstance(reply, error_pb2.ErrorDetail)
     assert "job" in reply.hint
+
+
+def test_what_a_member_says_of_itself_is_what_its_peers_are_told() -> None:
+    world = World()
+    world.hello("a", labels=[identity_pb2.Label(name="gpu", value="7")], address="h:1")
+    join(world, "a", "b")
+    peers = world.clients["b"].results[world.clients["b"].sequence].join.peers
+    assert [(peer.name, peer.address, [(label.name, label.value) for label in peer.labels]) for peer in peers] == [
+        ("a", "h:1", [("gpu", "7")]),
+        ("b", "b:7000", []),
+    ]

@@ -140,6 +140,26 @@ def test_too_many_members() -> None:
     assert limit_of(world.clients["b"].events[-1].fenced) == "members"
 
 
+def test_members_that_are_gone_take_nobodys_place_after_a_restart() -> None:
+    world = World(Settings(durable=True, limits=replace(Limits(), members=2)))
+    join(world, "a", "b")
+    world.ask("b", leave={})
+    world.restart()
+    world.hello("a", resume=True)
+    world.hello("c")
+    assert world.clients["c"].stream is not None
+    world.hello("d")
+    assert limit_of(world.clients["d"].events[-1].fenced) == "members"
+
+
+def test_outcomes_of_barriers_are_remembered_up_to_so_many_bytes() -> None:
+    world = limited(remembered_barrier_bytes=1_000)
+    for ordinal in range(1, 6):
+        arrive(world, "a", "epoch", ordinal=ordinal, payload=b"x" * 400)
+    remembered = [key for table, key in world.rows if table == "barrier"]
+    assert [key.rpartition("1/")[2] for key in remembered] == ["4/epoch", "5/epoch"]
+
+
 def test_a_hello_that_says_too_much() -> None:
     world = World()
     world.hello("a", address="x" * (17 << 10))

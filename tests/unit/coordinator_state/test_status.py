@@ -78,6 +78,7 @@ def test_links_are_bounded_for_one_member_and_for_all_together() -> None:
 
 def test_an_open_barrier_tells_who_came_when() -> None:
     world = world_of(3)
+    world.tick(SECOND)
     request = barrier_pb2.BarrierRequest(generation=1, name="b", ordinal=1, timeout_ms=60_000)
     world.ask("m2", barrier=request)
     world.tick(SECOND)

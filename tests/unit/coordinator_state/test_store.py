@@ -40,6 +40,20 @@ def test_a_unary_wait_ends_with_its_caller() -> None:
     assert world.coordinator.next_deadline() is None
 
 
+def test_everyone_who_waits_for_a_key_is_told_and_nobody_waits_for_one_that_is_there() -> None:
+    world = World()
+    world.hello("a")
+    wait = store_pb2.WaitOperation(keys=["k", "l", "k"], wait_ms=60_000)
+    waiting = [world.ask("a", store=store_pb2.StoreRequest(wait=wait)) for _ in range(2)]
+    set_(world, "a", "k", b"")
+    assert not set(waiting) & world.clients["a"].results.keys()
+    set_(world, "a", "l", b"")
+    assert all(world.clients["a"].results[number].store.found for number in waiting)
+    at_once = store(world, "a", wait=wait)
+    assert at_once is not None
+    assert at_once.store.found
+
+
 def test_a_unary_call_can_neither_watch_nor_bind() -> None:
     world = World()
     bound = store_pb2.SetOperation(key="k", value=b"", binding=store_pb2.KEY_BINDING_SESSION)
