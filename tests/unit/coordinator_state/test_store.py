@@ -54,6 +54,41 @@ def test_everyone_who_waits_for_a_key_is_told_and_nobody_waits_for_one_that_is_t
     assert at_once.store.found
 
 
+def test_a_caller_that_goes_away_ends_nobody_elses_wait() -> None:
+    world = World()
+    world.hello("a")
+    number = world.ask("a", store=store_pb2.StoreRequest(wait=store_pb2.WaitOperation(keys=["k"], wait_ms=60_000)))
+    world.step(Cancelled(number))
+    set_(world, "a", "k", b"v")
+    assert world.clients["a"].results[number].store.found
+
+
+def test_a_wait_that_is_over_says_who_waited_how_long_for_what() -> None:
+    world = World()
+    world.hello("a")
+    world.tick(SECOND)
+    store(world, "a", wait=store_pb2.WaitOperation(keys=["k", "l"], wait_ms=2_000))
+    world.tick(2 * SECOND)
+    assert error(world, "a").code == ErrorCode.STORE_TIMEOUT
+    assert "waited 2.0 s for k, l" in error(world, "a").message
+
+
+def test_keys_of_a_generation_vanish_when_all_its_members_left_in_peace() -> None:
+    world = World()
+    join(world, "a", "b")
+    bound = store_pb2.SetOperation(key="k", value=b"v", binding=store_pb2.KEY_BINDING_GENERATION)
+    store(world, "a", set=bound)
+    world.hello("c")
+    world.ask("a", leave={})
+    result = store(world, "c", get=store_pb2.GetOperation(key="k"))
+    assert result is not None
+    assert result.store.found
+    world.ask("b", leave={})
+    result = store(world, "c", get=store_pb2.GetOperation(key="k"))
+    assert result is not None
+    assert not result.store.found
+
+
 def test_a_unary_call_can_neither_watch_nor_bind() -> None:
     world = World()
     bound = store_pb2.SetOperation(key="k", value=b"", binding=store_pb2.KEY_BINDING_SESSION)
@@ -130,6 +165,11 @@ def test_a_watch_from_before_the_history_is_told_so() -> None:
     newest = events[-1].revision
     store(world, "a", watch=store_pb2.WatchOperation(prefix="n", from_revision=newest))
     assert [event.store.value for event in world.clients["a"].events[len(events) :]] == [b"5"]
+    for from_revision, forgotten in ((events[1].revision, []), (events[1].revision - 1, [True])):
+        before = len(world.clients["a"].events)
+        store(world, "a", watch=store_pb2.WatchOperation(prefix="n", from_revision=from_revision))
+        told = [event.store.compacted for event in world.clients["a"].events[before:]]
+        assert told == [*forgotten, False, False, False]
 
 
 def test_after_a_restart_a_watch_is_told_that_history_is_gone() -> None:
