@@ -142,9 +142,10 @@ class PlanExecution(Advancing):
             self._transport.grant(source, self._key, slot)
         takers, ready = self._layout.takers, self._ready
         while box.news:
-            index = takers.get(box.news.popleft())
-            if index is not None:
-                ready.append(index)
+            source, slot = place = box.news.popleft()
+            if place not in takers:
+                raise CodecError(f"{self.label}: rank {source} sent message {slot}, and this operation has none such")
+            ready.append(takers[place])
         if self._room or len(box.granted) != self._credit:
             self._room, self._credit = False, len(box.granted)
             ready.extend(self._outgoing)

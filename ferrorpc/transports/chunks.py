@@ -14,7 +14,7 @@ class Chunks(deque[Frame]):
     One thread at a time puts in; one takes out from the left, which may be at the same time.
     """
 
-    __slots__ = ("_early", "_end", "header")
+    __slots__ = ("_began", "_early", "_end", "_received", "header")
 
     def __init__(self, header: Header) -> None:
         super().__init__()
@@ -24,23 +24,39 @@ class Chunks(deque[Frame]):
         """Bytes that have come without a gap."""
         self._early: dict[int, Frame] = {}
         """Chunks behind the first gap, by offset."""
+        self._began = False
+        self._received = 0
+        """Bytes that have come at all."""
 
     def put(self, frame: Frame) -> None:
-        """A chunk has come. One that does not continue the message is left for the taker to complain of.
+        """A chunk has come.
 
         Raises:
-            CodecError: it describes another message.
+            CodecError: it describes another message, or has come before: what waits is never more than the message.
         """
         if frame.header != self.header:
             raise CodecError(
                 f"rank {frame.source} sent a chunk at byte {frame.offset} of a message of {frame.header.total} bytes of shape "
                 f"{frame.header.shape}, which began as one of {self.header.total} of shape {self.header.shape}"
             )
-        if frame.offset > self._end:
-            self._early[frame.offset] = frame
+        offset, size_bytes = frame.offset, len(frame.payload)
+        self._received += size_bytes
+        if (
+            offset < self._end
+            or offset in self._early
+            or self._received > self.header.total
+            or (self._began and not size_bytes)
+        ):
+            raise CodecError(
+                f"rank {frame.source} sent byte {offset} of a message of {self.header.total} bytes twice: "
+                f"{self.header.signature or 'send'} #{frame.key.number}"
+            )
+        self._began = True
+        if offset > self._end:
+            self._early[offset] = frame
             return
         self.append(frame)
-        self._end = frame.offset + len(frame.payload)
+        self._end = offset + size_bytes
         while self._early and (following := self._early.pop(self._end, None)) is not None:
             self.append(following)
             self._end += len(following.payload)

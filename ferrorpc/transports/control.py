@@ -48,7 +48,11 @@ def question_in(probe: transport_pb2.Probe, source: int) -> tuple[Key, str]:
 
 
 def take_grant(mailbox: Mailbox, source: int, grant: transport_pb2.Grant) -> None:
-    """A grant has come."""
+    """A grant has come.
+
+    Raises:
+        CodecError: no operation has so many messages.
+    """
     mailbox.granted(source, Key(grant.group, grant.stream, grant.number), grant.slot)
 
 

@@ -17,13 +17,14 @@ from typing import Any, Final
 import numpy as np
 
 from ferrorpc.config import LANES_MAX
-from ferrorpc.errors import CodecError, FerroError, GroupClosedError
+from ferrorpc.errors import CodecError, FerroError, GroupClosedError, LimitExceededError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports import control
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.grpc_inlet import GOODBYE, Inlet, refusal
 from ferrorpc.transports.grpc_lane import Lane
+from ferrorpc.transports.grpc_outbox import CONTROL_MAX
 from ferrorpc.transports.grpc_requests import Requests
 from ferrorpc.transports.grpc_server import PROTOCOL_VERSION, WorkerServer
 from ferrorpc.transports.mailbox import Mailbox
@@ -178,14 +179,14 @@ class GrpcTransport(Transport):
 
     def lane_answered(self, lane: Lane, message: transport_pb2.ControlMessage) -> None:
         kind, peer = message.WhichOneof("body"), lane.peer
-        if kind == "grant":
-            control.take_grant(self.mailbox, peer, message.grant)
-        elif kind == "probe_answer":
-            try:
+        try:
+            if kind == "grant":
+                control.take_grant(self.mailbox, peer, message.grant)
+            elif kind == "probe_answer":
                 control.take_answer(self.mailbox, peer, message.probe_answer)
-            except CodecError as error:
-                self._fail(peer, error)
-        elif kind == "refused":
+        except CodecError as error:
+            self._fail(peer, error)
+        if kind == "refused":
             self._fail(peer, restore(message.refused))
         elif kind == "opened":
             lane.opened = True
@@ -200,7 +201,8 @@ class GrpcTransport(Transport):
             self._lose(lane.peer, reason)
 
     def frame_arrived(self, frame: Frame) -> None:
-        self.mailbox.deliver(frame)
+        if not self.mailbox.deliver(frame):
+            self._first_to_blame(frame.source)
 
     def probe_arrived(self, source: int, key: Key, signature: str) -> None:
         answer = control.answer_of(self.mailbox, key, signature)
@@ -277,8 +279,9 @@ class GrpcTransport(Transport):
     def _answer(self, peer: int, message: transport_pb2.ControlMessage) -> None:
         """Sends back on the peer's inlet; a peer without one has nothing to be told."""
         inlet = self._inlets.get((peer, 0))
-        if inlet is not None:
-            inlet.outbox.put(message.SerializeToString())
+        if inlet is not None and not inlet.outbox.put(message.SerializeToString()):
+            text = f"rank {peer} leaves {CONTROL_MAX} answers to it unread"
+            self._fail(peer, LimitExceededError(text, limit="CONTROL_MAX"))
 
     def _lose(self, peer: int, reason: str) -> None:
         if self._first_to_blame(peer):

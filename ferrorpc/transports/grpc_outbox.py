@@ -1,7 +1,7 @@
-"""What waits to be written on one stream: frames up to a limit, and control messages without one.
+"""What waits to be written on one stream: frames up to a limit, and control messages up to one that none of ours reaches.
 
 Frames are bounded because whoever sends them can wait (and is told when there is room again); control messages are few, small
-and answer something that the other side is waiting for.
+and answer something that the other side is waiting for. Only one that asks and never reads has thousands of them wait.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Final
 FRAMES_MAX: Final = 8
 FRAME_BYTES_MAX: Final = 4 << 20
 """More under way makes nothing faster: what is written next would only be out of the caches."""
+CONTROL_MAX: Final = 16_384
 
 _CONTROL: Final = -1
 
@@ -49,10 +50,13 @@ class Outbox:
         if not self._finished:
             self._queue.put((message, size_bytes))
 
-    def put(self, message: bytes) -> None:
-        """Appends a control message; drops it when nothing may follow any more."""
+    def put(self, message: bytes) -> bool:
+        """Appends a control message; drops it when nothing may follow any more. False, and dropped, where too many wait."""
+        if self._queue.qsize() >= CONTROL_MAX:
+            return False
         if not self._finished:
             self._queue.put((message, _CONTROL))
+        return True
 
     def finish(self, last: bytes | None = None, *, discard: bool = False) -> None:
         """Nothing follows but `last`: `messages` ends after what is queued, which `discard` drops. Wakes who waits for room."""

@@ -30,6 +30,7 @@ from ferrorpc.errors import (
     VersionMismatchError,
 )
 from ferrorpc.guard import Clock
+from ferrorpc.transports.grpc_doorstep import Doorstep
 from ferrorpc.transports.grpc_inlet import refusal
 from ferrorpc.transports.grpc_memory import keep_freed_memory
 from ferrorpc.transports.grpc_requests import Requests
@@ -38,7 +39,8 @@ from ferrorpc.types import Assignment
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
 from ferrorpc.wire.identity import Role, described, peer_identities
-from ferrorpc.wire.tls import TlsFiles
+from ferrorpc.wire.refusals import Refusals, shown
+from ferrorpc.wire.tls import Dialer, TlsFiles
 
 PROTOCOL_VERSION: Final = 1
 METHOD: Final = "/ferrorpc.v1.WorkerService/Stream"
@@ -114,7 +116,10 @@ class WorkerServer:
         self.token = token
         self.lanes = lanes
         self._tls = tls
+        self._dialer = None if tls is None else Dialer(tls)
         self._patience_seconds = patience_seconds
+        self._doorstep = Doorstep(clock, patience_seconds)
+        self._refusals = Refusals()
         self._changed = threading.Condition()
         self._seats: dict[str, Seat] = {}
         self._closed = False
@@ -141,9 +146,9 @@ class WorkerServer:
 
     def dial(self, address: str, job: str) -> grpc.Channel:
         """A channel of its own to the server of a peer in this job, as private as this one."""
-        if self._tls is None:
+        if self._dialer is None:
             return grpc.insecure_channel(address, options=options.data_channel())
-        return self._tls.channel(address, job, Role.WORKER, options.data_channel())
+        return self._dialer.channel(address, job, Role.WORKER, options.data_channel())
 
     def register(self, seat: Seat) -> None:
         """From now on streams of this seat's job and generation go to it."""
@@ -173,22 +178,23 @@ class WorkerServer:
             seat = self._seat_of(opening, context)
         except FerroError as error:
             if isinstance(error, AuthenticationError | PermissionDeniedError):
-                _log.warning("a stream from %s was refused: %s", context.peer(), error.message)
+                self._tell(f"a stream from {context.peer()} was refused: {error.message}")
             yield refusal(error)
             return
         except grpc.RpcError:
             return
         yield from seat.serve(opening.source_rank, opening.lane, requests, context)
 
+    def _tell(self, text: str) -> None:
+        with self._changed:
+            words = self._refusals.words(text, int(self.clock.now() * 1e9))
+        if words is not None:
+            _log.warning("%s", words)
+
     def _opening(self, requests: Requests, context: Any) -> transport_pb2.Open:
         """The first message, once it has proved that its sender belongs to the job."""
-        impatience = threading.Timer(self._patience_seconds, context.cancel)
-        impatience.daemon = True
-        impatience.start()
-        try:
+        with self._doorstep.holding(context):
             data = next(requests, b"")
-        finally:
-            impatience.cancel()
         try:
             message = transport_pb2.DataMessage.FromString(data)
         except DecodeError:
@@ -199,7 +205,7 @@ class WorkerServer:
         found = peer_identities(context.auth_context())
         if self._tls is not None and not any(one.role is Role.WORKER and one.covers(opening.job) for one in found or ()):
             raise AuthenticationError(
-                f"who dialled rank {opening.target_rank} is no worker of job {opening.job!r} by its certificate, but "
+                f"who dialled rank {opening.target_rank} is no worker of job {shown(opening.job)} by its certificate, but "
                 f"{described(found or ())}"
             )
         if not hmac.compare_digest(opening.token.encode(), self.token.encode()):
@@ -219,8 +225,8 @@ class WorkerServer:
                 remaining = deadline - self.clock.now()
                 if self._closed or remaining <= 0 or not context.is_active():
                     raise StaleGenerationError(
-                        f"rank {opening.target_rank} knows nothing of generation {opening.generation} of job {opening.job!r} "
-                        f"after {self._patience_seconds:g} s"
+                        f"rank {opening.target_rank} knows nothing of generation {opening.generation} of job "
+                        f"{shown(opening.job)} after {self._patience_seconds:g} s"
                     )
                 self._changed.wait(min(remaining, _LOOK_SECONDS))
         return seat
@@ -230,7 +236,7 @@ class WorkerServer:
         seat = self._seats.get(opening.job)
         if seat is None:
             if self._seats:
-                raise PermissionDeniedError(f"this process has no part in job {opening.job!r}")
+                raise PermissionDeniedError(f"this process has no part in job {shown(opening.job)}")
             return None
         mine = seat.assignment
         if mine.cluster_id != opening.cluster_id or mine.generation < opening.generation:

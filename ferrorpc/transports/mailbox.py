@@ -1,7 +1,8 @@
 """Where messages wait on the receiving rank until the operation they belong to takes them.
 
 Reader threads put frames, grants and probe answers in; the one driver of each operation takes them out. Three rules keep
-strange messages from doing harm. A frame for an operation that this rank has not entered waits (credit bounds how much can).
+strange messages from doing harm. A frame for an operation that this rank has not entered waits: of each message what needs no
+grant, of all together what `unasked_bytes_max` allows; more ends the generation.
 A frame whose signature differs from the local call is reported at once, whether it came before, during or after that call,
 and no call takes it: one that is not over fails of it. (Finished operations leave their signature in a bounded history.)
 Anything for an operation older than the history is dropped.
@@ -15,15 +16,18 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError
+from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, LimitExceededError
 from ferrorpc.transports.chunks import Chunks
-from ferrorpc.transports.credit import EAGER_BYTES
-from ferrorpc.transports.pairwise import Inbound, Post
+from ferrorpc.transports.credit import EAGER_BYTES, FRAME_COST_BYTES, unasked_bytes_max as usual_bytes_max
+from ferrorpc.transports.pairwise import Inbound, Post, unasked
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Key
 
 HISTORY: Final = 4096
 """Finished operations whose signature is remembered."""
+
+GRANTS_MAX: Final = 65_536
+"""More messages than any operation sends."""
 
 SAME: Final = int(transport_pb2.STANDING_SAME)
 DIFFERENT: Final = int(transport_pb2.STANDING_DIFFERENT)
@@ -59,7 +63,7 @@ def _nobody() -> None:
 class Box:
     """What has arrived for one operation. Filled by reader threads, emptied by the operation's driver."""
 
-    __slots__ = ("answers", "frames", "granted", "news", "refused", "signature", "ungranted", "wake")
+    __slots__ = ("answers", "frames", "granted", "news", "refused", "signature", "unasked_bytes", "ungranted", "wake")
 
     def __init__(self) -> None:
         self.signature: str | None = None
@@ -77,6 +81,8 @@ class Box:
         """(source, slot) of long messages that wait for this rank's grant."""
         self.answers: dict[int, Standing] = {}
         """What each peer said to the last probe."""
+        self.unasked_bytes = 0
+        """What came before this rank had entered."""
 
     def put(self, frame: Frame) -> None:
         """Appends a chunk."""
@@ -102,11 +108,14 @@ class Mailbox:
     Args:
         rank: own world rank, for messages.
         report: breaks the generation with an error; must not block.
+        unasked_bytes_max: how much may wait that this rank has not asked for; None for the usual.
     """
 
-    def __init__(self, rank: int, report: Callable[[FerroError], None]) -> None:
+    def __init__(self, rank: int, report: Callable[[FerroError], None], unasked_bytes_max: int | None = None) -> None:
         self.rank = rank
         self._report = report
+        self._unasked_bytes_max = usual_bytes_max() if unasked_bytes_max is None else unasked_bytes_max
+        self._unasked_bytes = 0
         self._lock = threading.Lock()
         self._boxes: dict[Key, Box] = {}
         self._history: OrderedDict[Key, str] = OrderedDict()
@@ -121,7 +130,8 @@ class Mailbox:
             box = self._boxes.get(key)
             if box is None:
                 box = self._boxes[key] = Box()
-            box.signature, box.wake = signature, wake
+            self._unasked_bytes -= box.unasked_bytes
+            box.signature, box.wake, box.unasked_bytes = signature, wake, 0
             if key.number >= self._last.get((key.group, key.stream), (0, ""))[0]:
                 self._last[key.group, key.stream] = key.number, signature
             early = [queue[0] for queue in box.frames.values() if queue and queue[0].header.signature != signature]
@@ -148,36 +158,74 @@ class Mailbox:
                 if len(self._history) > HISTORY:
                     self._history.popitem(last=False)
 
-    def deliver(self, frame: Frame) -> None:
-        """A chunk arrived. Called by reader threads; never blocks."""
+    def deliver(self, frame: Frame) -> bool:
+        """A chunk arrived. Called by reader threads; never blocks. False, and reported, where it cannot be."""
         try:
             self._deliver(frame)
-        except CodecError as error:
+        except (CodecError, LimitExceededError) as error:
             self._report(error)
+            return False
+        return True
 
     def _deliver(self, frame: Frame) -> None:
         key = frame.key
         if key.stream == POINT_TO_POINT:
             with self._lock:
-                woken = self._inbound_of(key.group, frame.source, frame.header.slot).put(frame)
+                woken = self._put_pairwise(frame)
             _wake(woken)
             return
         difference, theirs = None, frame.header.signature
         with self._lock:
             box = self._boxes.get(key)
             mine = self._history.get(key) if box is None else box.signature
-            if box is None and mine is None and key.number > self._forgotten(key):
-                box = self._boxes[key] = Box()
+            if mine is None and (box is not None or key.number > self._forgotten(key)):
+                box = self._put_early(box, frame)
             if mine is not None and mine != theirs:
                 difference = self._difference(key, mine, frame.source, theirs)
             if box is not None:
                 wake, box.refused = box.wake, box.refused or difference
-                if difference is None:
+                if mine is not None and difference is None:
                     box.put(frame)
         if difference is not None:
             self._report(difference)
         if box is not None:
             wake()
+
+    def _put_early(self, box: Box | None, frame: Frame) -> Box:
+        """Keeps a chunk of an operation that this rank has not entered."""
+        if frame.offset >= EAGER_BYTES:
+            raise unasked(frame)
+        size_bytes = self._take_up(frame)
+        if box is None:
+            box = self._boxes[frame.key] = Box()
+        box.unasked_bytes += size_bytes
+        box.put(frame)
+        return box
+
+    def _put_pairwise(self, frame: Frame) -> list[Post]:
+        """Keeps a chunk of a message between two ranks. Who has a message now, or more of one."""
+        inbound = self._inbound.get((frame.key.group, frame.source, frame.header.slot))
+        asked = inbound is not None and inbound.is_awaited(frame.key.number)
+        size_bytes = 0 if asked else self._take_up(frame)
+        if inbound is None:
+            inbound = self._inbound_of(frame.key.group, frame.source, frame.header.slot)
+        return inbound.put(frame, size_bytes)
+
+    def _take_up(self, frame: Frame) -> int:
+        """Counts a chunk that nobody here has asked for. What it takes; LimitExceededError where there is no more room."""
+        size_bytes = len(frame.payload) + FRAME_COST_BYTES
+        most = self._unasked_bytes_max
+        if self._unasked_bytes + size_bytes > most:
+            raise LimitExceededError(
+                f"{self._unasked_bytes >> 20} MiB wait in rank {self.rank} that it has not asked for, the latest from rank "
+                f"{frame.source} ({frame.header.signature or 'send'} #{frame.key.number}); "
+                f"the limit UNASKED_BYTES is {most >> 20} MiB",
+                hint="let ranks that send or start operations without waiting meet the others now and then, as in barrier()",
+                limit="UNASKED_BYTES",
+                most=most,
+            )
+        self._unasked_bytes += size_bytes
+        return size_bytes
 
     def _forgotten(self, key: Key) -> int:
         """Operations of program order up to this number are older than the history. Other streams skip numbers freely."""
@@ -186,11 +234,17 @@ class Mailbox:
         return self._last.get((key.group, key.stream), (0, ""))[0] - HISTORY
 
     def granted(self, peer: int, key: Key, slot: int) -> None:
-        """`peer` has entered the operation: the rest of message `slot` may go to it."""
+        """`peer` has entered the operation: the rest of message `slot` may go to it.
+
+        Raises:
+            CodecError: no operation has so many messages.
+        """
         with self._lock:
             box = self._sending.get((key, peer, slot)) if key.stream == POINT_TO_POINT else self._boxes.get(key)
             if box is None:
                 return
+            if len(box.granted) >= GRANTS_MAX:
+                raise CodecError(f"rank {peer} grants more than {GRANTS_MAX} messages of one operation")
             box.granted.add((peer, slot))
         box.wake()
 
@@ -249,7 +303,7 @@ class Mailbox:
     def take(self, group: int, source: int, tag: int, post: Post) -> None:
         """The recv has its message, whole."""
         with self._lock:
-            self._inbound_of(group, source, tag).take(post)
+            self._unasked_bytes -= self._inbound_of(group, source, tag).take(post)
 
     def unpost(self, group: int, source: int, tag: int, post: Post) -> None:
         """The recv gives up: its message, whole or in part, is kept for the next one."""

@@ -11,17 +11,28 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 
+from ferrorpc.errors import CodecError
 from ferrorpc.transports.chunks import Chunks
 from ferrorpc.transports.credit import EAGER_BYTES
 from ferrorpc.wire.frames import Frame
 
 
+def unasked(frame: Frame) -> CodecError:
+    """The error of a chunk that came before its receiver had granted it."""
+    return CodecError(
+        f"rank {frame.source} sent byte {frame.offset} of {frame.header.signature or 'a message'} #{frame.key.number} without "
+        "having been told that it may"
+    )
+
+
 class Message:
     """Chunks of one message, as far as they have come and not been taken."""
 
-    __slots__ = ("frames", "header", "needs_grant")
+    __slots__ = ("frames", "header", "needs_grant", "unasked_bytes")
 
     def __init__(self, first: Frame) -> None:
+        self.unasked_bytes = 0
+        """What came of it before a recv was there."""
         self.header = first.header
         self.frames = Chunks(first.header)
         """Filled by the mailbox, emptied by the recv it is matched to."""
@@ -50,13 +61,25 @@ class Inbound:
         self._returned: list[int] = []
         self._next = 1
 
-    def put(self, frame: Frame) -> list[Post]:
-        """A chunk arrived. Who has a message now, or more of one."""
+    def is_awaited(self, number: int) -> bool:
+        """Whether a recv has been given the message of this number."""
+        return number in self._matched
+
+    def put(self, frame: Frame, unasked_bytes: int) -> list[Post]:
+        """A chunk arrived, of which so much counts as not asked for. Who has a message now, or more of one.
+
+        Raises:
+            CodecError: it has come before, or its message has to be granted first.
+        """
         number = frame.key.number
         message = self._messages.get(number)
         if message is None:
-            message = self._messages[number] = Message(frame)
+            message = Message(frame)
+        if message.needs_grant and frame.offset >= EAGER_BYTES:
+            raise unasked(frame)
         message.frames.put(frame)
+        message.unasked_bytes += unasked_bytes
+        self._messages[number] = message
         post = self._matched.get(number)
         return self._match() if post is None else [post]
 
@@ -76,10 +99,10 @@ class Inbound:
         heapq.heappush(self._returned, post.number)
         return self._match()
 
-    def take(self, post: Post) -> None:
-        """The recv has its message whole: it leaves the queue."""
+    def take(self, post: Post) -> int:
+        """The recv has its message whole: it leaves the queue. How many bytes of it had come unasked."""
         del self._matched[post.number]
-        del self._messages[post.number]
+        return self._messages.pop(post.number).unasked_bytes
 
     def _match(self) -> list[Post]:
         woken = []

@@ -171,22 +171,31 @@ def scan(message: _Bytes, source: int) -> Frame:
     if frame is not None:
         return frame
     try:
-        start, end = _frame_in(message)
-        fields = _Fields(message, start, end)
+        start, fields, header = _read(message)
     except (IndexError, struct.error):
         raise CodecError(f"a message of {len(message)} bytes from rank {source} ends in the middle of a field") from None
-    header = fields.header()
+    except CodecError as error:
+        raise CodecError(f"rank {source} sent what is no frame: {error.message}") from None
     first, last = fields.payload
-    if last - first > header.total - fields.offset or (first == last) != (header.total == 0):
-        raise CodecError(
-            f"a chunk of {last - first} bytes at byte {fields.offset} does not lie in a message of {header.total} bytes"
-        )
     if fields.described and first < last == len(message) and first <= SIGNATURE_BYTES_MAX:
         if len(_layouts) >= _CACHED_LAYOUTS:
             _layouts.clear()
         _layouts[len(message)] = _Layout(message, start, fields.described, first, header)
     key = Key(fields.group, fields.stream, fields.number)
     return Frame(key, source, header, fields.offset, memoryview(message)[first:last].toreadonly())
+
+
+def _read(message: _Bytes) -> tuple[int, _Fields, Header]:
+    """Where the frame begins, its fields, and what they say together. IndexError or struct.error where the bytes end early."""
+    start, end = _frame_in(message)
+    fields = _Fields(message, start, end)
+    header = fields.header()
+    first, last = fields.payload
+    if last - first > header.total - fields.offset or (first == last) != (header.total == 0):
+        raise CodecError(
+            f"a chunk of {last - first} bytes at byte {fields.offset} does not lie in a message of {header.total} bytes"
+        )
+    return start, fields, header
 
 
 class _Layout:

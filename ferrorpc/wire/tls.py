@@ -1,4 +1,7 @@
-"""TLS on every connection: from files that are read anew for each dial and each handshake, so that they may be renewed.
+"""TLS on every connection: from files that are looked at for each dial and each handshake, so that they may be renewed.
+
+Where they change, they are taken over once they are sound together: certificate and key a pair, of the authority, valid now.
+Until then both ends go on with what they had, and say so once; so files may be replaced one after the other, and slowly.
 
 With an authority, a certificate and a key both ends prove who they are (mutual TLS), and the name that is asked for is that of
 the job and the role (identity.py). With an authority alone a caller checks the host's name, as browsers do, and brings a token.
@@ -25,6 +28,8 @@ _log = logging.getLogger("ferrorpc.tls")
 Made = TypeVar("Made")
 _STEPS_MAX: Final = 8
 """More than a handshake in memory takes."""
+_READS_MAX: Final = 5
+"""How often files that change while they are read are read again at the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +102,16 @@ class TlsFiles:
                 hint="check FERRORPC_TLS_CA; `ferrorpc certs init` makes such a file, ca.pem",
             ) from None
 
-    def channel(self, address: str, job: str, role: Role, options: Options) -> grpc.Channel:
-        """A channel to a listener that must be the `role` of `job`.
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For dialling, as the files are now; `Dialer` keeps and renews them.
 
         Raises:
-            ConfigError, AuthenticationError: as `check`.
+            ConfigError: a file cannot be read, or there is no authority.
         """
-        self.check(listening=False)
         authority, certificate, key = self._contents()
         if authority is None:
             raise ConfigError("a certificate, but no authority to check the other end by", hint="set FERRORPC_TLS_CA")
-        name: list[tuple[str, Any]] = [("grpc.ssl_target_name_override", server_name(job, role))] if self.mutual else []
-        credentials = grpc.ssl_channel_credentials(authority, key, certificate)
-        return grpc.secure_channel(address, credentials, options=[*options, *name])
+        return grpc.ssl_channel_credentials(authority, key, certificate)
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """For listening. Whoever dials must have a certificate of the authority, where there is one.
@@ -117,10 +119,10 @@ class TlsFiles:
         Raises:
             ConfigError, AuthenticationError: as `check`.
         """
-        reader = _Reader(self, self._configuration)
+        kept = _Kept(self, self._configuration, listening=True)
         return grpc.dynamic_ssl_server_credentials(
-            reader.made,
-            reader.renewed,  # type: ignore[arg-type]  # None is allowed: no news
+            kept.made,
+            kept.renewed,  # type: ignore[arg-type]  # None is allowed: no news
             require_client_authentication=self.authority is not None,
         )
 
@@ -130,14 +132,14 @@ class TlsFiles:
         Raises:
             ConfigError, AuthenticationError: as `check`.
         """
-        reader = _Reader(self, self._context)
+        kept = _Kept(self, self._context, listening=True)
 
         def greeted(connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            reader.renewed()
-            connection.context = reader.made
+            kept.renewed()
+            connection.context = kept.made
 
-        reader.made.sni_callback = greeted
-        return reader.made
+        kept.made.sni_callback = greeted
+        return kept.made
 
     def _context(self) -> ssl.SSLContext:
         assert self.certificate is not None
@@ -146,8 +148,11 @@ class TlsFiles:
         return context
 
     def stamps(self) -> tuple[tuple[int, int, int], ...]:
-        """Changes whenever one of the files does."""
-        states = [os.stat(path) for path in (self.authority, self.certificate, self.key) if path is not None]
+        """Changes whenever one of the files does. Raises ConfigError where one is not there."""
+        try:
+            states = [os.stat(path) for path in (self.authority, self.certificate, self.key) if path is not None]
+        except OSError as error:
+            raise self._unreadable(error) from None
         return tuple((state.st_ino, state.st_mtime_ns, state.st_size) for state in states)
 
     def _contents(self) -> tuple[bytes | None, bytes | None, bytes | None]:
@@ -168,32 +173,100 @@ class TlsFiles:
         return ConfigError(f"cannot read {name}: {error.strerror}", hint="check FERRORPC_TLS_*")
 
 
-class _Reader(Generic[Made]):
-    """What a server shows, made anew when the files change. Files that are wrong, or half written, leave it as it was."""
+class _Kept(Generic[Made]):
+    """What was made of the files when they were last sound. Files that are wrong, or half written, leave it as it was.
 
-    def __init__(self, files: TlsFiles, make: Callable[[], Made]) -> None:
+    Args:
+        make: reads the files and makes it.
+        listening: which end the files are for.
+
+    Raises:
+        ConfigError, AuthenticationError: they are not sound to begin with.
+    """
+
+    def __init__(self, files: TlsFiles, make: Callable[[], Made], *, listening: bool) -> None:
         self._files = files
         self._make = make
-        files.check(listening=True)
-        self._stamps = files.stamps()
+        self._listening = listening
         self._lock = threading.Lock()
-        self.made = make()
+        self._told: tuple[object, str] = (), ""
+        for _ in range(_READS_MAX):
+            found = self._read()
+            if found is not None:
+                break
+        else:
+            raise ConfigError(f"{files.certificate}, its key and the authority change faster than they can be read")
+        self._stamps, self.made = found
 
     def renewed(self) -> Made | None:
         """Asked at each handshake; None where nothing is new."""
         with self._lock:
+            stamps: tuple[object, ...] = ()
             try:
                 stamps = self._files.stamps()
-                if stamps == self._stamps:
-                    return None
-                self._files.check(listening=True)
-                self.made = self._make()
-            except (OSError, ConfigError, AuthenticationError) as error:
-                _log.warning("the certificate in use is kept, the files do not fit (yet): %s", str(error).partition("\n")[0])
+                found = None if stamps == self._stamps else self._read()
+            except (ConfigError, AuthenticationError) as error:
+                self._tell(stamps, error)
                 return None
-            self._stamps = stamps
-        _log.warning("%s was read anew", self._files.certificate)
+            if found is None:
+                return None
+            self._stamps, self.made = found
+            self._told = (), ""
+        _log.warning("%s was read anew", self._files.certificate or self._files.authority)
         return self.made
+
+    def current(self) -> Made:
+        """What to dial with: the renewed, or what there was.
+
+        Raises:
+            ConfigError, AuthenticationError: the files are those that it was made of, and are not sound any more.
+        """
+        if self.renewed() is None and self._is_of_these_files():
+            self._files.check(listening=self._listening)
+        return self.made
+
+    def _is_of_these_files(self) -> bool:
+        try:
+            return self._files.stamps() == self._stamps
+        except ConfigError:
+            return False
+
+    def _read(self) -> tuple[tuple[object, ...], Made] | None:
+        """Their stamps and what was made of them; None where they changed meanwhile, so that nobody knows what was read."""
+        before = self._files.stamps()
+        self._files.check(listening=self._listening)
+        made = self._make()
+        return (before, made) if self._files.stamps() == before else None
+
+    def _tell(self, stamps: object, error: Exception) -> None:
+        """Once of the same files and the same reason, however many handshakes ask."""
+        reason = str(error).partition("\n")[0]
+        if (stamps, reason) != self._told:
+            self._told = stamps, reason
+            _log.warning("the certificate in use is kept, the files do not fit (yet): %s", reason)
+
+
+class Dialer:
+    """Makes channels with a process's own files, renewed as they are."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self.files = files
+        self._lock = threading.Lock()
+        self._kept: _Kept[grpc.ChannelCredentials] | None = None
+
+    def channel(self, address: str, job: str, role: Role, options: Options) -> grpc.Channel:
+        """A channel to a listener that must be the `role` of `job`.
+
+        Raises:
+            ConfigError, AuthenticationError: the files were never sound, or are not any more; see `TlsFiles.check`. Where they
+                have changed and do not fit yet, what they were is used.
+        """
+        with self._lock:
+            if self._kept is None:
+                self._kept = _Kept(self.files, self.files.channel_credentials, listening=False)
+        named = self.files.mutual
+        name: list[tuple[str, Any]] = [("grpc.ssl_target_name_override", server_name(job, role))] if named else []
+        return grpc.secure_channel(address, self._kept.current(), options=[*options, *name])
 
 
 def _handshake(near: ssl.SSLContext, far: ssl.SSLContext, *, listening: bool) -> frozenset[Identity]:

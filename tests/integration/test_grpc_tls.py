@@ -1,9 +1,13 @@
 """With certificates, peers prove to each other that they are workers of the job, and strangers get nowhere."""
 
+import dataclasses
+import datetime
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -16,6 +20,7 @@ from ferrorpc.wire import options
 from ferrorpc.wire.details import restore
 from ferrorpc.wire.frames import Key
 from ferrorpc.wire.identity import Role
+from ferrorpc.wire.tls import Dialer
 from tests.certificates import Issuer, variables
 from tests.integration.test_grpc_lane import SECONDS, Rank, assignment_of, random_bytes, send
 from tests.waiting import eventually
@@ -78,7 +83,7 @@ def test_who_is_no_worker_of_the_job_is_refused_and_told_why(
     files = authorities[0].issue(role, job)
     opening = transport_pb2.Open(protocol_version=1, job=JOB, source_rank=1, generation=1)
     message = transport_pb2.DataMessage(open=opening).SerializeToString()
-    with files.channel(servers[0].address, JOB, Role.WORKER, options.data_channel()) as channel:
+    with Dialer(files).channel(servers[0].address, JOB, Role.WORKER, options.data_channel()) as channel:
         answers = list(channel.stream_stream(METHOD)(iter([message]), timeout=SECONDS))
     refused = restore(transport_pb2.ControlMessage.FromString(answers[0]).refused)
     assert isinstance(refused, AuthenticationError)
@@ -89,7 +94,7 @@ def test_a_rank_that_is_no_worker_of_the_job_is_not_dialled(authorities: tuple[I
     """A leaf of the same authority, on the address that a peer is thought to be at."""
     ours = authorities[0]
     imposter = WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, tls=ours.issue(Role.WORKER, "other"))
-    channel = ours.issue(Role.WORKER, JOB).channel(imposter.address, JOB, Role.WORKER, options.data_channel())
+    channel = Dialer(ours.issue(Role.WORKER, JOB)).channel(imposter.address, JOB, Role.WORKER, options.data_channel())
     with channel, pytest.raises(grpc.RpcError) as raised:
         list(channel.stream_stream(METHOD)(iter([b""]), timeout=SECONDS))
     imposter.close()
@@ -114,3 +119,71 @@ def test_a_job_runs_under_certificates_from_coordinator_to_tensors(authorities: 
     finally:
         coordinator.terminate()
         coordinator.communicate(timeout=20)
+
+
+def test_an_authority_is_replaced_while_ranks_run(tmp_path: Path) -> None:
+    """A file with both authorities everywhere, then new certificates one by one, then the new authority alone."""
+    old, new = Issuer(tmp_path / "old"), Issuer(tmp_path / "new")
+    ranks = [old.issue(Role.WORKER, JOB, where=f"rank-{rank}") for rank in range(2)]
+    files = [dataclasses.replace(one, authority=str(tmp_path / f"ca-{rank}.pem")) for rank, one in enumerate(ranks)]
+
+    def trust(rank: int, *authorities: Issuer) -> None:
+        fresh = tmp_path / "fresh.pem"
+        fresh.write_text("".join((one.directory / "ca.pem").read_text() for one in authorities))
+        fresh.replace(str(files[rank].authority))
+
+    def renew(rank: int) -> None:
+        fresh = new.issue(Role.WORKER, JOB, where=f"rank-{rank}")
+        for name in ("key", "certificate"):
+            os.replace(getattr(fresh, name), getattr(files[rank], name))
+
+    for rank in range(2):
+        trust(rank, old)
+    servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, tls=one) for one in files]
+    steps = [
+        *(lambda rank=rank: trust(rank, old, new) for rank in range(2)),
+        *(lambda rank=rank: renew(rank) for rank in range(2)),
+        *(lambda rank=rank: trust(rank, new) for rank in range(2)),
+    ]
+    try:
+        for generation, step in enumerate(steps, 1):
+            step()
+            both = [Rank(rank, servers[rank]).enter(assignment_of(rank, servers, generation)) for rank in range(2)]
+            boxes = [rank.box(KEY) for rank in both]
+            for rank in both:
+                send(rank, 1 - rank.rank, KEY, random_bytes(10))
+            for rank, box in zip(both, boxes, strict=True):
+                eventually(lambda rank=rank, box=box: rank.frames(KEY, 1 - rank.rank, 0, box), f"step {generation}")
+            assert [rank.lost for rank in both] == [[], []]
+        outdated = Dialer(old.issue(Role.WORKER, JOB))
+        channel = outdated.channel(servers[0].address, JOB, Role.WORKER, options.data_channel())
+        with channel, pytest.raises(grpc.RpcError):
+            list(channel.stream_stream(METHOD)(iter([b""]), timeout=SECONDS))
+    finally:
+        for server in servers:
+            server.close()
+
+
+def test_streams_outlive_the_certificates_they_were_made_with_and_new_ones_are_refused_with_the_reason(tmp_path: Path) -> None:
+    ours = Issuer(tmp_path / "ours")
+    short = datetime.timedelta(seconds=3)
+    files = [ours.issue(Role.WORKER, JOB, where=f"rank-{rank}", lifetime=short) for rank in range(2)]
+    servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, tls=one) for one in files]
+    try:
+        ranks = [Rank(rank, servers[rank]).enter(assignment_of(rank, servers)) for rank in range(2)]
+        box = ranks[1].box(KEY)
+        send(ranks[0], 1, KEY, random_bytes(10))
+        eventually(lambda: ranks[1].frames(KEY, 0, 0, box), "a message")
+        time.sleep(3.2)
+        send(ranks[0], 1, KEY, random_bytes(20), slot=1)
+        eventually(lambda: ranks[1].frames(KEY, 0, 1, box), "a message on the stream that is open")
+        with pytest.raises(AuthenticationError, match="certificate has expired"):
+            send(ranks[1], 0, KEY, random_bytes(10))
+        ours.issue(Role.WORKER, JOB, where="rank-1")
+        ranks[1].enter(assignment_of(1, servers), dial_seconds=1.0)
+        send(ranks[1], 0, KEY, random_bytes(10))
+        eventually(lambda: ranks[1].lost, "the end of dialling a server whose certificate has expired")
+        assert "certificate has expired" in ranks[1].lost[0][1]
+    finally:
+        for server in servers:
+            server.close()

@@ -15,13 +15,10 @@ from dataclasses import dataclass, field
 from ferrorpc.errors import AuthenticationError, ConfigError, PermissionDeniedError
 from ferrorpc.v1 import session_pb2
 from ferrorpc.wire.identity import EVERY_JOB, Identity, Role, described
+from ferrorpc.wire.refusals import shown
 from ferrorpc_coordinator.state.events import Caller, UnaryRequest
-from ferrorpc_coordinator.state.settings import SECOND
 
 TOKEN_CHARACTERS_MIN, TOKEN_CHARACTERS_MAX = 16, 4096
-REFUSALS_TOLD = 20
-"""So many refusals are told in TOLD_EACH_NS; of the others only how many they were."""
-TOLD_EACH_NS = 10 * SECOND
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +125,7 @@ class Access:
 def _permit(found: frozenset[Identity], what: str, job: str, needed: Role) -> None:
     here = [one for one in found if one.covers(job)]
     if not here:
-        raise PermissionDeniedError(f"the {what} is that of {described(found)}, and has no part in job {job[:128]!r}")
+        raise PermissionDeniedError(f"the {what} is that of {described(found)}, and has no part in job {shown(job)}")
     if not any(one.role.may(needed) for one in here):
         raise PermissionDeniedError(f"the {what} is that of {described(here)}; this takes the role {needed}")
 
@@ -140,21 +137,3 @@ def needed_for(request: UnaryRequest) -> Role:
     if isinstance(request, session_pb2.UnaryReportRequest) and request.request.HasField("removal"):
         return Role.ADMIN
     return Role.WORKER
-
-
-class Refusals:
-    """Tells of refusals, but no more of them than somebody could want to read."""
-
-    def __init__(self) -> None:
-        self._since = -TOLD_EACH_NS
-        self._count = 0
-
-    def words(self, text: str, now: int) -> str | None:
-        """What to tell of a refusal; None for nothing."""
-        untold = 0
-        if now - self._since >= TOLD_EACH_NS:
-            untold, self._since, self._count = max(0, self._count - REFUSALS_TOLD), now, 0
-        self._count += 1
-        if self._count > REFUSALS_TOLD:
-            return None
-        return f"{text} ({untold} earlier refusals were not told)" if untold else text

@@ -25,7 +25,8 @@ from ferrorpc.errors import (
 from ferrorpc.v1 import session_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc.wire.identity import Role
-from ferrorpc_coordinator.state.access import Access, Refusals, needed_for
+from ferrorpc.wire.refusals import Refusals
+from ferrorpc_coordinator.state.access import Access, needed_for
 from ferrorpc_coordinator.state.admission import check_name
 from ferrorpc_coordinator.state.desk import Asker, World
 from ferrorpc_coordinator.state.effects import Effect, Note, Reply, Row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ferrorpc_coordinator.state.access import REFUSALS_TOLD, TOLD_EACH_NS, Access, Grant, Refusals, read_grants
+from ferrorpc_coordinator.state.access import Access, Grant, read_grants
 from ferrorpc_coordinator.state.effects import Note
 from ferrorpc_coordinator.state.events import NOBODY, Called, Caller, Connected
 
@@ -99,13 +99,6 @@ def test_who_is_refused_is_told_of_with_its_address_and_cannot_write_lines_into_
     assert "ipv4:1.2.3.4:5" in note.text
     assert "worker of job b" in note.text
     assert "\n" not in note.text + note.job
-
-
-def test_of_many_refusals_some_are_told_and_the_rest_counted() -> None:
-    refusals = Refusals()
-    told = [refusals.words("no", 0) for _ in range(3 * REFUSALS_TOLD)]
-    assert told == ["no"] * REFUSALS_TOLD + [None] * (2 * REFUSALS_TOLD)
-    assert refusals.words("no", TOLD_EACH_NS) == f"no ({2 * REFUSALS_TOLD} earlier refusals were not told)"
 
 
 def remove(world: World, name: str, token: str) -> object:

@@ -2,6 +2,9 @@
 
 import itertools
 
+import pytest
+
+from ferrorpc.errors import CodecError
 from ferrorpc.transports.chunks import Chunks
 from ferrorpc.types import DType
 from ferrorpc.wire.frames import Frame, Header, Key
@@ -9,8 +12,8 @@ from ferrorpc.wire.frames import Frame, Header, Key
 HEADER = Header(0, "a()", DType.UINT8, (8,), 8)
 
 
-def frame(offset: int, size: int = 2) -> Frame:
-    return Frame(Key(0, 0, 1), 0, HEADER, offset, memoryview(bytes(size)))
+def frame(offset: int, size: int = 2, header: Header = HEADER) -> Frame:
+    return Frame(Key(0, 0, 1), 0, header, offset, memoryview(bytes(size)))
 
 
 def offsets(chunks: Chunks) -> list[int]:
@@ -36,8 +39,16 @@ def test_what_was_taken_is_not_waited_for_again() -> None:
     assert offsets(chunks) == [2, 4]
 
 
-def test_one_that_came_before_is_left_for_its_taker_to_complain_of() -> None:
-    chunks = Chunks(HEADER)
-    for offset in (0, 2, 0):
-        chunks.put(frame(offset))
-    assert offsets(chunks) == [0, 2, 0]
+@pytest.mark.parametrize(
+    ("total", "chunks"),
+    [(8, [(0, 2), (2, 2), (0, 2)]), (8, [(4, 2), (4, 2)]), (8, [(0, 4), (2, 4)]), (8, [(1, 7), (2, 6)]), (0, [(0, 0), (0, 0)])],
+    ids=["taken-up", "early", "overlapping", "early-overlapping", "empty"],
+)
+def test_no_byte_comes_twice(total: int, chunks: list[tuple[int, int]]) -> None:
+    """What waits for a call would otherwise grow for as long as somebody repeats itself."""
+    waiting = Chunks(Header(0, "a()", DType.UINT8, (total,), total))
+    *sound, repeated = (frame(offset, size, waiting.header) for offset, size in chunks)
+    for chunk in sound:
+        waiting.put(chunk)
+    with pytest.raises(CodecError, match=f"rank 0 sent byte {repeated.offset} of a message of {total} bytes twice"):
+        waiting.put(repeated)

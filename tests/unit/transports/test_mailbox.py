@@ -2,9 +2,9 @@
 
 import pytest
 
-from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError
-from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_CHUNKS
-from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, HISTORY, SAME, Mailbox
+from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, LimitExceededError
+from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES, EAGER_CHUNKS, FRAME_COST_BYTES
+from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, GRANTS_MAX, HISTORY, SAME, Mailbox
 from ferrorpc.transports.pairwise import Post
 from ferrorpc.types import DType
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
@@ -159,3 +159,52 @@ def test_a_recv_that_waits_in_vain_is_taken_out_of_the_queue() -> None:
     box_of.deliver(frame(Key(0, POINT_TO_POINT, 1), 0))
     assert first.message is None
     assert second.message is not None
+
+
+@pytest.mark.parametrize("stream", [0, POINT_TO_POINT])
+def test_what_nobody_has_asked_for_waits_up_to_a_limit_and_then_ends_the_generation(stream: int) -> None:
+    reported: list[FerroError] = []
+    limited = Mailbox(1, reported.append, unasked_bytes_max=10 * FRAME_COST_BYTES)
+    for number in range(1, 1000):
+        limited.deliver(frame(Key(0, stream, number), 0))
+    assert {type(error) for error in reported} == {LimitExceededError}
+    assert "rank 0" in reported[0].message
+    assert len(reported) == 999 - 9
+
+
+def test_what_was_asked_for_makes_room_for_more() -> None:
+    reported: list[FerroError] = []
+    limited = Mailbox(1, reported.append, unasked_bytes_max=4 * FRAME_COST_BYTES)
+    for number in range(1, 100):
+        key = Key(0, 0, number)
+        for source in (0, 2, 3):
+            limited.deliver(frame(key, source))
+        limited.enter(key, "a()", lambda: None)
+        limited.leave(key)
+        limited.deliver(frame(Key(0, POINT_TO_POINT, number), 0, slot=5))
+        post = Post(lambda: None)
+        limited.post(0, 0, 5, post)
+        assert post.message is not None
+        limited.take(0, 0, 5, post)
+    assert reported == []
+
+
+@pytest.mark.parametrize("stream", [0, POINT_TO_POINT])
+def test_what_has_to_be_granted_does_not_come_before(stream: int) -> None:
+    box_of, reported = mailbox()
+    key, total = Key(0, stream, 1), EAGER_BYTES + CHUNK_BYTES
+    for offset in range(0, total, CHUNK_BYTES):
+        box_of.deliver(frame(key, 0, total=total, offset=offset, size=CHUNK_BYTES))
+    (error,) = reported
+    assert isinstance(error, CodecError)
+    assert f"rank 0 sent byte {EAGER_BYTES}" in error.message
+
+
+def test_nobody_grants_more_messages_than_an_operation_has() -> None:
+    box_of, _ = mailbox()
+    box = box_of.enter(Key(0, 0, 1), "a()", lambda: None)
+    for slot in range(GRANTS_MAX):
+        box_of.granted(0, Key(0, 0, 1), slot)
+    with pytest.raises(CodecError, match="rank 0 grants more than"):
+        box_of.granted(0, Key(0, 0, 1), GRANTS_MAX)
+    assert len(box.granted) == GRANTS_MAX

@@ -68,8 +68,8 @@ def header_of(size: int, signature: str = "a()") -> Header:
     return Header(0, signature, DType.UINT8, (size,), size)
 
 
-def frame_of(size: int) -> bytes:
-    return encode(KEY, header_of(size), 0, bytes(size))
+def frame_of(size: int, offset: int = 0, total: int | None = None) -> bytes:
+    return encode(KEY, header_of(size if total is None else total), offset, bytes(size))
 
 
 BROKEN = {
@@ -118,8 +118,8 @@ def test_after_the_end_of_the_generation_nothing_is_told(pair: Pair) -> None:
 
 def test_a_message_of_a_newer_version_is_passed_over(pair: Pair) -> None:
     pair.stranger.send(1, bytes([15 << 3 | 2, 1, 7]))
-    pair.stranger.send(1, transport_pb2.DataMessage.FromString(frame_of(4)).SerializeToString())
-    pair.stranger.send(1, bytes([15 << 3 | 2, 1, 7]) + frame_of(4))
+    pair.stranger.send(1, transport_pb2.DataMessage.FromString(frame_of(4, total=8)).SerializeToString())
+    pair.stranger.send(1, bytes([15 << 3 | 2, 1, 7]) + frame_of(4, offset=4, total=8))
     eventually(lambda: len(pair.box.frames.get((0, 0), ())) == 2)
     assert pair.failures == []
 

@@ -1,0 +1,159 @@
+"""Strangers and liars at a worker's port while its ranks exchange messages: they get nowhere, and cost little."""
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from ferrorpc.errors import AuthenticationError, CodecError, PermissionDeniedError
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.transports.credit import CHUNK_BYTES
+from ferrorpc.transports.grpc_doorstep import STRANGERS_MAX
+from ferrorpc.transports.grpc_outbox import CONTROL_MAX
+from ferrorpc.transports.grpc_server import METHOD, PROTOCOL_VERSION, WorkerServer
+from ferrorpc.v1 import tensor_pb2, transport_pb2
+from ferrorpc.wire import options
+from ferrorpc.wire.details import restore
+from ferrorpc.wire.frames import Key
+from ferrorpc.wire.refusals import TOLD_MAX
+from tests.integration.test_grpc_lane import SECONDS, Rank, assignment_of, random_bytes, send
+from tests.waiting import eventually
+
+KEY = Key(0, 0, 1)
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+@pytest.fixture
+def servers() -> Iterator[list[WorkerServer]]:
+    made = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, "secret", patience_seconds=3.0) for _ in range(2)]
+    yield made
+    for server in made:
+        server.close()
+
+
+@pytest.fixture
+def pair(servers: list[WorkerServer]) -> list[Rank]:
+    return [Rank(rank, servers[rank]).enter(assignment_of(rank, servers)) for rank in range(2)]
+
+
+def opening(**changes: object) -> bytes:
+    """That of rank 0 to rank 1, but for what is changed."""
+    fields = {"protocol_version": PROTOCOL_VERSION, "job": "j", "cluster_id": "c", "generation": 1, "source_rank": 0}
+    said = transport_pb2.Open(**fields | {"target_rank": 1, "token": "secret"} | changes)
+    return transport_pb2.DataMessage(open=said).SerializeToString()
+
+
+def frame(**changes: object) -> bytes:
+    fields = {"number": 1, "total": 4, "signature": "a()", "dtype": 6, "shape": [4], "payload": b"abcd"}
+    return transport_pb2.DataMessage(frame=tensor_pb2.TensorFrame(**fields | changes)).SerializeToString()
+
+
+def converse(server: WorkerServer, messages: list[bytes]) -> list[transport_pb2.ControlMessage]:
+    """A stream with these messages on a connection of its own, and what comes back."""
+    with grpc.insecure_channel(server.address, options=options.data_channel()) as channel:
+        answers = channel.stream_stream(METHOD)(iter(messages), timeout=SECONDS)
+        return [transport_pb2.ControlMessage.FromString(answer) for answer in answers]
+
+
+def exchange(pair: list[Rank]) -> None:
+    """A message each way arrives whole."""
+    boxes = [rank.box(KEY) for rank in pair]
+    for rank in pair:
+        send(rank, 1 - rank.rank, KEY, random_bytes(3 * CHUNK_BYTES))
+    for rank, box in zip(pair, boxes, strict=True):
+        place = (1 - rank.rank, 0)
+        eventually(lambda box=box, place=place: len(box.frames.get(place, ())) == 3, "the whole message")
+    assert [rank.failures + rank.lost for rank in pair] == [[], []]
+
+
+def test_refusals_are_told_in_short_lines_and_not_all_of_them(
+    pair: list[Rank], servers: list[WorkerServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    strange = [opening(job="x\n" * 1_000_000), opening(token="guess")] + [opening(source_rank=7)] * (2 * TOLD_MAX)
+    refused = [restore(converse(servers[1], [message])[0].refused) for message in strange]
+    assert {type(error) for error in refused} == {AuthenticationError, PermissionDeniedError}
+    assert max(len(error.message) for error in refused) < 500
+    lines = [record.getMessage() for record in caplog.records if record.name == "ferrorpc.transports"]
+    assert len(lines) == TOLD_MAX
+    assert all(len(line) < 500 and "\n" not in line and "secret" not in line and "guess" not in line for line in lines)
+    exchange(pair)
+
+
+def test_silent_connections_and_half_a_handshake_hold_nobody_up(pair: list[Rank], servers: list[WorkerServer]) -> None:
+    host, _, port = servers[1].address.rpartition(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(300)]
+    for number, one in enumerate(silent[:200]):
+        one.sendall(PREFACE[: number % len(PREFACE)] if number % 2 else PREFACE + bytes([0, 0, 9, 4, 0, 0, 0, 0, number]) * 9)
+    exchange(pair)
+    for one in silent:
+        one.close()
+
+
+def test_streams_that_never_say_whose_they_are_make_room_for_those_that_do(servers: list[WorkerServer]) -> None:
+    """Each would have a thread of this process for as long as its patience lasts."""
+    threads, release = threading.active_count(), threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        release.wait(SECONDS)
+        yield from ()
+
+    channels = [grpc.insecure_channel(servers[1].address, options=options.data_channel()) for _ in range(STRANGERS_MAX // 12)]
+    calls = [channel.stream_stream(METHOD)(nothing()) for channel in channels for _ in range(16)]
+    assert len(calls) > STRANGERS_MAX + 16
+    eventually(lambda: sum(call.done() for call in calls) >= len(calls) - STRANGERS_MAX, "those that have waited longest end")
+    ours = [one for one in threading.enumerate() if one.name.startswith("ferrorpc-inlet")]
+    assert len(ours) <= STRANGERS_MAX + 8
+    exchange([Rank(rank, servers[rank]).enter(assignment_of(rank, servers)) for rank in range(2)])
+    eventually(lambda: all(call.done() for call in calls), "the rest, when the patience is over")
+    release.set()
+    for channel in channels:
+        channel.close()
+    eventually(lambda: threading.active_count() <= threads + 20, "the threads end")
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        frame(shape=[1] * 33),
+        frame(shape=[2**64 - 1]),
+        frame(dtype=99),
+        frame(payload=b"abcde"),
+        b"\x22\x05abc",
+        opening(lane=3),
+    ],
+    ids=["dimensions", "negative", "dtype", "longer", "cut", "open-again"],
+)
+def test_what_cannot_be_ends_the_generation_and_names_who_sent_it(
+    pair: list[Rank], servers: list[WorkerServer], strange: bytes
+) -> None:
+    answers = converse(servers[1], [opening(lane=3), strange])
+    assert answers[0].HasField("opened")
+    told = restore(answers[1].refused)
+    eventually(lambda: pair[1].failures, "the error")
+    (error,) = pair[1].failures
+    assert isinstance(error, CodecError)
+    assert isinstance(told, CodecError)
+    assert "rank 0" in error.message
+
+
+def test_who_asks_and_never_listens_is_cut_off(servers: list[WorkerServer]) -> None:
+    """Its answers would pile up for as long as it asks."""
+    ranks = [Rank(rank, servers[rank]).enter(assignment_of(rank, servers)) for rank in range(2)]
+    probe = transport_pb2.DataMessage(probe=transport_pb2.Probe(number=1, signature="s" * 300)).SerializeToString()
+
+    def questions() -> Iterator[bytes]:
+        yield opening()
+        while not ranks[1].failures:
+            yield probe
+
+    with grpc.insecure_channel(servers[1].address, options=options.data_channel()) as channel:
+        call = channel.stream_stream(METHOD)(questions())
+        ranks[1].box(Key(0, 0, 1), "t" * 3000)
+        eventually(lambda: ranks[1].failures, "the error", seconds=30)
+        call.cancel()
+    assert f"{CONTROL_MAX}" in ranks[1].failures[0].message
+    assert "rank 0" in ranks[1].failures[0].message

@@ -1,0 +1,121 @@
+"""Certificates that are renewed while a process runs: taken over once they are sound together, and not before."""
+
+import datetime
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ferrorpc.cli import certs
+from ferrorpc.errors import AuthenticationError, ConfigError
+from ferrorpc.wire import tls
+from ferrorpc.wire.identity import Role
+from ferrorpc.wire.tls import TlsFiles
+from tests.certificates import DAY, Issuer
+
+pytest.importorskip("cryptography")
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Issuer:
+    return Issuer(tmp_path / "ours")
+
+
+def kept(files: TlsFiles, *, listening: bool) -> "tls._Kept[bytes]":
+    """What is made of them is simply the certificate's bytes."""
+    assert files.certificate is not None
+    return tls._Kept(files, Path(files.certificate).read_bytes, listening=listening)
+
+
+def move(source: str | None, target: str | None) -> None:
+    assert source is not None
+    assert target is not None
+    shutil.copyfile(source, target)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "ferrorpc.tls"]
+
+
+@pytest.mark.parametrize("listening", [True, False])
+def test_a_rotation_that_is_half_done_changes_nothing_and_is_told_once(
+    ours: Issuer, caplog: pytest.LogCaptureFixture, listening: bool
+) -> None:
+    files, fresh = (ours.issue(Role.WORKER, "a", where=where) for where in ("used", "fresh"))
+    mine = kept(files, listening=listening)
+    before = mine.made
+    move(fresh.certificate, files.certificate)
+    assert [mine.current() for _ in range(5)] == [before] * 5
+    (line,) = said(caplog)
+    assert "is kept, the files do not fit (yet)" in line
+    move(fresh.key, files.key)
+    assert mine.current() == Path(str(fresh.certificate)).read_bytes() != before
+    assert mine.current() == mine.made
+    assert [line.endswith("was read anew") for line in said(caplog)] == [False, True]
+
+
+def test_a_file_that_is_gone_for_a_moment_changes_nothing(ours: Issuer, caplog: pytest.LogCaptureFixture) -> None:
+    files = ours.issue(Role.WORKER, "a")
+    mine, key = kept(files, listening=False), Path(str(files.key))
+    content = key.read_bytes()
+    key.unlink()
+    assert [mine.current() for _ in range(3)] == [mine.made] * 3
+    key.write_bytes(content)
+    assert mine.current() == mine.made
+    assert ["cannot read" in line for line in said(caplog)] == [True, False]
+
+
+def test_a_certificate_that_is_not_valid_yet_is_taken_when_it_is(
+    ours: Issuer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The authority's clock may be ahead."""
+    files = ours.issue(Role.WORKER, "a")
+    mine, before = kept(files, listening=True), Path(str(files.certificate)).read_bytes()
+    with monkeypatch.context() as ahead:
+        ahead.setattr(certs, "BACKDATED", -DAY / 2)
+        ours.issue(Role.WORKER, "a")
+    assert mine.renewed() is mine.renewed() is None
+    assert mine.made == before
+    (line,) = said(caplog)
+    assert "not yet valid" in line
+    ours.issue(Role.WORKER, "a")
+    assert mine.renewed() not in (None, before)
+
+
+def test_files_that_change_while_they_are_read_are_not_taken(ours: Issuer) -> None:
+    """What was checked would not be what is used."""
+    files, fresh = (ours.issue(Role.WORKER, "a", where=where) for where in ("used", "fresh"))
+    changes = [lambda: None, lambda: move(fresh.key, files.key), lambda: None]
+
+    def make() -> str:
+        content = Path(str(files.certificate)).read_text()
+        changes.pop(0)()
+        return content
+
+    mine = tls._Kept(files, make, listening=True)
+    before = mine.made
+    ours.issue(Role.WORKER, "a", where="used")
+    assert mine.renewed() is None
+    assert mine.made == before
+    ours.issue(Role.WORKER, "a", where="used")
+    assert mine.renewed() == mine.made != before
+
+
+def test_who_dials_with_what_has_expired_is_told_so(ours: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = ours.issue(Role.WORKER, "a")
+    mine = kept(files, listening=False)
+
+    def expired(self: TlsFiles, *, listening: bool) -> None:
+        raise AuthenticationError("the certificate is not accepted: certificate has expired")
+
+    monkeypatch.setattr(TlsFiles, "check", expired)
+    with pytest.raises(AuthenticationError, match="has expired"):
+        mine.current()
+
+
+def test_files_that_were_never_sound_are_refused_at_once(ours: Issuer) -> None:
+    files = ours.issue(Role.WORKER, "a", lifetime=datetime.timedelta(minutes=-1))
+    with pytest.raises(AuthenticationError, match="has expired"):
+        kept(files, listening=False)
+    with pytest.raises(ConfigError, match="cannot read"):
+        kept(TlsFiles(files.authority, str(files.certificate) + "x", files.key), listening=True)
