@@ -37,7 +37,7 @@ class Network:
         self._lock = threading.Lock()
         self._members: dict[int, InprocTransport] = {}
         self._left: set[int] = set()
-        self._early: dict[int, list[Callable[[InprocTransport], None]]] = {}
+        self._early: dict[int, list[Callable[[InprocTransport], object]]] = {}
         self._arrivals: dict[tuple[int, int], float] = {}
 
     def join(self, transport: InprocTransport) -> None:
@@ -54,7 +54,7 @@ class Network:
             self._left.add(rank)
             return self._members.pop(rank, None) is not None
 
-    def arrive(self, target: int, action: Callable[[InprocTransport], None]) -> None:
+    def arrive(self, target: int, action: Callable[[InprocTransport], object]) -> None:
         """A message is at its target: now, or when the target comes; never, if it has left."""
         with self._lock:
             end = self._members.get(target)
@@ -130,7 +130,7 @@ class InprocTransport(Transport):
         standing = self.mailbox.standing(key, signature)
         self._carry(peer, lambda end: end.mailbox.probe_answered(self.rank, key, *standing), needed=False)
 
-    def _carry(self, peer: int, action: Callable[[InprocTransport], None], needed: bool) -> None:
+    def _carry(self, peer: int, action: Callable[[InprocTransport], object], needed: bool) -> None:
         if needed and peer in self._said_goodbye:
             if peer not in self._lost:
                 self._lost.add(peer)

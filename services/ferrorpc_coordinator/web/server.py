@@ -49,6 +49,7 @@ class HttpServer:
         import uvicorn
 
         from ferrorpc_coordinator.web.page import Page
+        from ferrorpc_coordinator.web.patience import PatientProtocol
 
         class Server(uvicorn.Server):
             @contextlib.contextmanager
@@ -59,8 +60,11 @@ class HttpServer:
         feed = Feed(source)
         config = uvicorn.Config(
             Page(source, feed).application(loopback=_is_loopback(listening)),
+            http=PatientProtocol,
             lifespan="off",
             log_config=None,
+            # Warnings are about single requests, and whoever reaches the port could fill a disk with them.
+            log_level="error",
             access_log=False,
             server_header=False,
             ws="none",
