@@ -15,7 +15,6 @@ from ferrorpc.bootstrap.environment import Place, detect, member_name, own_coord
 from ferrorpc.collectives.basis import asked_for
 from ferrorpc.config import Config
 from ferrorpc.coordination import farewell
-from ferrorpc.coordination.channel import read_token
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.coordination.session import RemoteSession
 from ferrorpc.errors import UsageError
@@ -25,6 +24,7 @@ from ferrorpc.logs import set_up_logging
 from ferrorpc.telemetry import set_up_telemetry
 from ferrorpc.transports.grpc_server import WorkerServer
 from ferrorpc.wire.tls import TlsFiles
+from ferrorpc.wire.token import Token
 
 _log = logging.getLogger("ferrorpc.bootstrap")
 _open: list[LocalSession | RemoteSession] = []
@@ -103,7 +103,7 @@ def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerSer
     advertised = advertised_host(address, config)
     tls = TlsFiles.of(config)
     require_private(config, tls)
-    token = read_token(config["token_file"])
+    token = Token(config["token_file"])
     mutual = tls if tls is not None and tls.mutual else None
     server = WorkerServer(config["bind"], advertised, SYSTEM_CLOCK, token, tls=mutual, lanes=config["lanes"])
     try:

@@ -41,7 +41,7 @@ def address_of(given: str | None, config: Config) -> str:
 
 def token(config: Config) -> str:
     """The job's secret; empty without FERRORPC_TOKEN_FILE. Raises ConfigError when the file cannot be read."""
-    from ferrorpc.coordination.channel import read_token
+    from ferrorpc.wire.token import read_token
 
     return read_token(config["token_file"])
 

@@ -242,9 +242,9 @@ def gpu(config: Config, environment: Mapping[str, str]) -> Findings:
 
 def tls(config: Config, environment: Mapping[str, str]) -> Findings:
     """Certificates, held to what the other end will hold them to; and the token."""
-    from ferrorpc.coordination.channel import read_token
     from ferrorpc.wire.identity import described
     from ferrorpc.wire.tls import TlsFiles
+    from ferrorpc.wire.token import read_token
 
     if read_token(config["token_file"]):
         yield Finding("ok", "token", "one is brought")

@@ -1,14 +1,13 @@
-"""Channels to a coordinator, and the job's secret, as the settings ask for them."""
+"""Channels to a coordinator, as the settings ask for them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import grpc
 
-from ferrorpc.errors import ConfigError, FerroError
+from ferrorpc.errors import FerroError
 from ferrorpc.wire.handshake import diagnose
 from ferrorpc.wire.identity import Role
 from ferrorpc.wire.options import session_channel
@@ -44,24 +43,3 @@ class Connector:
     def diagnose(self) -> FerroError | None:
         """Why TLS does not let a channel come about; None where it is not to blame. Takes up to 2 s."""
         return diagnose(self.address, self.tls, self.job, Role.COORDINATOR)
-
-
-def read_token(path: str | None) -> str:
-    """The secret that this process brings, from its file; empty without one.
-
-    Raises:
-        ConfigError: the file cannot be read, or is a coordinator's list of tokens.
-    """
-    if path is None:
-        return ""
-    try:
-        token = Path(path).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text in ASCII"
-        raise ConfigError(f"token_file={path!r} cannot be read: {reason}") from None
-    if len(token.split()) > 1:
-        raise ConfigError(
-            f"token_file={path!r} lists several tokens, as only a coordinator's may",
-            hint="give this process a file with the one token that it brings",
-        )
-    return token

@@ -14,7 +14,7 @@ from ferrorpc.coordination import farewell, limits
 from ferrorpc.coordination.activity import Activity
 from ferrorpc.coordination.base import MemberReport, Membership, Session
 from ferrorpc.coordination.causes import cause_on, needed_one_who_left
-from ferrorpc.coordination.channel import Connector, read_token
+from ferrorpc.coordination.channel import Connector
 from ferrorpc.coordination.explain import explanation, report_of
 from ferrorpc.coordination.link import Link
 from ferrorpc.coordination.remote_store import RemoteStore, milliseconds
@@ -33,6 +33,7 @@ from ferrorpc.logs import say_where
 from ferrorpc.types import Assignment, Peer
 from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
 from ferrorpc.wire.status import detail_of, error_of
+from ferrorpc.wire.token import Token
 
 PROTOCOL_VERSION: Final = 1
 LAST_CALL_SECONDS: Final = 1.0
@@ -80,8 +81,8 @@ class RemoteSession(Session):
             host=host,
             address=worker_address,
             labels=[identity_pb2.Label(name=label, value=value) for label, value in labels.items()],
-            token=read_token(config["token_file"]),
         )
+        self._token = Token(config["token_file"])
         self._latch_before = Latch()
         self.activity = Activity()
         self._ordinals: dict[tuple[int, str], int] = {}
@@ -290,6 +291,7 @@ class RemoteSession(Session):
     def hello(self, resume_token: str) -> wire.Hello:
         """The first frame of a stream."""
         self._hello.resume_token = resume_token
+        self._hello.token = self._token.current()
         return self._hello
 
     def beat(self) -> wire.Beat:
@@ -342,7 +344,7 @@ class RemoteSession(Session):
 
     def explain(self, request: Request, stream: Stream | None) -> str:
         """What a request waits for, and on whom."""
-        return explanation(request, stream, wire.StatusRequest(job=self.job, token=self._hello.token))
+        return explanation(request, stream, wire.StatusRequest(job=self.job, token=self._token.current()))
 
     def abandon_in_child(self) -> None:
         """In a forked child: every use raises, nothing of the parent's is touched."""

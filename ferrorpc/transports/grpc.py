@@ -271,7 +271,7 @@ class GrpcTransport(Transport):
             generation=self.assignment.generation,
             source_rank=self.rank,
             target_rank=peer,
-            token=self._server.token,
+            token=self._server.token.current(),
             lane=lane,
         )
         return transport_pb2.DataMessage(open=opening).SerializeToString()

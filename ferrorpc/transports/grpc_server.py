@@ -8,7 +8,6 @@ too. Bind and advertised address are separate, so that workers in containers and
 from __future__ import annotations
 
 import atexit
-import hmac
 import logging
 import os
 import threading
@@ -41,6 +40,7 @@ from ferrorpc.wire import options
 from ferrorpc.wire.identity import Role, described, peer_identities
 from ferrorpc.wire.refusals import Refusals, shown
 from ferrorpc.wire.tls import Dialer, TlsFiles
+from ferrorpc.wire.token import NO_TOKEN, Token
 
 PROTOCOL_VERSION: Final = 1
 METHOD: Final = "/ferrorpc.v1.WorkerService/Stream"
@@ -90,7 +90,7 @@ class WorkerServer:
     Args:
         bind_host: address to listen on, such as "127.0.0.1" or "0.0.0.0".
         advertise_host: the host that peers are told to dial.
-        token: the job's secret; streams must bring the same. Empty for none.
+        token: the job's secret; streams must bring the same.
         tls: certificate, key and authority of this rank; None for plain connections.
         lanes: streams to each peer that the chunks of large messages are dealt out to, 1 to LANES_MAX.
         patience_seconds: how long a stream may take to say what it is, or to wait for a newer generation.
@@ -105,7 +105,7 @@ class WorkerServer:
         bind_host: str,
         advertise_host: str,
         clock: Clock,
-        token: str = "",
+        token: Token = NO_TOKEN,
         *,
         tls: TlsFiles | None = None,
         lanes: int = 1,
@@ -208,7 +208,7 @@ class WorkerServer:
                 f"who dialled rank {opening.target_rank} is no worker of job {shown(opening.job)} by its certificate, but "
                 f"{described(found or ())}"
             )
-        if not hmac.compare_digest(opening.token.encode(), self.token.encode()):
+        if not self.token.accepts(opening.token):
             raise AuthenticationError("the token of the stream is not that of this job")
         if opening.protocol_version != PROTOCOL_VERSION:
             raise VersionMismatchError(

@@ -27,8 +27,8 @@ from ferrorpc.logs import set_up_logging
 from ferrorpc.wire.cost_table import parse
 from ferrorpc.wire.tls import TlsFiles
 from ferrorpc_coordinator.server import Announcement, Options, serve
-from ferrorpc_coordinator.state.access import Grant, read_grants
 from ferrorpc_coordinator.state.settings import SECOND, Settings
+from ferrorpc_coordinator.tokens import grants_in
 
 EXIT_CONFIG: Final = 64
 EXIT_FAILED: Final = 70
@@ -59,6 +59,7 @@ def options_from(config: Config) -> Options:
         ConfigError: they contradict each other, or a file they name cannot be read.
     """
     data_dir = config["data_dir"]
+    token_file = None if config["token_file"] is None else Path(config["token_file"])
     return Options(
         listen=config["listen"],
         settings=Settings(
@@ -72,7 +73,8 @@ def options_from(config: Config) -> Options:
         ),
         data_dir=None if data_dir is None else Path(data_dir),
         tls=_tls(config),
-        grants=_grants(config["token_file"]),
+        grants=() if token_file is None else grants_in(token_file),
+        token_file=token_file,
         insecure=config["insecure"],
         http_port=config["http_port"],
     )
@@ -145,16 +147,6 @@ def _cost_table(path: str | None) -> str:
     except (OSError, ValueError) as error:
         hint = "check FERRORPC_COST_TABLE; `ferrorpc bench --fit FILE` writes such a file"
         raise ConfigError(f"the cost table {path} cannot be used: {error}", hint=hint) from None
-
-
-def _grants(path: str | None) -> tuple[Grant, ...]:
-    if path is None:
-        return ()
-    try:
-        text = Path(path).read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the token file {path} cannot be read: {error}", hint="check FERRORPC_TOKEN_FILE") from None
-    return read_grants(text)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from ferrorpc_coordinator.state.access import Access, Grant
 from ferrorpc_coordinator.state.coordinator import Coordinator
 from ferrorpc_coordinator.state.effects import Row
 from ferrorpc_coordinator.state.settings import Settings
+from ferrorpc_coordinator.tokens import TokenFile
 from ferrorpc_coordinator.web.server import HttpServer
 from ferrorpc_coordinator.web.source import Source
 
@@ -55,6 +56,8 @@ class Options:
     """With an authority every client must have a certificate of it."""
     grants: tuple[Grant, ...] = ()
     """The tokens that clients may bring."""
+    token_file: Path | None = None
+    """Where they come from, and where others may come from later."""
     insecure: bool = False
     """Allows listening beyond loopback without TLS."""
     http_port: int | None = None
@@ -132,6 +135,7 @@ class _Service:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._stopping = asyncio.Event()
         self._http: HttpServer | None = None
+        self._tokens: asyncio.Task[None] | None = None
 
     async def run(self, announce: Callable[[Announcement], None]) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -143,12 +147,16 @@ class _Service:
                 return
             await self._server.start()
             self._http = self._start_http()
+            if self._options.token_file is not None:
+                self._tokens = asyncio.create_task(TokenFile(self._options.token_file, self._access).watch())
             http_address = f"{_host_of(self._options)}:{self._http.port}" if self._http is not None else ""
             page = f"{'http' if self._options.tls is None else 'https'}://{http_address}" if http_address else ""
             announce(Announcement(self._address, self._coordinator.cluster_id, self._coordinator.epoch, http_address, page))
             await self._or_failure(self._stopping.wait())
             await self._drain()
         finally:
+            if self._tokens is not None:
+                self._tokens.cancel()
             if self._http is not None:
                 await self._http.stop()
             self._driver.close()

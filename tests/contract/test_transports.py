@@ -23,6 +23,7 @@ from ferrorpc.transports.routed import RoutedTransport
 from ferrorpc.transports.shared_memory.transport import SharedMemoryTransport
 from ferrorpc.types import Assignment, DType, Peer
 from ferrorpc.wire.frames import NDIM_MAX, SIGNATURE_BYTES_MAX, Frame, Header, Key
+from ferrorpc.wire.token import Token
 from tests.unit.transports.shared_memory.meetings import Meeting
 from tests.waiting import eventually
 
@@ -322,7 +323,7 @@ def assignment_of(rank: int, servers: list[WorkerServer]) -> Assignment:
 
 @contextmanager
 def grpc_servers(count: int, lanes: int = 1) -> Iterator[list[WorkerServer]]:
-    servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, "secret", lanes=lanes) for _ in range(count)]
+    servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, Token(fixed="secret"), lanes=lanes) for _ in range(count)]
     try:
         yield servers
     finally:

@@ -21,6 +21,7 @@ from ferrorpc.transports.grpc_server import WorkerServer
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.types import Assignment, DType, Peer
 from ferrorpc.wire.frames import Header, Key
+from ferrorpc.wire.token import Token
 
 KEY = Key(0, 0, 1)
 
@@ -33,7 +34,7 @@ def say(*words: object) -> None:
 class PeerProcess:
     def __init__(self, rank: int, bind: str, advertise: str) -> None:
         self.rank = rank
-        self.server = WorkerServer(bind, advertise, SYSTEM_CLOCK, "secret")
+        self.server = WorkerServer(bind, advertise, SYSTEM_CLOCK, Token(fixed="secret"))
         say("at", self.server.address)
         addresses = sys.stdin.readline().split()
         peers = tuple(Peer(number, f"m{number}", address=address) for number, address in enumerate(addresses))

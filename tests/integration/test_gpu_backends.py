@@ -48,7 +48,7 @@ class Job:
 
     def __init__(self, service: Service, cupy: StandIn, name: str) -> None:
         self.nccl = FakeNccl(cupy.machine)
-        self.servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, "") for _ in range(RANKS)]
+        self.servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK) for _ in range(RANKS)]
         labels = [{"gpu": device_of(cupy, rank).uuid, "nccl": "22809"} for rank in range(RANKS)]
         self.sessions = together(
             [

@@ -20,6 +20,7 @@ from ferrorpc.guard import SYSTEM_CLOCK, Guard
 from ferrorpc.transports.grpc_server import WorkerServer
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
+from ferrorpc.wire.token import Token
 
 SECONDS = 30.0
 
@@ -45,7 +46,9 @@ class GrpcWorld:
     def __init__(self, size: int, min_size: int | None = None, transport: str | Sequence[str] = "grpc", lanes: int = 1) -> None:
         transports = [transport] * size if isinstance(transport, str) else transport
         self.world = LocalWorld(size, min_size=min_size)
-        self.servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, "token", lanes=lanes) for _ in range(size)]
+        self.servers = [
+            WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, Token(fixed="token"), lanes=lanes) for _ in range(size)
+        ]
         addresses = {f"member-{rank}": server.address for rank, server in enumerate(self.servers)}
         places = []
         for rank, server in enumerate(self.servers):

@@ -30,6 +30,7 @@ from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
 from ferrorpc.wire.details import restore
 from ferrorpc.wire.frames import Frame, Header, Key, encode
+from ferrorpc.wire.token import Token
 from tests.waiting import eventually
 
 SECONDS = 15.0
@@ -77,7 +78,7 @@ def assignment_of(
 def servers(request: pytest.FixtureRequest) -> Iterator[list[WorkerServer]]:
     """Two servers; with as many lanes as an indirect parameter says."""
     made = [
-        WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, "secret", lanes=request.param, patience_seconds=2.0)
+        WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, Token(fixed="secret"), lanes=request.param, patience_seconds=2.0)
         for _ in range(2)
     ]
     yield made

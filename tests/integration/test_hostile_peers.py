@@ -19,6 +19,7 @@ from ferrorpc.wire import options
 from ferrorpc.wire.details import restore
 from ferrorpc.wire.frames import Key
 from ferrorpc.wire.refusals import TOLD_MAX
+from ferrorpc.wire.token import Token
 from tests.integration.test_grpc_lane import SECONDS, Rank, assignment_of, random_bytes, send
 from tests.waiting import eventually
 
@@ -28,7 +29,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 @pytest.fixture
 def servers() -> Iterator[list[WorkerServer]]:
-    made = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, "secret", patience_seconds=3.0) for _ in range(2)]
+    made = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, Token(fixed="secret"), patience_seconds=3.0) for _ in range(2)]
     yield made
     for server in made:
         server.close()

@@ -18,6 +18,7 @@ from ferrorpc.wire.identity import Role
 from ferrorpc.wire.tls import TlsFiles
 from tests.certificates import Issuer, settings, variables
 from tests.integration.coordinator_process import coordinator, refused_start
+from tests.waiting import eventually
 
 pytest.importorskip("cryptography")
 GONE = datetime.timedelta(minutes=-1)
@@ -120,6 +121,40 @@ def test_tokens_with_roles_over_tls(ours, tmp_path):
         log = process.stop()[1]
     assert log.count("was refused") == 4
     assert not any(token in log for token in [*tokens.values(), "token-of-nobody-at-all"])
+
+
+def test_a_token_is_replaced_while_the_coordinator_and_a_member_run(tmp_path):
+    old, new = "the-old-token-of-a-job", "the-new-token-of-a-job"
+    listed, mine = tmp_path / "tokens", tmp_path / "mine"
+    listed.write_text(f"worker {old}\n")
+    mine.write_text(old)
+    with coordinator("--token-file", str(listed), "--data-dir", str(tmp_path / "journal"), "--grace", "20") as process:
+        config = Config({"timeout": 10.0, "token_file": str(mine)}, {})
+        session = RemoteSession.join(process.address, job="b", name="m", policy=(1, 1), config=config)
+        listed.write_text(f"worker {old}\nworker {new}\n")
+        mine.write_text(new)
+        eventually(lambda: joined_with(process.address, mine), "the coordinator takes the new token")
+        listed.write_text(f"worker {new}\n")
+        (tmp_path / "late").write_text(old)
+        eventually(lambda: not joined_with(process.address, tmp_path / "late"), "the old one is refused")
+        process.kill()
+        another = process.again()
+        try:
+            session.store.set("still", b"here")
+            assert session.store.get("still") == b"here"
+            session.leave()
+        finally:
+            log = another.stop()[1]
+        assert old not in log
+        assert new not in log
+
+
+def joined_with(address, token_file):
+    try:
+        join(address, token_file=str(token_file))
+    except AuthenticationError:
+        return False
+    return True
 
 
 def test_a_certificate_is_renewed_while_the_coordinator_runs(ours):

@@ -71,6 +71,11 @@ class Access:
     def __init__(self, grants: tuple[Grant, ...]) -> None:
         self._grants = grants
 
+    def replace(self, grants: tuple[Grant, ...]) -> bool:
+        """From now on these count. Whether they are others than before; sessions that are open stay so."""
+        before, self._grants = self._grants, grants
+        return before != grants
+
     def check(self, caller: Caller, token: str, job: str, needed: Role) -> None:
         """Whether a caller with this token may do in `job` what needs a role.
 

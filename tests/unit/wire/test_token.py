@@ -1,0 +1,56 @@
+"""A token that is replaced while a process runs: brought from then on, and the one before it still taken."""
+
+from pathlib import Path
+
+import pytest
+
+from ferrorpc.errors import ConfigError
+from ferrorpc.wire.token import NO_TOKEN, Token
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text("the-first-of-them\n")
+    return path
+
+
+def test_what_the_file_says_is_brought_and_what_it_said_before_is_taken_too(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not every process of a job sees a new file in the same moment."""
+    token = Token(str(file))
+    assert token.current() == "the-first-of-them"
+    file.write_text("the-second-of-them\n")
+    assert token.current() == "the-second-of-them"
+    assert [token.accepts(f"the-{which}-of-them") for which in ("first", "second", "third")] == [True, True, False]
+    file.write_text("the-third-of-them\n")
+    assert [token.accepts(f"the-{which}-of-them") for which in ("first", "second", "third")] == [False, True, True]
+    assert not token.accepts("")
+    assert "of-them" not in caplog.text + repr(token)
+
+
+@pytest.mark.parametrize("content", [None, "", "two words"])
+def test_a_file_that_cannot_be_used_leaves_it_as_it_was_and_is_told_of_once(
+    file: Path, caplog: pytest.LogCaptureFixture, content: str | None
+) -> None:
+    token = Token(str(file))
+    if content is None:
+        file.unlink()
+    else:
+        file.write_text(content)
+    assert [token.current() for _ in range(3)] == ["the-first-of-them"] * 3
+    assert caplog.text.count("the token in use is kept") == 1
+    file.write_text("the-second-of-them")
+    assert token.current() == "the-second-of-them"
+
+
+def test_a_file_that_can_never_be_used_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Token(str(tmp_path / "none"))
+
+
+def test_without_a_file_there_is_none_or_one_that_stays() -> None:
+    assert (NO_TOKEN.current(), NO_TOKEN.accepts(""), NO_TOKEN.accepts("guess")) == ("", True, False)
+    assert Token(fixed="secret").accepts("secret")
+    assert not Token(fixed="secret").accepts("")
