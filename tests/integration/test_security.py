@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import shutil
 import socket
 import ssl
 import subprocess
@@ -289,3 +290,44 @@ def test_secrets_are_in_no_repr(ours):
     with pytest.raises(FerroError) as caught:
         TlsFiles(files.authority, files.key, files.key).check(listening=False)
     assert "PRIVATE" not in str(caught.value)
+
+
+def test_a_launchers_reports_go_on_when_the_authority_is_replaced(tmp_path):
+    """The process that sends them lives as long as the job, which may be far longer than a certificate."""
+
+    def issued(name):
+        issuer = Issuer(tmp_path / name)
+        return issuer.issue(Role.COORDINATOR, "a"), issuer.issue(Role.WORKER, "a")
+
+    (shown, mine), (renewed, fresh) = issued("old"), issued("new")
+    report = b'{"name": "nobody", "returncode": 1, "reason": ""}\n'
+    with coordinator(*flags(shown)) as process:
+        command = [sys.executable, "-m", "ferrorpc.cli.launcher.reporter", process.address, "a"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": bare() | variables(mine)}
+        with subprocess.Popen(command, **pipes) as reporter:
+
+            def answer():
+                reporter.stdin.write(report)
+                reporter.stdin.flush()
+                return reporter.stdout.readline()
+
+            before = answer()
+            process.kill()
+            for old, new in ((shown, renewed), (mine, fresh)):
+                for path, source in zip(settings(old).values(), settings(new).values(), strict=True):
+                    shutil.copyfile(source, path)
+            with open(mine.key, "r+") as key:
+                whole = key.read()
+                key.truncate(40)
+            half = answer()
+            with open(mine.key, "w") as key:
+                key.write(whole)
+            another = process.again()
+            try:
+                after = answer()
+            finally:
+                another.stop()
+                reporter.stdin.close()
+    assert b"reach" not in before
+    assert half.startswith(b"failed: ")
+    assert after == before

@@ -24,15 +24,16 @@ def serve(address: str, job: str) -> None:
     from ferrorpc.v1.session_pb2 import UnaryReportRequest
 
     config = Config({"job": job})
-    with connect(address, config) as stub:
-        for line in sys.stdin:
+    for line in sys.stdin:
+        try:
             request = UnaryReportRequest(job=job, token=token(config), request=_request(json.loads(line)))
-            try:
+            # A connection each: reports are rare, and by the next one certificates may have been renewed.
+            with connect(address, config) as stub:
                 call(stub.Report, request, address, wait_for_ready=True)
-                click.echo("ok")
-            except FerroError as error:
-                click.echo(f"failed: {error.message}")
-            sys.stdout.flush()
+            click.echo("ok")
+        except FerroError as error:
+            click.echo(f"failed: {error.message}")
+        sys.stdout.flush()
 
 
 def _request(report: dict[str, Any]) -> Any:
