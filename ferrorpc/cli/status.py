@@ -5,14 +5,14 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from ferrorpc.cli.board import Earlier, as_text
 from ferrorpc.cli.client import address_of, call, connect, token
 from ferrorpc.config import Config
-from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
+from ferrorpc.errors import AuthenticationError, ConfigError, CoordinatorUnavailableError, FerroError
 
 if TYPE_CHECKING:
     from ferrorpc.v1.session_pb2 import StatusResponse
@@ -37,32 +37,64 @@ def command(address: str | None, job: str | None, watch: bool, as_json: bool) ->
     """Show a job: its members and what they do, open barriers and who is missing, generations and why each began, events."""
     config = Config({"job": job})
     where = address_of(address, config)
+    if watch:
+        _watch(where, config, as_json=as_json)
     with connect(where, config) as stub:
-        if not watch:
-            response = _ask(stub, where, config)
-            click.echo(as_json_text(response) if as_json else as_text(response))
-            return
-        _watch(stub, where, config, as_json=as_json)
+        response = _ask(stub, where, config)
+    click.echo(as_json_text(response) if as_json else as_text(response))
 
 
-def _watch(stub: CoordinatorServiceStub, where: str, config: Config, *, as_json: bool) -> None:
-    """Until interrupted. On a terminal each answer takes the place of the one before, without a flicker.
+class _Complaints:
+    """What is in the way, on stderr, once for as long as it stays the same."""
 
-    A job that is not there yet is waited for, and so is a coordinator that has answered before: it may come back.
+    def __init__(self) -> None:
+        self._told = ""
+
+    def tell(self, error: FerroError) -> None:
+        if error.message != self._told:
+            click.echo(f"{time.strftime('%X')} {error.message}", err=True)
+        self._told = error.message
+
+    def over(self) -> None:
+        self._told = ""
+
+
+def _watch(where: str, config: Config, *, as_json: bool) -> NoReturn:
+    """Until interrupted.
+
+    A job that is not there yet is waited for, and so is a coordinator that has answered before: it may come back, and is then
+    dialled anew, because certificates may have been renewed meanwhile.
     """
     past: list[tuple[float, StatusResponse]] = []
+    complaints = _Complaints()
+    while True:
+        try:
+            with connect(where, config) as stub:
+                _follow(stub, where, config, past, complaints, as_json=as_json)
+        except (AuthenticationError, ConfigError, CoordinatorUnavailableError) as error:
+            if not past:
+                raise
+            complaints.tell(error)
+            time.sleep(_WATCH_SECONDS)
+
+
+def _follow(
+    stub: CoordinatorServiceStub,
+    where: str,
+    config: Config,
+    past: list[tuple[float, StatusResponse]],
+    complaints: _Complaints,
+    *,
+    as_json: bool,
+) -> NoReturn:
+    """For as long as it answers. On a terminal each answer takes the place of the one before, without a flicker."""
     screen = sys.stdout.isatty() and not as_json
-    told = ""
     while True:
         try:
             response, now = _ask(stub, where, config), time.monotonic()
-            told = ""
-        except (ConfigError, CoordinatorUnavailableError) as error:
-            if isinstance(error, CoordinatorUnavailableError) and not past:
-                raise
-            if error.message != told:
-                click.echo(f"{time.strftime('%X')} {error.message}", err=True)
-            told = error.message
+            complaints.over()
+        except ConfigError as error:
+            complaints.tell(error)
             time.sleep(_WATCH_SECONDS)
             continue
         while len(past) > 1 and now - past[1][0] >= _RATES_SECONDS:

@@ -1,5 +1,6 @@
 """What `ferrorpc status` makes of the coordinator's answer."""
 
+import contextlib
 import json
 
 import pytest
@@ -121,16 +122,25 @@ def test_watching_waits_for_a_job_and_for_a_coordinator_that_answered_before(mon
             raise found
         return found
 
+    dials = []
+
+    @contextlib.contextmanager
+    def connect(*_):
+        dials.append(1)
+        yield
+
     monkeypatch.setattr(status, "_ask", ask)
+    monkeypatch.setattr(status, "connect", connect)
     monkeypatch.setattr(status, "_WATCH_SECONDS", 0)
     with pytest.raises(KeyboardInterrupt):
-        status._watch(None, "h:1", Config({}), as_json=False)
+        status._watch("h:1", Config({}), as_json=False)
     out, err = capfd.readouterr()
     assert out.startswith("job x")
     assert [line.partition(" ")[2] for line in err.splitlines()] == ["there is no job 'x' here", "nobody answers"]
+    assert len(dials) == 3, "anew each time it was gone: certificates may have been renewed"
     answers[:] = [gone]
     with pytest.raises(CoordinatorUnavailableError):
-        status._watch(None, "h:1", Config({}), as_json=False)
+        status._watch("h:1", Config({}), as_json=False)
 
 
 def test_a_small_worlds_links_are_a_matrix_of_rates():
