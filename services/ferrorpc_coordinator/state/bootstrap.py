@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
-from ferrorpc.errors import CollectiveTimeoutError, NcclError, UsageError
+from ferrorpc.errors import CollectiveTimeoutError, NcclError, PeerLostError, UsageError
 from ferrorpc.v1 import error_pb2, nccl_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.desk import Asker, Desk
@@ -88,8 +88,15 @@ class Bootstraps:
             )
             self._desk.answer(before, detail_of(again))
         exchange.waiting[rank] = asker
+        if self._fail_if_hopeless(key, exchange, generation):
+            return
         until = self._desk.now + request.timeout_ms * MILLISECOND
         self._desk.arm(("bootstrap", key, rank), until, partial(self._time_out, key, rank))
+
+    def lost(self, generation: Generation) -> None:
+        """A member of the generation left, which goes on. Whoever waits for its ids need not wait longer."""
+        for key, exchange in self._exchanges.items():
+            self._fail_if_hopeless(key, exchange, generation)
 
     def generation_over(self, cause: error_pb2.ErrorDetail) -> None:
         """Nobody needs these ids any more; whoever waits gets the cause."""
@@ -126,6 +133,20 @@ class Bootstraps:
             self._desk.disarm(("bootstrap", key, rank))
         self._desk.answer_many([(asker, None) for asker in exchange.waiting.values()], outcome)
         exchange.waiting.clear()
+
+    def _fail_if_hopeless(self, key: Key, exchange: Exchange, generation: Generation) -> bool:
+        """Whether ids will never come, because a leader has left without."""
+        if exchange.outcome is not None:
+            return False
+        gone = [rank for rank in exchange.leaders if rank in generation.departed and rank not in exchange.ids]
+        if not gone:
+            return False
+        member = generation.seats[gone[0]]
+        why = member.reason or "it left the job"
+        what = f"an id of communicator {key.communicator!r} #{key.attempt}"
+        lost = PeerLostError(gone[0], why, f"rank {gone[0]} ({member}) left before it offered {what}: {why}")
+        self._finish(key, exchange, detail_of(lost))
+        return True
 
     def _time_out(self, key: Key, rank: int) -> None:
         exchange = self._exchanges[key]

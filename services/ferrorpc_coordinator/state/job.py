@@ -245,6 +245,7 @@ class Job:
         if newest is not None and newest.holds(member) and not newest.over:
             newest.departed.add(member.rank)
             self.barriers.lost(member)
+            self.bootstraps.lost(newest)
             if len(newest.departed) == len(newest.seats):
                 self._over(newest, "all its members left")
                 self.generations.end(newest, "all its members left")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ferrorpc.errors import ErrorCode
-from ferrorpc.v1 import nccl_pb2
+from ferrorpc.v1 import nccl_pb2, rendezvous_pb2
 from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import join
 
@@ -19,3 +19,30 @@ def test_who_asks_again_while_it_waits_is_answered_both_times() -> None:
     assert answers[first].error.code == ErrorCode.USAGE
     assert list(answers[second].comm_bootstrap.unique_ids) == [b"u" * 128]
     assert not world.clients["b"].pending
+
+
+def test_who_waits_for_a_leader_learns_at_once_that_it_has_left() -> None:
+    world = World()
+    join(world, "a", "b", "c")
+    request = nccl_pb2.CommBootstrapRequest(generation=1, communicator="world", timeout_ms=60_000)
+    before = world.ask("b", comm_bootstrap=request)
+    pair = nccl_pb2.CommBootstrapRequest(generation=1, communicator="pair", ranks=[1, 2], timeout_ms=60_000)
+    without = world.ask("c", comm_bootstrap=pair)
+    world.ask("a", leave=rendezvous_pb2.LeaveRequest(generation=1))
+    after = world.ask("c", comm_bootstrap=request)
+    for client, number in (("b", before), ("c", after)):
+        error = world.clients[client].results[number].error
+        assert error.code == ErrorCode.PEER_LOST
+        assert "rank 0 (a) left before it offered an id of communicator 'world' #0: it left the job" in error.message
+    assert set(world.clients["c"].pending) == {without}, "its leader is there"
+
+
+def test_ids_that_a_leader_offered_are_given_out_when_it_has_left() -> None:
+    world = World()
+    join(world, "a", "b")
+    request = nccl_pb2.CommBootstrapRequest(generation=1, communicator="world", timeout_ms=60_000)
+    offer = nccl_pb2.CommBootstrapRequest(generation=1, communicator="world", unique_ids=[b"u" * 128], timeout_ms=60_000)
+    world.ask("a", comm_bootstrap=offer)
+    world.ask("a", leave=rendezvous_pb2.LeaveRequest(generation=1))
+    late = world.ask("b", comm_bootstrap=request)
+    assert list(world.clients["b"].results[late].comm_bootstrap.unique_ids) == [b"u" * 128]
