@@ -136,6 +136,9 @@ class Greeter:
             connection, _ = self._listener.accept()
         except OSError:
             return
+        if _user_of(connection) != os.geteuid():
+            connection.close()  # at once: names of sockets are there for everybody on the host to read
+            return
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ, None)
 

@@ -1,5 +1,6 @@
 """Ranks of one host find each other, see each other's memory, and notice each other's end."""
 
+import contextlib
 import gc
 import os
 import socket
@@ -109,6 +110,58 @@ def test_strangers_on_the_socket_do_no_harm(monkeypatch: pytest.MonkeyPatch, wha
     monkeypatch.setattr(greeting, "listen", listen_to_a_stranger)
     with Meeting(2) as ranks:
         assert ranks[0].ranks == (0, 1)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_strangers_with_descriptors_or_in_crowds_do_no_harm_and_leave_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    listen, strangers = greeting.listen, contextlib.ExitStack()
+    pipe, memory = os.pipe(), os.memfd_create("stranger", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    claim = shared_memory_pb2.SharedMemoryGreeting(version=1, source_rank=1, target_rank=0, segment_bytes=1 << 40)
+    greetings = [(claim.SerializeToString(), [memory]), (b"x", [pipe[0]] * 2), (b"x", [pipe[0]] * 200), (bytes(9000), [memory])]
+
+    def listen_to_strangers(name: str) -> socket.socket:
+        listener = listen(name)
+        for number in range(100):
+            stranger = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            stranger.connect("\0" + name)
+            if number % 2:
+                data, descriptors = greetings[number // 2 % len(greetings)]
+                socket.send_fds(stranger, [data], descriptors)
+        return listener
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(greeting, "listen", listen_to_strangers)
+    with Meeting(2) as ranks:
+        assert ranks[0].ranks == (0, 1)
+        os.ftruncate(memory, 0)
+    strangers.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    for descriptor in (*pipe, memory):
+        os.close(descriptor)
+
+
+def test_a_process_of_another_user_is_hung_up_on_before_it_can_say_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    listen, user_of, ended = greeting.listen, greeting._user_of, []
+    strangers: list[socket.socket] = []
+
+    def listen_to_a_stranger(name: str) -> socket.socket:
+        listener = listen(name)
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stranger.connect("\0" + name)
+        strangers.append(stranger)
+        return listener
+
+    def another_for_the_first(connection: socket.socket) -> int:
+        is_stranger = not ended and user_of(connection) == os.geteuid()
+        ended.append(connection)
+        return -1 if is_stranger else user_of(connection)
+
+    monkeypatch.setattr(greeting, "listen", listen_to_a_stranger)
+    monkeypatch.setattr(greeting, "_user_of", another_for_the_first)
+    with Meeting(2) as ranks:
+        assert ranks[0].ranks == (0, 1)
+        assert ended[0].fileno() == -1
     for stranger in strangers:
         stranger.close()
 
