@@ -222,7 +222,11 @@ class _Kept(Generic[Made]):
             ConfigError, AuthenticationError: the files are those that it was made of, and are not sound any more.
         """
         if self.renewed() is None and self._is_of_these_files():
-            self._files.check(listening=self._listening)
+            try:
+                self._files.check(listening=self._listening)
+            except (ConfigError, AuthenticationError):
+                if self._is_of_these_files():  # and not of others that are being written at this moment
+                    raise
         return self.made
 
     def _is_of_these_files(self) -> bool:

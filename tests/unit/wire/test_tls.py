@@ -119,3 +119,17 @@ def test_files_that_were_never_sound_are_refused_at_once(ours: Issuer) -> None:
         kept(files, listening=False)
     with pytest.raises(ConfigError, match="cannot read"):
         kept(TlsFiles(files.authority, str(files.certificate) + "x", files.key), listening=True)
+
+
+def test_who_dials_while_files_are_replaced_goes_on_with_a_pair(ours: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaced between a look that found nothing new and the examination of what is there."""
+    files, fresh = (ours.issue(Role.WORKER, "a", where=where) for where in ("used", "fresh"))
+    mine, check = kept(files, listening=False), TlsFiles.check
+    before = mine.made
+
+    def replaced_meanwhile(self: TlsFiles, *, listening: bool) -> object:
+        move(fresh.key, files.key)
+        return check(self, listening=listening)
+
+    monkeypatch.setattr(TlsFiles, "check", replaced_meanwhile)
+    assert mine.current() == before
