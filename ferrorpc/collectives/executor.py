@@ -130,7 +130,8 @@ class PlanExecution(Advancing):
     def _entered(self) -> Box:
         """What has come for it. Raises CollectiveMismatchError where that was of a different call."""
         if self._box is None:
-            self._box = self._transport.mailbox.enter(self._key, self._layout.signature, self.poke)
+            layout = self._layout
+            self._box = self._transport.mailbox.enter(self._key, layout.signature, self.poke, layout.takers)
         if self._box.refused is not None:
             raise self._box.refused.again()
         return self._box
@@ -142,10 +143,9 @@ class PlanExecution(Advancing):
             self._transport.grant(source, self._key, slot)
         takers, ready = self._layout.takers, self._ready
         while box.news:
-            source, slot = place = box.news.popleft()
-            if place not in takers:
-                raise CodecError(f"{self.label}: rank {source} sent message {slot}, and this operation has none such")
-            ready.append(takers[place])
+            index = takers.get(box.news.popleft())
+            if index is not None:
+                ready.append(index)
         if self._room or len(box.granted) != self._credit:
             self._room, self._credit = False, len(box.granted)
             ready.extend(self._outgoing)

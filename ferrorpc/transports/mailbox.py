@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Final, NamedTuple
 
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, LimitExceededError
@@ -56,6 +56,16 @@ class Entered(NamedTuple):
     last_signature: str
 
 
+class _Any:
+    """Every place."""
+
+    def __contains__(self, place: object) -> bool:
+        return True
+
+
+_ANY: Final = _Any()
+
+
 def _nobody() -> None:
     """The wake of a box that no driver has taken yet."""
 
@@ -63,7 +73,7 @@ def _nobody() -> None:
 class Box:
     """What has arrived for one operation. Filled by reader threads, emptied by the operation's driver."""
 
-    __slots__ = ("answers", "frames", "granted", "news", "refused", "signature", "unasked_bytes", "ungranted", "wake")
+    __slots__ = ("answers", "frames", "granted", "news", "places", "refused", "signature", "unasked_bytes", "ungranted", "wake")
 
     def __init__(self) -> None:
         self.signature: str | None = None
@@ -81,8 +91,10 @@ class Box:
         """(source, slot) of long messages that wait for this rank's grant."""
         self.answers: dict[int, Standing] = {}
         """What each peer said to the last probe."""
+        self.places: Container[tuple[int, int]] = ()
+        """(source, slot) of the messages that its driver awaits."""
         self.unasked_bytes = 0
-        """What came before this rank had entered."""
+        """What came of others, or before this rank had entered."""
 
     def put(self, frame: Frame) -> None:
         """Appends a chunk."""
@@ -124,14 +136,21 @@ class Mailbox:
         self._sending: dict[tuple[Key, int, int], Box] = {}
         self._inbound: dict[tuple[int, int, int], Inbound] = {}
 
-    def enter(self, key: Key, signature: str, wake: Callable[[], None]) -> Box:
-        """This rank has called the operation: its box, with whatever came early."""
+    def enter(
+        self, key: Key, signature: str, wake: Callable[[], None], places: Container[tuple[int, int]] | None = None
+    ) -> Box:
+        """This rank has called the operation: its box, with whatever came early. May be entered again, for its next part.
+
+        Args:
+            places: (source, slot) of the messages that it awaits; None for any. Others wait as if nobody had asked for them.
+        """
         with self._lock:
             box = self._boxes.get(key)
             if box is None:
                 box = self._boxes[key] = Box()
             self._unasked_bytes -= box.unasked_bytes
             box.signature, box.wake, box.unasked_bytes = signature, wake, 0
+            box.places = _ANY if places is None else places
             if key.number >= self._last.get((key.group, key.stream), (0, ""))[0]:
                 self._last[key.group, key.stream] = key.number, signature
             early = [queue[0] for queue in box.frames.values() if queue and queue[0].header.signature != signature]
@@ -153,6 +172,8 @@ class Mailbox:
         """The operation is over on this rank; its signature stays in the history."""
         with self._lock:
             box = self._boxes.pop(key, None)
+            if box is not None:
+                self._unasked_bytes -= box.unasked_bytes
             if box is not None and box.signature is not None:
                 self._history[key] = box.signature
                 if len(self._history) > HISTORY:
@@ -185,6 +206,8 @@ class Mailbox:
             if box is not None:
                 wake, box.refused = box.wake, box.refused or difference
                 if mine is not None and difference is None:
+                    if (frame.source, frame.header.slot) not in box.places:
+                        box.unasked_bytes += self._take_up(frame)
                     box.put(frame)
         if difference is not None:
             self._report(difference)

@@ -218,15 +218,6 @@ def test_a_chunk_that_holds_half_a_number_is_an_error_of_the_operation() -> None
         execution.advance()
 
 
-def test_a_message_that_the_plan_does_not_have_is_an_error_of_the_operation() -> None:
-    """It would wait for as long as the operation lasts, and so would the next."""
-    wire = Wire(2)
-    execution = begin(wire, all_reduce(2048), numbers(2048))
-    wire.arrive(1, KEY, Header(77, all_reduce(2048).signature, DType.FLOAT32, (1024,), 4096), 0, bytes(4))
-    with pytest.raises(CodecError, match="rank 1 sent message 77"):
-        execution.advance()
-
-
 def test_a_compressed_chunk_of_another_size_is_an_error_of_the_operation() -> None:
     wire, call = Wire(2), all_reduce(2048, "int8")
     total = codec("int8").encoded_bytes(1024)

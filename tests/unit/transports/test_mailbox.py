@@ -172,6 +172,26 @@ def test_what_nobody_has_asked_for_waits_up_to_a_limit_and_then_ends_the_generat
     assert len(reported) == 999 - 9
 
 
+def test_messages_that_an_operation_does_not_have_count_as_long_as_it_lasts() -> None:
+    """Its next part may have them: a broadcast is announced under the same key."""
+    reported: list[FerroError] = []
+    limited = Mailbox(1, reported.append, unasked_bytes_max=10 * FRAME_COST_BYTES)
+    key = Key(0, 0, 1)
+    limited.enter(key, "a()", lambda: None, {(0, 7)})
+    for slot in range(9):
+        limited.deliver(frame(key, 0, slot=slot))
+    box = limited.enter(key, "a()", lambda: None, {(0, slot) for slot in range(9)})
+    assert len(box.frames) == 9
+    for slot in range(10, 19):
+        limited.deliver(frame(key, 0, slot=slot))
+    assert reported == []
+    limited.deliver(frame(key, 0, slot=99))
+    assert [type(error) for error in reported] == [LimitExceededError]
+    limited.leave(key)
+    limited.deliver(frame(Key(0, 0, 2), 0))
+    assert len(reported) == 1
+
+
 def test_what_was_asked_for_makes_room_for_more() -> None:
     reported: list[FerroError] = []
     limited = Mailbox(1, reported.append, unasked_bytes_max=4 * FRAME_COST_BYTES)
