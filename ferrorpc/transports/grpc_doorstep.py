@@ -38,7 +38,8 @@ class Doorstep:
     def holding(self, context: Any) -> Iterator[None]:
         """As long as it lasts, the call of this context may be cancelled."""
         with self._lock:
-            number, pushed_off = next(self._numbers), self._oldest() if len(self._waiting) >= STRANGERS_MAX else None
+            number = next(self._numbers)
+            pushed_off = self._oldest() if len(self._waiting) >= STRANGERS_MAX else None
             self._waiting[number] = context, self._clock.now() + self._patience_seconds
             is_first, self._watched = not self._watched, True
         if pushed_off is not None:

@@ -204,7 +204,10 @@ class _Kept(Generic[Made]):
             stamps: tuple[object, ...] = ()
             try:
                 stamps = self._files.stamps()
-                found = None if stamps == self._stamps else self._read()
+                if stamps == self._stamps:
+                    self._told = (), ""
+                    return None
+                found = self._read()
             except (ConfigError, AuthenticationError) as error:
                 self._tell(stamps, error)
                 return None

@@ -1,7 +1,9 @@
 """Certificates that are renewed while a process runs: taken over once they are sound together, and not before."""
 
+import contextlib
 import datetime
 import shutil
+import ssl
 from pathlib import Path
 
 import pytest
@@ -133,3 +135,27 @@ def test_who_dials_while_files_are_replaced_goes_on_with_a_pair(ours: Issuer, mo
 
     monkeypatch.setattr(TlsFiles, "check", replaced_meanwhile)
     assert mine.current() == before
+
+
+@pytest.mark.parametrize("name", ["coordinator.example", None])
+def test_a_page_shows_a_renewed_certificate_from_the_next_handshake_on(ours: Issuer, name: str | None) -> None:
+    """Also to whom names no host, as who dials an address."""
+    files = ours.issue(Role.COORDINATOR, "a")
+    listening = files.server_context()
+
+    def serial() -> str:
+        caller = ssl.create_default_context(cafile=files.authority)
+        caller.check_hostname = False
+        up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ends = [caller.wrap_bio(down, up, server_hostname=name), listening.wrap_bio(up, down, server_side=True)]
+        for end in ends * 3:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+        shown = ends[0].getpeercert()
+        assert shown is not None
+        return str(shown["serialNumber"])
+
+    before = serial()
+    assert serial() == before
+    ours.issue(Role.COORDINATOR, "a")
+    assert serial() != before
