@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from ferrorpc.config import LANES_MAX
-from ferrorpc.errors import CodecError, FerroError, GroupClosedError, LimitExceededError
+from ferrorpc.errors import CodecError, FerroError, GroupClosedError, LimitExceededError, PermissionDeniedError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports import control
 from ferrorpc.transports.base import Transport
@@ -173,7 +173,8 @@ class GrpcTransport(Transport):
             what = f"as stream {lane} of a pair, which may have {LANES_MAX}"
         else:
             return None
-        return refusal(FerroError(f"rank {source} dialled rank {self.rank} {what}"))
+        hint = f"look whether somebody else speaks for rank {source}, with its certificate or token"
+        return refusal(PermissionDeniedError(f"rank {source} dialled rank {self.rank} {what}", hint=hint))
 
     # -- what lanes and inlets tell ------------------------------------------------------------------------------------
 

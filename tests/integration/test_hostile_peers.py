@@ -158,3 +158,24 @@ def test_who_asks_and_never_listens_is_cut_off(servers: list[WorkerServer]) -> N
         call.cancel()
     assert f"{CONTROL_MAX}" in ranks[1].failures[0].message
     assert "rank 0" in ranks[1].failures[0].message
+
+
+def test_a_rank_that_somebody_else_speaks_for_is_told_so(pair: list[Rank], servers: list[WorkerServer]) -> None:
+    """Whoever came first is heard; the second one's generation ends with a reason."""
+    release = threading.Event()
+
+    def said() -> Iterator[bytes]:
+        yield opening()
+        release.wait(SECONDS)
+
+    with grpc.insecure_channel(servers[1].address, options=options.data_channel()) as channel:
+        stream = channel.stream_stream(METHOD)(said())
+        assert transport_pb2.ControlMessage.FromString(next(stream)).HasField("opened")
+        send(pair[0], 1, KEY, random_bytes(10))
+        eventually(lambda: pair[0].failures, "the refusal")
+        release.set()
+        stream.cancel()
+    (error,) = pair[0].failures
+    assert isinstance(error, PermissionDeniedError)
+    assert "rank 0 dialled rank 1 twice in one generation" in error.message
+    assert "somebody else" in error.hint

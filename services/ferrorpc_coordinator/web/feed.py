@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any, Final
@@ -32,7 +33,7 @@ LOOP_SHARE_MAX: Final = 0.05
 class Viewer:
     """One open page: the latest state it has not been sent yet."""
 
-    __slots__ = ("_fresh", "job", "latest")
+    __slots__ = ("__weakref__", "_fresh", "job", "latest")
 
     def __init__(self, job: str) -> None:
         self.job = job
@@ -56,7 +57,8 @@ class Feed:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._viewers: set[Viewer] = set()
+        self._viewers: weakref.WeakSet[Viewer] = weakref.WeakSet()
+        """As long as their streams are there: one that is never begun is never ended either."""
         self._ages: dict[str, deque[dict[str, int]]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -79,14 +81,14 @@ class Feed:
         """
         if len(self._viewers) >= VIEWERS_MAX:
             raise LimitExceededError(f"{VIEWERS_MAX} pages are open at this coordinator already", limit="viewers")
-        return self._watch(job)
-
-    async def _watch(self, job: str) -> AsyncIterator[bytes]:
         viewer = Viewer(job)
         self._viewers.add(viewer)
+        return self._watch(viewer)
+
+    async def _watch(self, viewer: Viewer) -> AsyncIterator[bytes]:
         try:
-            yield b"retry: 1000\n\n" + _event("history", self.history(job))
-            viewer.give(self._state(job))
+            yield b"retry: 1000\n\n" + _event("history", self.history(viewer.job))
+            viewer.give(self._state(viewer.job))
             while (state := await viewer.next()) is not None:
                 yield state
         finally:
