@@ -49,6 +49,12 @@ class PatientProtocol(H11Protocol):
         if not self.transport.is_closing() and not self._is_busy():
             self._idle()
 
+    def send_400_response(self, msg: str) -> None:
+        if self._is_busy():  # what follows a sound head is no body: its answer is not wanted any more
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        super().send_400_response(msg)
+
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._unread_timer is None:
