@@ -8,6 +8,7 @@ It prints "at ADDRESS", reads one line with the addresses of all ranks, and then
 """
 
 import ctypes
+import itertools
 import os
 import sys
 import threading
@@ -50,6 +51,7 @@ class PeerProcess:
         self.received = dict.fromkeys(range(len(peers)), 0)
         self.box = self.mailbox.enter(KEY, "a()", self.look)
         self.looking = threading.Lock()
+        self.slots = itertools.count()
 
     def look(self) -> None:
         """On the reader's thread: takes what has come, and says so when a message is complete."""
@@ -64,7 +66,7 @@ class PeerProcess:
 
     def send(self, peer: int, size: int) -> None:
         data = np.arange(size, dtype=np.int64).astype(np.uint8)
-        header = Header(size, "a()", DType.UINT8, (size,), size)  # messages of one slot are alike
+        header = Header(next(self.slots), "a()", DType.UINT8, (size,), size)
         room = threading.Event()
         for offset in range(0, size, CHUNK_BYTES):
             while not self.transport.send(peer, KEY, header, offset, data[offset : offset + CHUNK_BYTES], room.set):
