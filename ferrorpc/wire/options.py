@@ -52,6 +52,9 @@ _SERVER: Final = (
     # most of the memory. Two thousand may wait (by default some of so many are cancelled); members that are cut off dial again.
     ("grpc.server.max_pending_requests", 2200),
     ("grpc.server.max_pending_requests_hard_limit", 3000),
+    # Nobody of ours compresses: what is packed is no message, and is not unpacked to find that out. Before grpcio 1.84 that was
+    # done whole, and only then was the size looked at.
+    ("grpc.per_message_decompression", 0),
 )
 
 
@@ -69,13 +72,11 @@ def control_server() -> Options:
         # Of a message that is not read yet so much is taken in, and not more on faster connections: what waits stays small.
         ("grpc.http2.lookahead_bytes", 8 << 10),
         ("grpc.http2.bdp_probe", 0),
-        # Nobody of ours compresses: what is packed is no message, and is not unpacked to find that out.
-        ("grpc.enable_per_message_decompression", 0),
     ]
 
 
 _DATA: Final = (
-    # Never an unlimited size: compressed zeros would fill the memory.
+    # Never an unlimited size: one message would fill the memory.
     ("grpc.max_receive_message_length", DATA_MESSAGE_BYTES_MAX),
     # A chunk is one frame of HTTP/2 instead of 64, between which there would be headers to be found and cut out. Nothing else
     # waits behind it: no other stream shares the connection.
