@@ -130,13 +130,13 @@ def test_strangers_with_descriptors_or_in_crowds_do_no_harm_and_leave_nothing_op
                 socket.send_fds(stranger, [data], descriptors)
         return listener
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     monkeypatch.setattr(greeting, "listen", listen_to_strangers)
     with Meeting(2) as ranks:
         assert ranks[0].ranks == (0, 1)
         os.ftruncate(memory, 0)
     strangers.close()
-    assert len(os.listdir("/proc/self/fd")) <= before
+    eventually(lambda: open_descriptors() <= before, "everything is closed")
     for descriptor in (*pipe, memory):
         os.close(descriptor)
 
