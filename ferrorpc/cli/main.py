@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import sys
-from typing import Final
+from typing import Any, Final
 
 import click
 
 from ferrorpc.cli.codes import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RETRY
 from ferrorpc.cli.lazy import Entry, LazyGroup
-from ferrorpc.errors import ConfigError, FerroError
+from ferrorpc.errors import BackendUnavailableError, ConfigError, FerroError
 
 COMMANDS: Final = {
     "run": Entry("ferrorpc.cli.run", "Run a script in several processes on this machine, or on this node of several."),
@@ -28,6 +28,8 @@ COMMANDS: Final = {
 }
 """Command -> its module, which has a click command called `command`, and its line in `--help`."""
 
+_NO_ARGUMENTS: Final[Any] = getattr(click.exceptions, "NoArgsIsHelpError", ())
+"""A group called without a command. click 8.1 does not know it: there the help is shown without an exception."""
 
 cli = click.version_option(package_name="ferrorpc", message="%(version)s")(
     LazyGroup(
@@ -49,7 +51,7 @@ def run(arguments: list[str]) -> int:
     """Runs one command line and returns its exit code. Errors are shown as their message, without a traceback."""
     try:
         result = cli.main(arguments, prog_name="ferrorpc", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
+    except _NO_ARGUMENTS as error:
         click.echo(error.format_message())
         return 0
     except click.UsageError as error:
@@ -62,7 +64,7 @@ def run(arguments: list[str]) -> int:
         return error.exit_code
     except FerroError as error:
         click.echo(f"ferrorpc: {error}", err=True)
-        return EXIT_RETRY if error.retryable else EXIT_CONFIG if isinstance(error, ConfigError) else 1
+        return EXIT_RETRY if error.retryable else EXIT_CONFIG if isinstance(error, ConfigError | BackendUnavailableError) else 1
     except BrokenPipeError:
         return EXIT_PIPE  # nobody reads any more: `ferrorpc config | head`
     except OSError as error:

@@ -126,6 +126,7 @@ def test_a_coordinator_that_cannot_be_configured_ends_the_job_with_64_and_says_w
     assert result.returncode == 64
     assert str(tmp_path / "missing") in result.stderr
     assert "ferrorpc: the coordinator cannot start on 127.0.0.1:" in result.stderr
+    assert "started again" not in result.stderr, "it would be told the same"
 
 
 def test_a_given_coordinator_is_used_and_none_is_started(tmp_path):

@@ -26,3 +26,8 @@ def test_whoever_imports_grpc_first_is_warned_once_and_told_what_to_do() -> None
 def test_the_version_is_the_distributions() -> None:
     found = output_of("import ferrorpc, importlib.metadata as m; print(ferrorpc.__version__ == m.version('ferrorpc'))")
     assert found.stdout == "True\n"
+
+
+def test_without_torch_its_side_is_an_import_error_that_names_the_extra() -> None:
+    code = "import sys; sys.modules['torch'] = None\ntry: import ferrorpc.torch\nexcept ImportError as error: print(error)"
+    assert output_of(code).stdout.endswith("try: pip install 'ferrorpc[torch]'\n")

@@ -53,6 +53,18 @@ def test_bad_configuration_is_64(arguments, capfd):
     assert capfd.readouterr().err
 
 
+def test_a_package_that_is_missing_is_64_and_its_extra_is_named(monkeypatch, capfd, tmp_path):
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    assert run(["certs", "init", str(tmp_path / "certs"), "--job", "trial"]) == 64
+    assert "try: pip install 'ferrorpc[certs]'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["plan"], ["certs"]])
+def test_a_group_without_a_command_shows_its_help(arguments, capfd):
+    assert run(arguments) == 0
+    assert "\nCommands:\n" in capfd.readouterr().out
+
+
 def test_an_unreachable_coordinator_is_75_and_says_where(capfd):
     assert run(["status", "--coordinator", "127.0.0.1:1"]) == 75
     err = capfd.readouterr().err
