@@ -1,19 +1,20 @@
-"""ProcessGroup: the operations of a group of ranks, as training code calls them.
+"""ProcessGroup: a group of ranks, as training code holds it.
 
-This file says what is called. In operations/, arguments.py checks what callers pass, results.py brings home what they get,
-and dispatch.py turns a call into a running operation.
+This file says who is in it and how it lives. In operations/, collectives.py and messages.py say what can be called,
+arguments.py checks what callers pass, results.py brings home what they get, and dispatch.py turns a call into a running
+operation.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.backends.base import Backend
 from ferrorpc.collectives.call import Call, Operation, example
@@ -21,28 +22,18 @@ from ferrorpc.coordination.base import Session, Store
 from ferrorpc.coordination.farewell import reason_of
 from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, UsageError
 from ferrorpc.guard import seconds_of
-from ferrorpc.operations.arguments import (
-    Arguments,
-    kind_like,
-    no_result,
-    peer_of,
-    rank_of,
-    ranks_of,
-    shape_of,
-    tag_of,
-)
-from ferrorpc.operations.dispatch import Dispatch
-from ferrorpc.operations.expected import Expected
-from ferrorpc.operations.results import NOTHING, Into, Result
-from ferrorpc.operations.shortcut import Shortcut
+from ferrorpc.operations.arguments import ranks_of, shape_of
+from ferrorpc.operations.collectives import Collectives
+from ferrorpc.operations.results import NOTHING
+from ferrorpc.operations.signatures import Scalar
 from ferrorpc.operations.stream import Stream
-from ferrorpc.types import DType, ReduceOp, TensorSpec, dtype_named, dtype_of
+from ferrorpc.types import DType, TensorSpec, dtype_named, dtype_of
 
 OWN_WORK_SECONDS: Final = 0.4
 """How long close() waits for what this rank has in flight."""
 
 
-class ProcessGroup:
+class ProcessGroup(Collectives):
     """A group of ranks that compute together. A context manager: leaving it closes it.
 
     Arrays may be NumPy, CuPy or torch arrays, numbers, or anything with `__dlpack__` (NumPy comes back); results are of the
@@ -68,16 +59,10 @@ class ProcessGroup:
     """
 
     def __init__(self, backend: Backend, timeout: float = 60.0) -> None:
-        self._backend = backend
-        self._dispatch = Dispatch(backend, seconds_of(timeout, 60.0))
-        self._rank = backend.rank
-        self._size = backend.size
-        self._given = Arguments(backend.capabilities.device_arrays)
+        super().__init__(backend, seconds_of(timeout, 60.0))
         self._is_world = backend.group_id == 0
         self._subgroups = 0
         session = backend.session
-        arena = backend.arena
-        self._shortcut = None if arena is None else Shortcut(self._dispatch, arena)
         self._generation = 1 if session is None else session.membership.assignment.generation
 
     @property
@@ -106,11 +91,6 @@ class ProcessGroup:
         return self._backend.name
 
     @property
-    def timeout(self) -> float:
-        """Seconds an operation may take where none are given."""
-        return self._dispatch.timeout
-
-    @property
     def session(self) -> Session:
         """The line to the coordinator: named barriers, and what is known of other ranks."""
         if self._backend.session is None:
@@ -127,188 +107,16 @@ class ProcessGroup:
         """Names of those who come in at the next `reform`. Spares wait too, but while there is no room they are not named."""
         return self.session.pending_members
 
-    # Reductions. The canonical result is the left fold in rank order; halves are added in float32 and rounded once.
-
-    def all_reduce(
-        self,
-        x: Any,
-        op: ReduceOp | str = "sum",
-        *,
-        out: Any = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-        wire: str | None = None,
-        algorithm: str | None = None,
-    ) -> Any:
-        """x[0] op x[1] op ..., on every rank. All ranks bring the same dtype and shape.
-
-        Args:
-            x: the array; it is written only when it is `out`.
-            op: sum, mean, product, min, max, band, bor or bxor.
-            wire: "bf16", "f16" or "int8": compresses messages of float32 arrays; sums stay float32.
-            algorithm: a name that `explain` lists; None chooses, up to 16 ranks one that adds in rank order.
-        """
-        if self._shortcut is not None and not async_op and timeout is None and wire is None and algorithm is None:
-            found = self._shortcut.all_reduce(x, op, out)
-            if found is not None:
-                return found
-        source = self._given.view(x)
-        result = self._given.one_result(out, source.kind, source.spec, [source])
-        return self._reduction(Operation.ALL_REDUCE, [source], op, None, wire, algorithm, result, async_op, timeout)
-
-    def reduce(
-        self,
-        x: Any,
-        root: int = 0,
-        op: ReduceOp | str = "sum",
-        *,
-        out: Any = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-        wire: str | None = None,
-        algorithm: str | None = None,
-    ) -> Any:
-        """As `all_reduce`, on rank `root` only; the others get None."""
-        root = rank_of(root, self._size, "root")
-        source = self._given.view(x)
-        result = self._given.one_result(out, source.kind, source.spec, [source]) if root == self._rank else no_result(out)
-        return self._reduction(Operation.REDUCE, [source], op, root, wire, algorithm, result, async_op, timeout)
-
-    def reduce_scatter(
-        self,
-        parts: Any,
-        op: ReduceOp | str = "sum",
-        *,
-        out: Any = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-        wire: str | None = None,
-        algorithm: str | None = None,
-    ) -> Any:
-        """parts[r] of rank 0 op parts[r] of rank 1 op ..., on rank r.
-
-        Args:
-            parts: a list of arrays in rank order (they may differ in shape, but not from rank to rank), or one array that is
-                split along axis 0 as by np.array_split.
-        """
-        sources = self._given.parts(parts, self._size)
-        result = self._given.one_result(out, sources[0].kind, sources[self._rank].spec, sources)
-        return self._reduction(Operation.REDUCE_SCATTER, sources, op, None, wire, algorithm, result, async_op, timeout)
-
-    # Moves. Messages describe themselves, so nobody needs to know in advance what arrives.
-
-    def broadcast(
-        self,
-        x: Any = None,
-        root: int = 0,
-        *,
-        out: Any = None,
-        async_op: bool = False,
-        timeout: float | None = None,
-        algorithm: str | None = None,
-    ) -> Any:
-        """The root's x, on every rank. Others may pass None, or an array: the result is then of its kind."""
-        root = rank_of(root, self._size, "root")
-        if root != self._rank:
-            result = self._given.one_result(out, kind_like(x, out), None, [])
-            return self._move(Operation.BROADCAST, [], root, result, async_op, timeout, algorithm)
-        if x is None:
-            raise UsageError(f"rank {root} is the root of this broadcast, so x must be an array")
-        source = self._given.view(x)
-        result = self._given.one_result(out, source.kind, source.spec, [source])
-        return self._move(Operation.BROADCAST, [source], root, result, async_op, timeout, algorithm)
-
-    def gather(self, x: Any, root: int = 0, *, out: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
-        """Every rank's x as a list in rank order, on rank `root`; the others get None. Shapes may differ, dtypes not."""
-        root = rank_of(root, self._size, "root")
-        sources = [self._given.view(x)]
-        result = self._given.list_result(out, sources[0].kind, self._size, sources) if root == self._rank else no_result(out)
-        return self._move(Operation.GATHER, sources, root, result, async_op, timeout)
-
-    def scatter(
-        self, parts: Any = None, root: int = 0, *, out: Any = None, async_op: bool = False, timeout: float | None = None
-    ) -> Any:
-        """parts[r] of the root, on rank r. Off the root `parts` is None (or arrays: the result is then of their kind).
-
-        Args:
-            parts: on the root a list of arrays in rank order, or one array that is split along axis 0.
-        """
-        root = rank_of(root, self._size, "root")
-        if root != self._rank:
-            result = self._given.one_result(out, kind_like(parts, out), None, [])
-            return self._move(Operation.SCATTER, [], root, result, async_op, timeout)
-        if parts is None:
-            raise UsageError(f"rank {root} is the root of this scatter, so parts must be {self._size} arrays")
-        sources = self._given.parts(parts, self._size)
-        result = self._given.one_result(out, sources[0].kind, sources[root].spec, sources)
-        return self._move(Operation.SCATTER, sources, root, result, async_op, timeout)
-
-    def all_gather(
-        self, x: Any, *, out: Any = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None
-    ) -> Any:
-        """Every rank's x as a list in rank order, on every rank. Shapes may differ, dtypes not."""
-        sources = [self._given.view(x)]
-        result = self._given.list_result(out, sources[0].kind, self._size, sources)
-        return self._move(Operation.ALL_GATHER, sources, None, result, async_op, timeout, algorithm)
-
-    def all_to_all(
-        self, parts: Any, *, out: Any = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None
-    ) -> Any:
-        """A list of what every rank had for this one, in rank order.
-
-        Args:
-            parts: what this rank has for each: a list of arrays in rank order, whose shapes may differ, or one array that is
-                split along axis 0.
-        """
-        sources = self._given.parts(parts, self._size)
-        result = self._given.list_result(out, sources[0].kind, self._size, sources)
-        return self._move(Operation.ALL_TO_ALL, sources, None, result, async_op, timeout, algorithm)
-
-    def barrier(self, timeout: float | None = None, *, async_op: bool = False, algorithm: str | None = None) -> Any:
-        """Returns when every rank has called it.
-
-        Raises:
-            BarrierTimeoutError: naming every rank that did not, and what is known of it.
-        """
-        simple = timeout is None and algorithm is None and not async_op
-        if simple and self._shortcut is not None and self._shortcut.barrier():
-            return None
-        return self._move(Operation.BARRIER, [], None, NOTHING, async_op, timeout, algorithm)
-
-    # Two ranks.
-
-    def send(self, x: Any, dst: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
-        """Sends an array to rank `dst`. Returns, or the Work is done, when x may be changed again; receipt is not implied.
-
-        Raises:
-            SelfSendError: `dst` is this rank.
-        """
-        peer, tag, source = peer_of(dst, self._rank, self._size, "dst"), tag_of(tag), self._given.parcel(x)
-        guard = self._dispatch.guard(seconds_of(timeout, self.timeout))
-        self._dispatch.check_open()
-        return self._dispatch.send(self._backend.start_send(source.data, source.spec, peer, tag, guard), async_op)
-
-    def recv(self, src: int, tag: int = 0, out: Any = None, timeout: float | None = None, *, async_op: bool = False) -> Any:
-        """The next array that rank `src` sent with this tag, first in, first out; a NumPy array unless `out` is given.
-
-        Raises:
-            CollectiveTimeoutError: nothing came in time. Nothing is lost or broken: call it again.
-            TensorMismatchError: `out` does not fit; the message stays for the next recv.
-            SelfSendError: `src` is this rank.
-        """
-        peer, tag = peer_of(src, self._rank, self._size, "src"), tag_of(tag)
-        result = self._given.one_result(out, NUMPY, None, [])
-        guard = self._dispatch.guard(seconds_of(timeout, self.timeout))
-        self._dispatch.check_open()
-        target, spec = (result.out.data, result.out.spec) if isinstance(result, Into) else (None, None)
-        execution = self._backend.start_recv(peer, tag, target, spec, guard)
-        return self._dispatch.finish(execution, result, async_op)
-
-    def expect(self, src: int, tag: int = 0) -> Expected:
-        """A recv whose place in the queue is taken now; its caller waits with `take`, when it needs the array."""
-        return Expected(self._dispatch, peer_of(src, self._rank, self._size, "src"), tag_of(tag))
-
     # Memory, subgroups, streams.
+
+    @overload
+    def empty(self, shape: int | Sequence[int]) -> NDArray[np.float32]: ...
+
+    @overload
+    def empty(self, shape: int | Sequence[int], dtype: type[Scalar] | np.dtype[Scalar]) -> NDArray[Scalar]: ...
+
+    @overload
+    def empty(self, shape: int | Sequence[int], dtype: Any) -> NDArray[Any]: ...
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
         """A new NumPy array, its contents undefined, in the memory that this group's lanes read best. No message flows.
@@ -431,68 +239,6 @@ class ProcessGroup:
         cause = self._backend.latch.cause
         state = "closed" if self._dispatch.closed else "open" if cause is None else f"broken: {cause.message}"
         return f"<ProcessGroup {self.backend} rank {self.rank} of {self.size}, generation {self.generation}: {state}>"
-
-    # What the operations share.
-
-    def _reduction(
-        self,
-        operation: Operation,
-        sources: list[View],
-        op: ReduceOp | str,
-        root: int | None,
-        wire: str | None,
-        algorithm: str | None,
-        result: Result,
-        async_op: bool,
-        timeout: float | None,
-    ) -> Any:
-        specs, chosen = tuple([source.spec for source in sources]), ReduceOp.named(op)
-        return self._run(
-            (operation, specs, chosen, root, wire, algorithm),
-            lambda: Call(operation, specs, chosen, root, wire, algorithm),
-            sources,
-            result,
-            async_op,
-            timeout,
-        )
-
-    def _move(
-        self,
-        operation: Operation,
-        sources: list[View],
-        root: int | None,
-        result: Result,
-        async_op: bool,
-        timeout: float | None,
-        algorithm: str | None = None,
-    ) -> Any:
-        specs = tuple([source.spec for source in sources])
-        return self._run(
-            (operation, specs, root, algorithm),
-            lambda: Call(operation, specs, root=root, algorithm=algorithm),
-            sources,
-            result,
-            async_op,
-            timeout,
-        )
-
-    def _run(
-        self,
-        signature: tuple[Hashable, ...],
-        call: Callable[[], Call],
-        sources: list[View],
-        result: Result,
-        async_op: bool,
-        timeout: float | None,
-    ) -> Any:
-        dispatch = self._dispatch
-        dispatch.check_open()
-        seconds = seconds_of(timeout, dispatch.timeout)
-        prepared = dispatch.prepared(signature, call)
-        if self._size == 1 and not async_op:
-            return dispatch.alone(sources, result)
-        execution = dispatch.start(prepared, sources, result, seconds)
-        return dispatch.finish(execution, result, async_op)
 
 
 def _is_clean(error: BaseException) -> bool:

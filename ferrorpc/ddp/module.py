@@ -6,19 +6,48 @@ No framework is assumed. A module has `parameters()`, `named_parameters()`, `for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self
 
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.ddp.steps import Steps
 
+
+class Trainable(Protocol):
+    """What is asked of a module. torch's have it."""
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The forward pass."""
+
+    def parameters(self) -> Iterable[Any]:
+        """The parameters, in an order that is the same on every rank."""
+
+    def named_parameters(self) -> Iterable[tuple[str, Any]]:
+        """The same, with their names."""
+
+    def train(self) -> Any:
+        """Training mode from now on."""
+
+    def eval(self) -> Any:
+        """Evaluation mode from now on."""
+
+
 if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # type checkers bring it; from Python 3.13 on typing's own has defaults
+
     from ferrorpc.group import ProcessGroup
 
+    Module = TypeVar("Module", bound=Trainable, covariant=True, default=Any)
+else:
+    from typing import TypeVar
 
-class DistributedDataParallel:
+    Module = TypeVar("Module", covariant=True)
+
+
+class DistributedDataParallel(Generic[Module]):
     """A module whose gradients are averaged over a group.
 
         ddp = DistributedDataParallel(module, group)      # all ranks begin with rank 0's weights
@@ -54,7 +83,7 @@ class DistributedDataParallel:
 
     def __init__(
         self,
-        module: Any,
+        module: Module,
         group: ProcessGroup,
         bucket_cap_mb: float = 25,
         init_sync: bool = True,
@@ -64,7 +93,7 @@ class DistributedDataParallel:
         check_every: int = 0,
         gradient_as_bucket_view: bool = False,
     ) -> None:
-        self.module = module
+        self.module: Module = module
         self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook, check_every)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,10 +102,10 @@ class DistributedDataParallel:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As calling the object. The module is called itself where it can be, so that its own hooks run."""
-        run = self.module if callable(self.module) else self.module.forward
+        run: Callable[..., Any] = self.module if callable(self.module) else self.module.forward
         return run(*args, **kwargs)
 
-    def train(self, mode: bool = True) -> DistributedDataParallel:
+    def train(self, mode: bool = True) -> Self:
         """Puts the module into training mode."""
         if mode:
             self.module.train()
@@ -84,7 +113,7 @@ class DistributedDataParallel:
             self.module.eval()
         return self
 
-    def eval(self) -> DistributedDataParallel:
+    def eval(self) -> Self:
         """Puts the module into evaluation mode."""
         self.module.eval()
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, overload
 
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of
@@ -23,13 +23,23 @@ from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import TensorSpec
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from typing_extensions import TypeVar  # type checkers bring it; from Python 3.13 on typing's own has defaults
+
     from ferrorpc.group import ProcessGroup
+
+    Tree = TypeVar("Tree", default=Any)
+else:
+    from typing import TypeVar
+
+    Tree = TypeVar("Tree")
+Grads = TypeVar("Grads")
 
 _IN_PLACE: Final = object()
 """Stands for a gradient that lies in its bucket already."""
 
 
-class GradientSynchronizer:
+class GradientSynchronizer(Generic[Tree]):
     """Averages trees of gradients over a group, in buckets that travel while later gradients are still computed.
 
     A gradient that a rank has not (None in its tree, or never ready in a step) counts as zeros there; one that no rank has is
@@ -53,6 +63,28 @@ class GradientSynchronizer:
         CollectiveMismatchError: ranks gave different trees; the message says where they differ.
     """
 
+    @overload
+    def __init__(
+        self: GradientSynchronizer[dict[str, NDArray[Any]]],
+        like: dict[str, TensorSpec],
+        group: ProcessGroup,
+        bucket_cap_mb: float = ...,
+        *,
+        order: Sequence[str] | None = ...,
+        gradient_as_bucket_view: bool = ...,
+        hook: Hook | None = ...,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        like: Tree,
+        group: ProcessGroup,
+        bucket_cap_mb: float = ...,
+        *,
+        order: Sequence[str] | None = ...,
+        gradient_as_bucket_view: bool = ...,
+        hook: Hook | None = ...,
+    ) -> None: ...
     def __init__(
         self,
         like: Any,
@@ -72,9 +104,9 @@ class GradientSynchronizer:
         kind = bucket_kind(leaves, hook)
         self._reducer = Reducer(list(self._specs.items()), group, bucket_cap_mb, "gradients", order, hook, kind)
         self._group = group
-        self._open: SynchronizerStep | None = None
+        self._open: SynchronizerStep[Tree] | None = None
 
-    def __call__(self, grads: Any, weight: float | None = None) -> Any:
+    def __call__(self, grads: Grads, weight: float | None = None) -> Grads:
         """The mean of the ranks' gradients: a tree like `grads`, of new arrays of the same kinds.
 
         Args:
@@ -94,9 +126,10 @@ class GradientSynchronizer:
             for name in reversed(self._specs):
                 if name in views:
                     step._put(name, views[name], stays=True)
-        return rebuild(grads, step._leaves)
+        means: Grads = rebuild(grads, step._leaves)
+        return means
 
-    def step(self, weight: float | None = None) -> SynchronizerStep:
+    def step(self, weight: float | None = None) -> SynchronizerStep[Tree]:
         """A step of a hand-written backward pass, as a context manager.
 
             with sync.step(weight=tokens) as step:
@@ -114,7 +147,7 @@ class GradientSynchronizer:
         return self._open
 
     @contextmanager
-    def uneven(self, follow: Callable[[Any], Any] | None = None) -> Iterator[None]:
+    def uneven(self, follow: Callable[[Tree], Any] | None = None) -> Iterator[None]:
         """Within it ranks may take different numbers of steps; a rank that leaves counts with weight 0 until all have left.
 
         Steps without a weight weigh 1: the mean is over the ranks that still step.
@@ -176,10 +209,10 @@ class GradientSynchronizer:
         return got
 
 
-class SynchronizerStep:
+class SynchronizerStep(Generic[Tree]):
     """One step of a `GradientSynchronizer`; made by its `step()`."""
 
-    def __init__(self, owner: GradientSynchronizer, current: Round) -> None:
+    def __init__(self, owner: GradientSynchronizer[Tree], current: Round) -> None:
         self._owner = owner
         self._round = current
         self._added: set[str] = set()
@@ -254,11 +287,12 @@ class SynchronizerStep:
         return self._means
 
     @property
-    def grads(self) -> Any:
+    def grads(self) -> Tree:
         """The means as a tree like `like`, once the step is over. Raises UsageError before."""
-        return rebuild(self._owner._like, self._leaves)
+        means: Tree = rebuild(self._owner._like, self._leaves)
+        return means
 
-    def __enter__(self) -> SynchronizerStep:
+    def __enter__(self) -> SynchronizerStep[Tree]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -66,7 +68,9 @@ class MoveContract(Contract):
     def test_an_array_that_no_frame_can_describe_is_refused_and_the_group_stays_open(self, size: int) -> None:
         def body(group: ProcessGroup) -> None:
             for x in (np.ones((1,) * 33), np.ones((0, 1 << 40))):
-                for call, argument in ((group.all_reduce, x), (group.all_gather, x), (group.all_to_all, [x] * size)):
+                calls: list[tuple[Callable[..., object], object]]
+                calls = [(group.all_reduce, x), (group.all_gather, x), (group.all_to_all, [x] * size)]
+                for call, argument in calls:
                     with pytest.raises(UsageError, match="dimensions"):
                         call(argument)
                 if size > 1:
@@ -165,14 +169,14 @@ class MoveContract(Contract):
             with pytest.raises(TensorMismatchError, match="parts"):
                 group.all_to_all([1.0] * (size + 1))
             with pytest.raises(TensorMismatchError, match="cannot be split"):
-                group.all_to_all(3.0)
+                group.all_to_all(3.0)  # type: ignore[call-overload]
             if size > 1:
                 with pytest.raises(TensorMismatchError, match="different dtypes"):
                     group.all_to_all([np.ones(1), *[np.ones(1, np.float32)] * (size - 1)])
             with pytest.raises(TensorMismatchError, match="arrays for"):
                 group.all_gather(1.0, out=[np.zeros(())] * (size + 1))
             with pytest.raises(UsageError):
-                group.all_gather("text")
+                group.all_gather("text")  # type: ignore[call-overload]
             with pytest.raises(TensorMismatchError, match="object"):
                 group.broadcast(np.array([None]), root=group.rank)
             check_list(group.all_gather(group.rank), [np.array(rank) for rank in range(size)], "afterwards")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 from ferrorpc.backends.simulated import Lanes, SimulatedBackend
 from ferrorpc.coordination.local import LocalSession, LocalWorld
@@ -18,6 +18,8 @@ from ferrorpc.guard import Clock
 from ferrorpc.testing.faults import FaultPlan, RankKilled
 from ferrorpc.testing.ranks import Ranks
 from ferrorpc.testing.virtual import VirtualClock
+
+Returned = TypeVar("Returned")
 
 
 class World:
@@ -94,6 +96,28 @@ class World:
             raise self._ranks.killed[rank]
 
 
+@overload
+def run_world(
+    size: int,
+    fn: Callable[[ProcessGroup], Returned],
+    *,
+    faults: FaultPlan | None = ...,
+    seed: int = ...,
+    timeout: float = ...,
+    return_exceptions: Literal[False] = ...,
+    clock: Clock | None = ...,
+) -> list[Returned]: ...
+@overload
+def run_world(
+    size: int,
+    fn: Callable[[ProcessGroup], Returned],
+    *,
+    faults: FaultPlan | None = ...,
+    seed: int = ...,
+    timeout: float = ...,
+    return_exceptions: bool,
+    clock: Clock | None = ...,
+) -> list[Returned | BaseException]: ...
 def run_world(
     size: int,
     fn: Callable[[ProcessGroup], Any],

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 
@@ -18,10 +18,18 @@ from ferrorpc.torch.backward import Backward
 from ferrorpc.torch.changes import Changes
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # type checkers bring it; from Python 3.13 on typing's own has defaults
+
     from ferrorpc.group import ProcessGroup
 
+    Module = TypeVar("Module", bound=torch.nn.Module, covariant=True, default=torch.nn.Module)
+else:
+    from typing import TypeVar
 
-class DistributedDataParallel(torch.nn.Module):
+    Module = TypeVar("Module", covariant=True)
+
+
+class DistributedDataParallel(torch.nn.Module, Generic[Module]):
     """A torch module whose gradients are averaged over a group.
 
         ddp = DistributedDataParallel(module, group)   # all ranks begin with rank 0's weights
@@ -51,7 +59,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     def __init__(
         self,
-        module: torch.nn.Module,
+        module: Module,
         group: ProcessGroup,
         bucket_cap_mb: float = 25,
         init_sync: bool = True,
@@ -64,7 +72,7 @@ class DistributedDataParallel(torch.nn.Module):
         super().__init__()
         _check_initialised(module)
         _check_batch_norm(module, group.size)
-        self.module = module
+        self.module: Module = module
         self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook, check_every)
         self._backward = Backward(self._replica)
         self._changes = Changes(module)
