@@ -124,14 +124,22 @@ class ReduceOp(Enum):
 _BITS: Final = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
-def refusal(op: ReduceOp, dtype: DType) -> str | None:
+class Refusal(NamedTuple):
+    """Why an operator cannot be applied to a dtype, and what to do instead."""
+
+    reason: str
+    hint: str
+
+
+def refusal(op: ReduceOp, dtype: DType) -> Refusal | None:
     """Why this operator cannot be applied to this dtype, or None when it can: the op x dtype table."""
     if op is ReduceOp.MEAN and not (dtype.is_float or dtype.is_complex):
-        return f"the mean of {dtype.label} values is not a {dtype.label}: convert to a float first, or use op='sum'"
+        return Refusal(f"the mean of {dtype.label} values is no {dtype.label}", "convert to a float first, or use op='sum'")
     if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_complex:
-        return f"{dtype.label} values have no order, so op={op.value!r} means nothing for them"
+        reason = f"{dtype.label} values have no order, so op={op.value!r} means nothing for them"
+        return Refusal(reason, "reduce what you compare by, such as np.abs(x)")
     if op in _BITS and not (dtype.is_integer or dtype is DType.BOOL):
-        return f"op={op.value!r} works on bits: use integers or bool, not {dtype.label}"
+        return Refusal(f"op={op.value!r} works on bits, not on {dtype.label}", "convert to integers or bool first")
     return None
 
 

@@ -89,7 +89,8 @@ def _as_array(x: Any) -> np.ndarray[Any, Any]:
     if hasattr(x, "__dlpack__"):
         return read_dlpack(x)
     raise UsageError(
-        f"{type(x).__name__} is no array", hint="pass a NumPy, CuPy or torch array, or a number; np.asarray may help"
+        f"{type(x).__name__} is no array",
+        hint="pass a NumPy, CuPy or torch array, or a number; np.asarray makes one of a list, and bytes go into group.store",
     )
 
 

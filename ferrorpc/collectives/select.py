@@ -204,7 +204,7 @@ def check(call: Call) -> None:
     if call.op is not None and call.inputs:
         why_not = refusal(call.op, call.inputs[0].dtype)
         if why_not is not None:
-            raise TensorMismatchError(why_not)
+            raise TensorMismatchError(why_not.reason, hint=why_not.hint)
     if call.wire is None:
         return
     if call.operation not in _REDUCTIONS:

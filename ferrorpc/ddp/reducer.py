@@ -72,7 +72,7 @@ class Reducer(Fleet):
         for name, spec in parameters:
             why_not = refusal(ReduceOp.MEAN, spec.dtype)
             if why_not is not None:
-                raise TensorMismatchError(f"{what} {name}: {why_not}")
+                raise TensorMismatchError(f"{what} {name}: {why_not.reason}", hint=why_not.hint)
         if hook is not None:
             check_hook(hook)
         layout = lay_out(parameters, cap_bytes(bucket_cap_mb), order=order)

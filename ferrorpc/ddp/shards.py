@@ -138,7 +138,7 @@ class Shards:
         for name, spec in parameters:
             why_not = refusal(ReduceOp.MEAN, spec.dtype)
             if why_not is not None:
-                raise TensorMismatchError(f"parameter {name}: {why_not}")
+                raise TensorMismatchError(f"parameter {name}: {why_not.reason}", hint=why_not.hint)
         self._specs = dict(parameters)
         cap = cap_bytes(bucket_cap_mb)
         layout = lay_out(parameters, cap, cap)

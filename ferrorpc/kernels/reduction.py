@@ -197,7 +197,7 @@ def kernel(op: ReduceOp, dtype: DType, size: int) -> Kernel:
     """
     why_not = refusal(op, dtype)
     if why_not is not None:
-        raise TensorMismatchError(why_not)
+        raise TensorMismatchError(why_not.reason, hint=why_not.hint)
     work = np.dtype(np.float32) if dtype.is_half else dtype.storage
     mean = _mean_of(size, work) if op is ReduceOp.MEAN else None
     return (HalfKernel if dtype.is_half else Kernel)(op, dtype, size, work, _UFUNCS[op], mean)

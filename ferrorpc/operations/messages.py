@@ -48,6 +48,9 @@ class Messages:
     def send(self, x: Any, dst: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
         """Sends an array to rank `dst`. Returns, or the Work is done, when x may be changed again; receipt is not implied.
 
+        Of a message beyond 4 MiB the rest waits until rank `dst` is in its recv. So where two ranks exchange arrays, each
+        sends with `async_op=True`, receives, and then waits.
+
         Raises:
             SelfSendError: `dst` is this rank.
         """

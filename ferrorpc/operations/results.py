@@ -180,8 +180,12 @@ def settle(clock: Clock, result: Any, until: float) -> None:
 
 
 def _check(found: TensorSpec, wanted: TensorSpec, label: str) -> None:
-    if found != wanted:
-        raise TensorMismatchError(f"{label} gave {found}, but out is {wanted}", hint="pass one that fits, or leave out= away")
+    if found == wanted:
+        return
+    hint = "pass one that fits, or leave out= away"
+    if wanted == (found.dtype, (1, *found.shape)):
+        hint = "an array is split along axis 0 like the input; for a row of each rank pass out=list(rows)"
+    raise TensorMismatchError(f"{label} gave {found}, but out is {wanted}", hint=hint)
 
 
 def _land(array: Array, spec: TensorSpec, target: Array, wanted: TensorSpec, label: str) -> None:

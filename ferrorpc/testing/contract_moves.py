@@ -67,7 +67,10 @@ class MoveContract(Contract):
     @on_every_size
     def test_an_array_that_no_frame_can_describe_is_refused_and_the_group_stays_open(self, size: int) -> None:
         def body(group: ProcessGroup) -> None:
-            for x in (np.ones((1,) * 33), np.ones((0, 1 << 40))):
+            too_large = [np.ones((0, 1 << 40))]
+            if not np.__version__.startswith("1."):  # NumPy 1 cannot make this one
+                too_large.append(np.ones((1,) * 33))
+            for x in too_large:
                 calls: list[tuple[Callable[..., object], object]]
                 calls = [(group.all_reduce, x), (group.all_gather, x), (group.all_to_all, [x] * size)]
                 for call, argument in calls:

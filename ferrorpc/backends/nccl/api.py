@@ -208,7 +208,7 @@ def required(op: ReduceOp, dtype: DType, features: Features) -> tuple[Op, DataTy
     found = None if why_not else reduction(op, dtype, features)
     if found is None:
         raise TensorMismatchError(
-            why_not or f"NCCL has no op={op.value!r} for {dtype.label}",
+            why_not.reason if why_not else f"NCCL has no op={op.value!r} for {dtype.label}",
             hint="use backend='hybrid', which takes such calls through the host, or convert the array",
         )
     return found
