@@ -30,7 +30,8 @@ UNKNOWN = object()
 
 
 def blocks(path: Path, language: str = "python") -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+    return [code for given, code in found if given == language]
 
 
 def code_within(path: Path) -> list[str]:
@@ -158,6 +159,12 @@ def test_the_fragments_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pyt
     assert all(len(names) > len(codes) for names in found)
 
 
+def test_commands_are_found_in_blocks_and_in_lines() -> None:
+    found = [words[:2] for words in commands(ROOT / "docs" / "pipeline.md")]
+    assert found == [["plan", "pipeline"], ["plan", "pipeline"]]
+    assert ["config"] in list(commands(ROOT / "docs" / "operations.md"))
+
+
 def test_no_block_of_python_escapes() -> None:
     pages = {path.name for path in DOCUMENTS if blocks(path)}
     assert pages == {*PAGES, *SAID}
@@ -168,11 +175,8 @@ def test_no_block_of_python_escapes() -> None:
 
 def commands(path: Path) -> Iterator[list[str]]:
     """Those of `ferrorpc` that are shown, in lines of blocks or within the text."""
-    text = path.read_text()
-    shown = [
-        line for block in re.findall(r"^```(?:sh)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL) for line in block.splitlines()
-    ]
-    for line in [*shown, *code_within(path)]:
+    shown = "".join([*blocks(path, ""), *blocks(path, "sh")])
+    for line in [*shown.splitlines(), *code_within(path)]:
         found = re.match(r"(?:[A-Z_]+=\S+ )*ferrorpc ([a-z].*)", re.split(r"\s+#|\s{3,}", line)[0].strip())
         if found:
             yield shlex.split(found[1])
