@@ -50,6 +50,25 @@ def test_a_world_of_one_gives_back_what_it_was_given_in_memory_of_its_own(alone:
     assert alone.barrier() is None
 
 
+WRONG = {
+    "rows in place of pieces": (lambda group: group.all_gather(np.ones(3), out=np.empty((1, 3))), r"pass out=list\(rows\)"),
+    "mean of integers": (lambda group: group.all_reduce(np.arange(3), "mean"), "convert to a float first, or use op='sum'"),
+    "bits of floats": (lambda group: group.all_reduce(np.ones(3), "band"), "convert to integers or bool first"),
+    "order of complex": (lambda group: group.all_reduce(np.ones(3, complex), "max"), r"such as np\.abs\(x\)"),
+    "a dict": (lambda group: group.broadcast({"lr": 0.1}), r"bytes go into group\.store"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_call_that_is_wrong_is_told_what_to_do_in_its_place(alone: ProcessGroup, case: str) -> None:
+    call, hint = WRONG[case]
+    with pytest.raises(UsageError, match=rf"\ntry: .*{hint}"):
+        call(alone)
+    rows = np.empty((1, 3))
+    alone.all_gather(np.ones(3), out=list(rows))
+    assert rows.tolist() == [[1.0, 1.0, 1.0]]
+
+
 def test_a_world_of_one_still_refuses_what_means_nothing(alone: ProcessGroup) -> None:
     with pytest.raises(TensorMismatchError, match="mean"):
         alone.all_reduce(np.arange(3), op="mean")
