@@ -197,6 +197,9 @@ def pipeline(group: ferrorpc.ProcessGroup, x: F32, target: F32) -> None:
     timeline = schedule.simulate(forward=1.0, backward_input=1.0, backward_weight=1.0, latency=0.0)
     assert_type(timeline.makespan, float)
     assert_type(timeline.bubble_fraction, float)
+    recorded = pipe.recorded()
+    again = schedule.simulate(**recorded.costs(schedule), latency=0.1)
+    assert_type(again.makespan, float)
 
 
 def world() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.actions import Kind
@@ -15,6 +15,14 @@ from ferrorpc.plans.timeline import Span, Timeline
 
 Cost: TypeAlias = float | Sequence[float]
 """Time units of a whole rank; or one for each rank, or one for each piece of the model."""
+
+
+class PieceCosts(TypedDict):
+    """Time units of each piece of the model, as `schedule.simulate` takes them."""
+
+    forward: list[float]
+    backward_input: list[float]
+    backward_weight: list[float]
 
 
 class PipelineTimeline(Timeline):
@@ -40,7 +48,7 @@ class PipelineTimeline(Timeline):
     def note(self, lane: int) -> str:
         return f"{super().note(lane)}, holds {self.peak_activations[lane]:g}"
 
-    def costs(self, schedule: Table) -> dict[str, list[float]]:
+    def costs(self, schedule: Table) -> PieceCosts:
         """What each piece of the model cost on average, as `schedule.simulate(**costs)` takes it.
 
         A simulation with the costs of a recorded run shows what the messages of that run added. A whole backward counts half as
