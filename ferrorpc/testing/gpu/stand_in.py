@@ -26,6 +26,9 @@ from ferrorpc.testing.gpu.machine import FakeStream, Gpu, GpuFault, Machine
 
 TINY: Final = np.finfo(np.float32).tiny
 
+_byte_bounds: Final[Any] = getattr(np, "byte_bounds", None) or np.lib.array_utils.byte_bounds
+"""NumPy 2 has it elsewhere than NumPy 1."""
+
 
 class _Block:
     """Owns device memory, and gives it back in the order of the stream it was allocated on, as CuPy's pool does."""
@@ -142,7 +145,7 @@ class Array(NDArrayOperatorsMixin):
 
     def seen(self) -> np.ndarray[Any, Any]:
         """What is in it now, for tasks. Raises GpuFault when its memory is gone."""
-        low, high = np.lib.array_utils.byte_bounds(self._layout) if self.size else (0, 0)
+        low, high = _byte_bounds(self._layout) if self.size else (0, 0)
         first = self._address + low - self._layout.ctypes.data if self.size else 0
         memory = self._block.gpu.bytes_at(first, high - low)
         start = self._address - first if self.size else 0
