@@ -38,7 +38,8 @@ class OwnCoordinator:
         self.page_address = ""
         """host:port of its status page, once it listens; empty where it has none."""
         self._announcements = LineBuffer()
-        self._has_listened = False
+        self.has_listened = False
+        """Whether it was ever in service."""
         self._stillborn = 0
         self._delay = _RESTART_SECONDS
         self.deadline = FOREVER
@@ -54,7 +55,7 @@ class OwnCoordinator:
         """It wrote to its standard output: from "listening ..." on it is in service."""
         for line in self._announcements.feed(data):
             if line.startswith(b"listening"):
-                self._has_listened = True
+                self.has_listened = True
                 self._stillborn = 0
                 self._delay = _RESTART_SECONDS
                 self.page_address = line.partition(b" http ")[2].decode()
@@ -65,7 +66,7 @@ class OwnCoordinator:
             return None
         assert self.child.returncode is not None
         if self.child.returncode > 0:  # it gave up by itself; one that was killed may well live the next time
-            is_wrong = self.child.returncode == EXIT_CONFIG and not self._has_listened  # and will be the next time
+            is_wrong = self.child.returncode == EXIT_CONFIG and not self.has_listened  # and will be the next time
             self._stillborn = _STILLBORN_MAX if is_wrong else self._stillborn + 1
         self.deadline = now + self._delay
         self._delay = min(2 * self._delay, _RESTART_SECONDS_MAX)

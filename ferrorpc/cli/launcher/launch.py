@@ -132,20 +132,27 @@ class _Launch:
 
     @property
     def _cold(self) -> bool:
-        return self._reports.child is None or self._untold
+        return self._reports.child is None or self._may_tell
+
+    @property
+    def _may_tell(self) -> bool:
+        """Only a coordinator in service can be watched, and knows where its page is."""
+        return self._untold and self._coordinator is not None and self._coordinator.has_listened
 
     def _warm_up(self) -> None:
         """What only a job is worth that lives a while."""
         if self._reports.child is None:
             self._start_reporter()
-        if self._untold and self._coordinator is not None and not self._gang.interrupted:
+        if self._may_tell and self._coordinator is not None:
+            self._untold = False
+            if self._gang.interrupted:
+                return
             where, job, page = self._plan.coordinator, self._plan.job, self._coordinator.page_address
             scheme = "https" if self._environment.get("FERRORPC_TLS_CERT") else "http"
             self._console.say(
                 f"to watch this job: ferrorpc status --watch --coordinator {where} --job {job}"
                 + (f", or {scheme}://{page}/" if page else "")
             )
-        self._untold = False
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
