@@ -93,7 +93,7 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
             execution.attend()
             _wait(execution, parker)
     except FerroError as error:
-        if guard.latch.cause is not None or not breaks(execution, error):
+        if not breaks(execution, error):
             raise
         raise verdict(guard, error, abort, parker) from None
     except Exception as bug:
@@ -146,6 +146,8 @@ def _poll(execution: Execution, parker: Parker) -> None:
 def verdict(guard: Guard, error: FerroError, abort: Callable[[FerroError], None], parker: Parker) -> FerroError:
     """Reports a failure and returns what to raise: the first cause as soon as it is known, else the failure itself."""
     latch, until = guard.latch, guard.clock.now() + VERDICT_SECONDS
+    if latch.cause is not None:
+        return latch.cause.again()
     ticket = latch.watch(parker.unpark)
     abort(error)
     while latch.cause is None and parker.park(until):
@@ -308,8 +310,12 @@ class Progress:
         heapq.heappush(self._timers, (entry.due(), self._count, entry))
 
     def _fail(self, entry: _Entry, error: FerroError) -> None:
-        if entry.execution.guard.latch.cause is not None or not breaks(entry.execution, error):
+        if not breaks(entry.execution, error):
             self._end(entry, error)
+            return
+        cause = entry.execution.guard.latch.cause
+        if cause is not None:
+            self._end(entry, cause.again())
             return
         entry.failure = error
         entry.verdict_by = self._clock.now() + VERDICT_SECONDS

@@ -115,6 +115,23 @@ def test_what_is_raised_is_the_first_cause_that_was_kept(way: str) -> None:
 
 
 @both
+def test_a_failure_that_is_met_after_the_end_of_the_generation_does_not_hide_its_first_cause(way: str) -> None:
+    latch = Latch()
+    reported, report = reporter(latch)
+
+    class Late(Scripted):
+        """The first cause is pushed after the driver has looked at the latch, and before the execution meets a failure."""
+
+        def advance(self) -> bool:
+            latch.trip(GroupAbortedError(0, "theirs"))
+            raise PeerLostError(2, "mine")
+
+    with pytest.raises(GroupAbortedError, match="theirs"):
+        run(way, Late(latch), report)
+    assert reported == []
+
+
+@both
 def test_the_end_of_the_generation_ends_the_wait(way: str) -> None:
     latch = Latch()
     reported, report = reporter(latch)
