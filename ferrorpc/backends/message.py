@@ -192,4 +192,6 @@ class _Subgroup(MessageBackend):
         return self._parent.name
 
     def close(self) -> None:
-        """The lanes belong to the world."""
+        """The lanes belong to the world; what only this group's operations used is given back."""
+        if self._arena is not None:
+            self._arena.close()

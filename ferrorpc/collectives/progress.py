@@ -95,7 +95,8 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
     except FerroError as error:
         if not breaks(execution, error):
             raise
-        raise verdict(guard, error, abort, parker) from None
+        cause = guard.latch.cause
+        raise (verdict(guard, error, abort, parker) if cause is None else cause.again()) from None
     except Exception as bug:
         abort(FerroError(f"{execution.label}: {bug!r}"))
         raise
@@ -146,8 +147,6 @@ def _poll(execution: Execution, parker: Parker) -> None:
 def verdict(guard: Guard, error: FerroError, abort: Callable[[FerroError], None], parker: Parker) -> FerroError:
     """Reports a failure and returns what to raise: the first cause as soon as it is known, else the failure itself."""
     latch, until = guard.latch, guard.clock.now() + VERDICT_SECONDS
-    if latch.cause is not None:
-        return latch.cause.again()
     ticket = latch.watch(parker.unpark)
     abort(error)
     while latch.cause is None and parker.park(until):

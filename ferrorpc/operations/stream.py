@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import kind_of
+from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.guard import Clock, seconds_of
 from ferrorpc.operations.arguments import Arguments
@@ -29,7 +31,10 @@ class Stream:
         self._dispatch = dispatch
         self._given = Arguments(dispatch.backend.capabilities.device_arrays)
         self._number = dispatch.open_stream(channels)
-        self._unordered = channels is None and dispatch.backend.arena is not None
+        arena = dispatch.backend.arena
+        self._unordered = channels is None and arena is not None
+        if arena is not None:
+            weakref.finalize(self, _let_go, weakref.ref(arena), self._number).atexit = False
 
     @property
     def number(self) -> int:
@@ -105,3 +110,10 @@ class Stream:
         prepared = dispatch.prepared(signature, lambda: replace(call(), unordered=self._unordered))
         execution = dispatch.start(prepared, sources, result, seconds, stream=self._number, number=number)
         return dispatch.submit(execution, result)
+
+
+def _let_go(arena: weakref.ref[Arena], stream: int) -> None:
+    """A finaliser: it must not keep the arena, from which its stream may be reached."""
+    found = arena()
+    if found is not None:
+        found.let_go(stream)

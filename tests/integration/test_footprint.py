@@ -61,6 +61,62 @@ with ferrorpc.init_process_group(transport="shared_memory") as group:
 """
 
 
+SHORT_LIVED = """
+import gc
+import numpy
+import ferrorpc
+
+def shared_bytes():
+    gc.collect()
+    with open("/proc/self/status") as status:
+        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("RssShmem"))
+
+with ferrorpc.init_process_group(transport="shared_memory") as group:
+    like = {"weight": numpy.ones(20_000, numpy.float32), "bias": numpy.ones(30)}
+
+    def turn():
+        assert ferrorpc.GradientSynchronizer(like, group)(like)["weight"].all()
+        with group.subgroup([1, 0]) as pair:
+            assert pair.all_reduce(numpy.ones(25_000)).all()
+
+    for _ in range(5):
+        turn()
+    before = shared_bytes()
+    for _ in range(30):
+        turn()
+    print(shared_bytes() - before, flush=True)
+"""
+
+
+BROKEN_OFF = """
+import gc
+import numpy
+import ferrorpc
+
+def mapped():
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:ferrorpc" in line for line in maps)
+
+def turn(group):
+    like = {"weight": numpy.ones(20_000, numpy.float32)}
+    synchroniser = ferrorpc.GradientSynchronizer(like, group)
+    if group.rank:
+        return group.abort("enough")
+    try:
+        synchroniser(like)
+    except ferrorpc.GroupAbortedError:
+        pass
+
+group = ferrorpc.init_process_group(transport="shared_memory")
+for _ in range(3):
+    turn(group)
+    group = group.reform()
+gc.collect()
+print(mapped(), flush=True)
+group.close()
+"""
+
+
 @pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
 def test_an_idle_group_takes_hardly_any_processor_time(transport: str, tmp_path: Path) -> None:
     """Beats and keepalives are some thousandths of a processor; a thread that polls would be far more."""
@@ -78,3 +134,18 @@ def test_ten_thousand_operations_leave_no_memory_behind(tmp_path: Path) -> None:
     grown = [int(line.split()[1]) for line in result.stdout.splitlines()]
     assert len(grown) == 2
     assert max(grown) < 2 << 20
+
+
+def test_synchronisers_and_subgroups_that_are_over_give_their_shared_memory_back(tmp_path: Path) -> None:
+    result = run("-n", "2", write_script(tmp_path, SHORT_LIVED))
+    assert result.returncode == 0, result.stderr
+    grown = [int(line.split()[1]) for line in result.stdout.splitlines()]
+    assert len(grown) == 2
+    assert max(grown) < 128 << 10
+
+
+def test_generations_that_were_broken_off_within_a_step_leave_no_mapping(tmp_path: Path) -> None:
+    """Only this rank's own segment and its neighbour's are there."""
+    result = run("-n", "2", write_script(tmp_path, BROKEN_OFF))
+    assert result.returncode == 0, result.stderr
+    assert [line.split()[1] for line in result.stdout.splitlines()] == ["2", "2"]

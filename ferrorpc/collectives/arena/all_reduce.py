@@ -76,7 +76,12 @@ class OneShot(ArenaPrepared):
         """Views of this rank's slot, and of everyone's in rank order."""
         sources = [slot[: self._nbytes].view(self.specs[0].dtype.storage) for slot in channel.slots]
         found = self._views[channel] = sources[self.arena.rank], sources
+        channel.viewers.add(self)
         return found
+
+    def forget(self, channel: Channel) -> None:
+        """The channel's slots are given back."""
+        self._views.pop(channel, None)
 
 
 class TwoShot(ArenaPrepared):

@@ -48,6 +48,17 @@ class Arena:
         """A stream has so many channels; before its first operation. What is not said has PROGRAM_CHANNELS."""
         self._channels[stream] = channels
 
+    def let_go(self, stream: int) -> None:
+        """This rank starts no operation there any more: its memory is given back in time. May be called by a finaliser."""
+        bank = self._banks.get(stream)
+        if bank is not None:
+            self.board.let_go(bank)
+
+    def close(self) -> None:
+        """This rank starts no operation of this group any more."""
+        for stream in list(self._banks):
+            self.let_go(stream)
+
     def bank(self, stream: int) -> Bank:
         """The channels of a stream."""
         found = self._banks.get(stream)

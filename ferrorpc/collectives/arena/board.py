@@ -29,6 +29,8 @@ from ferrorpc.transports.shared_memory.segment import FRONT_OFFSET, Segment
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Words: TypeAlias = "memoryview[int]"
+Place: TypeAlias = tuple[Array, Array]
+"""The lines of a stream's channels, and their slots."""
 Wait: TypeAlias = Generator[int, None, None]
 """Yields for as long as it has to wait, each time how far its rank is."""
 
@@ -51,6 +53,7 @@ SOURCE: Final = 6
 RESULT: Final = 7
 """Where its result lies; 0: it comes through the ring."""
 
+LINE_BYTES: Final = LINE_WORDS * 8
 SLOT_BYTES: Final = 128 << 10
 """Every channel has a slot of this size for small arrays; it never moves."""
 
@@ -59,12 +62,12 @@ CHUNK_BITS: Final = 20
 POISONED: Final = -1
 """Less than any progress: whoever waits for a rank that failed waits until the generation's end is known."""
 
-"""At the front of every segment is the directory of its lines: a count, then entries of (group, stream, offset)."""
+"""At the front of every segment is the directory: a count, then entries of (group, stream, offsets of its lines and slots)."""
 DIRECTORY_ENTRIES: Final = 4096
-_ENTRY_WORDS: Final = 3
-CHANNEL_BYTES: Final = LINE_WORDS * 8 + SLOT_BYTES
+_ENTRY_WORDS: Final = 4
 _DIRECTORY_BYTES: Final = 8 * (1 + DIRECTORY_ENTRIES * _ENTRY_WORDS)
 _TEXT_BYTES: Final = 4096
+_NOTHING: Final[Array] = np.empty(0, np.uint8)
 
 
 class Memory(Protocol):
@@ -85,6 +88,9 @@ class Memory(Protocol):
 class Board:
     """This rank's lines, and the way to those of the others. One per generation.
 
+    Lines stay where they are until its end, so that a peer never takes something else for one. The larger memory of a stream
+    that is over on this rank is given back, once its peers have left it too, when the next stream needs some.
+
     Args:
         memory: the shared segments.
         rank: own world rank.
@@ -97,6 +103,7 @@ class Board:
         self._lock = threading.Lock()
         self._directory = _directory(memory.memory(rank))
         self._banks: dict[tuple[int, int], Bank] = {}
+        self._over: deque[Bank] = deque()
         self._texts: dict[str, tuple[int, int]] = {}
         self._held: list[Array] = []
         self.calls = Calls()
@@ -110,12 +117,23 @@ class Board:
         with self._lock:
             found = self._banks.get((group, stream))
             if found is None:
+                self._fold()
                 found = self._banks[group, stream] = Bank(
                     self, (group, stream), ranks, channels, self._open(group, stream, channels)
                 )
         return found
 
-    def _open(self, group: int, stream: int, channels: int) -> Array:
+    def let_go(self, bank: Bank) -> None:
+        """This rank starts nothing more there. For finalisers, which may come between any two lines: so without the lock."""
+        self._over.append(bank)
+
+    def _fold(self) -> None:
+        for _ in range(len(self._over)):
+            bank = self._over.popleft()
+            if not bank.fold():
+                self._over.append(bank)
+
+    def _open(self, group: int, stream: int, channels: int) -> Place:
         directory = self._directory
         count = directory[0]
         if count == DIRECTORY_ENTRIES:
@@ -123,12 +141,14 @@ class Board:
                 f"rank {self.rank} has opened {count} streams and subgroups in this generation, and there is room for no more",
                 hint="keep subgroups and streams instead of making new ones",
             )
-        offset, place = self.allocate(channels * CHANNEL_BYTES)
-        place[: channels * LINE_WORDS * 8] = 0
+        lines_offset, lines = self.allocate(channels * LINE_BYTES)
+        lines[:] = 0
+        slots_offset, slots = self.allocate(channels * SLOT_BYTES)
         entry = 1 + count * _ENTRY_WORDS
-        directory[entry], directory[entry + 1], directory[entry + 2] = _signed(group), stream, offset
+        for word, value in enumerate((_signed(group), stream, lines_offset, slots_offset)):
+            directory[entry + word] = value
         directory[0] = count + 1
-        return place
+        return lines, slots
 
     def allocate(self, nbytes: int) -> tuple[int, Array]:
         """New memory in this rank's segment: its offset and bytes, free again when nothing refers to them any more."""
@@ -138,14 +158,14 @@ class Board:
             raise AssertionError("a segment does not find what it has just given")
         return offset, place
 
-    def find(self, rank: int, stream: tuple[int, int], channels: int) -> Array | None:
+    def find(self, rank: int, stream: tuple[int, int], channels: int) -> Place | None:
         """Lines and slots of another rank's (group, stream); None while it has not opened it."""
         memory = self.memory.memory(rank)
         directory, wanted = _directory(memory), (_signed(stream[0]), stream[1])
         for entry in range(1, 1 + min(directory[0], DIRECTORY_ENTRIES) * _ENTRY_WORDS, _ENTRY_WORDS):
             if (directory[entry], directory[entry + 1]) == wanted:
-                offset = directory[entry + 2]
-                return memory[offset : offset + channels * CHANNEL_BYTES]
+                lines, slots = directory[entry + 2], directory[entry + 3]
+                return memory[lines : lines + channels * LINE_BYTES], memory[slots : slots + channels * SLOT_BYTES]
         return None
 
     def sign(self, text: str) -> tuple[int, int]:
@@ -176,6 +196,13 @@ class Giving(Protocol):
 
     def given_bytes(self) -> dict[int, int]:
         """World rank of a peer -> what it took in all runs so far."""
+
+
+class Viewer(Protocol):
+    """A call that keeps views of a channel's slots."""
+
+    def forget(self, channel: Channel) -> None:
+        """Drops them."""
 
 
 class Calls:
@@ -218,7 +245,7 @@ class Bank:
         channels: in order.
     """
 
-    def __init__(self, board: Board, stream: tuple[int, int], ranks: Sequence[int], channels: int, own: Array) -> None:
+    def __init__(self, board: Board, stream: tuple[int, int], ranks: Sequence[int], channels: int, own: Place) -> None:
         self.board = board
         self.peers = tuple(rank for rank in ranks if rank != board.rank)
         self.memories = [board.memory.memory(peer) for peer in self.peers]
@@ -227,7 +254,7 @@ class Bank:
         self._ranks = tuple(ranks)
         self._places = {board.rank: own}
         for channel in self.channels:
-            channel.line = self._line(own, channel.number)
+            channel.line = _line(own, channel.number)
 
     def meet(self) -> Wait:
         """Waits until every peer has opened this stream, then gives the channels everyone's lines and slots."""
@@ -239,23 +266,26 @@ class Bank:
                 else:
                     self._places[peer] = place
         for channel in self.channels:
-            channel.slots = [self._slot(self._places[rank], channel.number) for rank in self._ranks]
-            channel.others = [self._line(self._places[peer], channel.number) for peer in self.peers]
+            channel.slots = [_slot(self._places[rank], channel.number) for rank in self._ranks]
+            channel.others = [_line(self._places[peer], channel.number) for peer in self.peers]
 
-    def _line(self, place: Array, channel: int) -> Words:
-        start = channel * LINE_WORDS * 8
-        return words_of(place[start : start + LINE_WORDS * 8])
-
-    def _slot(self, place: Array, channel: int) -> Array:
-        start = len(self.channels) * LINE_WORDS * 8 + channel * SLOT_BYTES
-        return place[start : start + SLOT_BYTES]
+    def fold(self) -> bool:
+        """Gives back slots and rings, unless somebody is in an operation that this rank has started here. Whether it did."""
+        if not all(channel.is_free(channel.last) for channel in self.channels):
+            return False
+        self._places[self.board.rank] = self._places[self.board.rank][0], _NOTHING
+        for channel in self.channels:
+            channel.slots, channel.ring = [], _NOTHING
+            for viewer in list(channel.viewers):
+                viewer.forget(channel)
+        return True
 
     def latest(self, peer: int) -> tuple[int, str]:
         """Ticket and signature of the operation that a peer entered last; (0, "") before its first."""
         place = self._places.get(peer)
         if place is None:
             return 0, ""
-        line = max((self._line(place, channel.number) for channel in self.channels), key=lambda line: line[STAGED])
+        line = max((_line(place, channel.number) for channel in self.channels), key=lambda line: line[STAGED])
         ticket = line[STAGED] >> CHUNK_BITS
         return (ticket, self.board.read_text(peer, line[TEXT])) if ticket > 0 else (0, "")
 
@@ -271,9 +301,10 @@ class Channel:
         last: the value that LEFT will have when the latest operation started here is over.
         signed: the hash that stands in the line.
         ring: own memory for what others cannot read in place.
+        viewers: calls that keep views of `slots`.
     """
 
-    __slots__ = ("bank", "last", "line", "number", "others", "ring", "signed", "slots")
+    __slots__ = ("bank", "last", "line", "number", "others", "ring", "signed", "slots", "viewers")
 
     line: Words
 
@@ -284,7 +315,8 @@ class Channel:
         self.slots: list[Array] = []
         self.last = 0
         self.signed = 0
-        self.ring: Array = np.empty(0, np.uint8)
+        self.ring = _NOTHING
+        self.viewers: WeakSet[Viewer] = WeakSet()
 
     def is_free(self, before: int) -> bool:
         """Whether every rank, this one included, has left the operation that ended with this value of LEFT."""
@@ -317,6 +349,14 @@ class Channel:
     def poison(self) -> None:
         """This rank's operation failed: what it staged may change from now on, so nobody may rely on it any more."""
         self.line[STAGED] = self.line[REDUCED] = POISONED
+
+
+def _line(place: Place, channel: int) -> Words:
+    return words_of(place[0][channel * LINE_BYTES : (channel + 1) * LINE_BYTES])
+
+
+def _slot(place: Place, channel: int) -> Array:
+    return place[1][channel * SLOT_BYTES : (channel + 1) * SLOT_BYTES]
 
 
 def words_of(data: Array) -> Words:

@@ -10,13 +10,13 @@ import pytest
 from ferrorpc.collectives.arena import all_reduce
 from ferrorpc.collectives.arena.all_reduce import OneShot, TwoShot
 from ferrorpc.collectives.arena.arena import PROGRAM_CHANNELS
-from ferrorpc.collectives.arena.board import DIRECTORY_ENTRIES, LINE_WORDS, RING, SLOT_BYTES, SOURCE, STAGED
+from ferrorpc.collectives.arena.board import DIRECTORY_ENTRIES, LINE_BYTES, RING, SLOT_BYTES, SOURCE, STAGED
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CodecError, CollectiveMismatchError, LimitExceededError, UsageError
 from ferrorpc.testing.reference import every_dtype, operators, reduced, values
 from ferrorpc.types import DType, ReduceOp, TensorSpec
-from tests.unit.collectives.shared_world import SharedWorld
+from tests.unit.collectives.shared_world import Running, SharedWorld
 
 WORLDS = [2, 3, 4, 8]
 
@@ -316,6 +316,46 @@ def test_a_table_that_no_rank_writes_is_refused(word, value):
         assert isinstance(running[0].error, CodecError)
 
 
+@pytest.mark.parametrize("count", [8, 100_000], ids=["slots", "rings"])
+def test_a_stream_that_is_over_gives_its_memory_to_the_next(count):
+    call, ones = all_reduce_call(DType.FLOAT32, count), np.ones(count, np.float32)
+    with SharedWorld(2) as world:
+        used = []
+        kept = [prepare(arena, call) for arena in world.arenas]
+        for stream in range(1, 40):
+            running = []
+            for rank, prepared in enumerate(kept):
+                channel, steps = prepared.begin(world.arenas[rank].bank(stream), 0, [ones], None)
+                running.append(Running(prepared, channel, steps))
+            assert world.advance(running)
+            assert all((part.results[0] == 2).all() for part in running)
+            for arena in world.arenas:
+                arena.let_go(stream)
+            del running
+            gc.collect()
+            used.append([memory.own.used_bytes for memory in world.memories])
+        lines_bytes = PROGRAM_CHANNELS * LINE_BYTES
+        assert used[-1] == [size + lines_bytes * (len(used) - 2) for size in used[1]], "more than lines is kept"
+
+
+def test_what_a_peer_still_reads_is_not_given_away():
+    call, ones = all_reduce_call(DType.FLOAT32, 8), np.ones(8, np.float32)
+    with SharedWorld(2) as world:
+        first, second = (world.begin(rank, call, [ones * (1 + rank)], number=0, stream=1) for rank in range(2))
+        second.advance()
+        while not first.over:
+            first.advance()
+        assert not second.over
+        world.arenas[0].let_go(1)
+        del first
+        gc.collect()
+        board = world.arenas[0].board
+        board.bank(0, 2, (0, 1), 1)
+        board.allocate(board.memory.own.size_bytes // 2)[1][: 4 << 20] = 0xFF
+        assert world.advance([second])
+        assert second.results[0].tolist() == [3.0] * 8
+
+
 def test_the_directory_says_when_it_is_full():
     with SharedWorld(2) as world:
         board = world.arenas[0].board
@@ -325,7 +365,7 @@ def test_the_directory_says_when_it_is_full():
 
 
 def test_lines_have_room_for_every_word():
-    assert LINE_WORDS * 8 % 64 == 0
+    assert LINE_BYTES % 64 == 0
 
 
 def taken(world: SharedWorld, calls: list[Call], inputs) -> list[list[int]]:
