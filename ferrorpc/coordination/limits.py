@@ -13,6 +13,8 @@ KEY_BYTES_MAX: Final = 512
 VALUE_BYTES_MAX: Final = 1 << 20
 PAYLOAD_BYTES_MAX: Final = 4 << 10
 FRAME_BYTES_MAX: Final = 256 << 10
+WRITES_MAX: Final = 128
+"""Unanswered writes of a session: a coordinator knows the results of so many again when they are repeated."""
 RANKS_PER_ID: Final = 128
 """One NCCL id, minted by one leader, serves so many ranks."""
 BINDINGS: Final = ("job", "session", "generation")

@@ -11,8 +11,9 @@ from ferrorpc.coordination import limits
 from ferrorpc.coordination.base import Store
 from ferrorpc.coordination.link import Link
 from ferrorpc.coordination.local_store import timed_out
+from ferrorpc.coordination.monitor import Monitor
 from ferrorpc.errors import FerroError, StoreTimeoutError
-from ferrorpc.guard import seconds_of
+from ferrorpc.guard import SYSTEM_CLOCK, Clock, seconds_of
 from ferrorpc.v1 import store_pb2 as wire
 
 _BINDING: Final = {
@@ -30,21 +31,27 @@ def milliseconds(seconds: float) -> int:
 class RemoteStore(Store):
     """The store over a member's line. Every write carries a request id, so that it is applied once however often it is sent.
 
+    The coordinator remembers the results of the last WRITES_MAX of them; so many threads may write at a time, and others wait.
+
     Args:
         link: the line.
         timeout: seconds that every request may take, a `get` or `wait` only when they are not told otherwise.
+        clock: what those who wait for their turn wait by.
     """
 
-    def __init__(self, link: Link, timeout: float) -> None:
+    def __init__(self, link: Link, timeout: float, clock: Clock = SYSTEM_CLOCK) -> None:
         self._link = link
         self._timeout = timeout
+        self._clock = clock
+        self._turns = Monitor(clock)
+        self._writing = 0
         self._request_ids = itertools.count(secrets.randbits(31) << 32 | 1)
 
     def set(self, key: str, value: bytes, *, bind: str = "job") -> None:
         limits.check_key(key)
         value = limits.check_value(value)
         limits.check_binding(bind)
-        self._ask(f"store.set({key!r})", set=wire.SetOperation(key=key, value=value, binding=_BINDING[bind]))
+        self._write(f"store.set({key!r})", set=wire.SetOperation(key=key, value=value, binding=_BINDING[bind]))
 
     def get(self, key: str, timeout: float | None = None) -> bytes:
         limits.check_key(key)
@@ -58,7 +65,7 @@ class RemoteStore(Store):
     def add(self, key: str, amount: int = 1) -> int:
         limits.check_key(key)
         operation = wire.AddOperation(key=key, amount=limits.check_amount(amount), binding=wire.KEY_BINDING_JOB)
-        return self._ask(f"store.add({key!r})", add=operation).number
+        return self._write(f"store.add({key!r})", add=operation).number
 
     def compare_set(self, key: str, expected: bytes | None, value: bytes) -> bool:
         limits.check_key(key)
@@ -69,7 +76,7 @@ class RemoteStore(Store):
             value=limits.check_value(value),
             binding=wire.KEY_BINDING_JOB,
         )
-        return self._ask(f"store.compare_set({key!r})", compare_set=operation).found
+        return self._write(f"store.compare_set({key!r})", compare_set=operation).found
 
     def wait(self, keys: str | Iterable[str], timeout: float | None = None) -> None:
         keys = limits.check_keys(keys)
@@ -81,7 +88,7 @@ class RemoteStore(Store):
 
     def delete(self, key: str) -> bool:
         limits.check_key(key)
-        return self._ask(f"store.delete({key!r})", delete=wire.DeleteOperation(key=key)).found
+        return self._write(f"store.delete({key!r})", delete=wire.DeleteOperation(key=key)).found
 
     def keys(self, prefix: str = "") -> list[str]:
         limits.check_prefix(prefix)
@@ -92,6 +99,23 @@ class RemoteStore(Store):
             found.extend(response.keys)
             if not response.more:
                 return found
+
+    def _write(self, label: str, **operation: object) -> wire.StoreResponse:
+        while not self._turns.wait(self._take_turn, self._clock.now() + self._timeout):
+            if not self._link.standing():
+                raise _late(f"{label} had no turn for {self._timeout:g} s: {limits.WRITES_MAX} others have no answer")
+        try:
+            return self._ask(label, **operation)
+        finally:
+            with self._turns.lock:
+                self._writing -= 1
+                self._turns.changed()
+
+    def _take_turn(self) -> bool | None:
+        if self._writing >= limits.WRITES_MAX:
+            return None
+        self._writing += 1
+        return True
 
     def _ask(self, label: str, seconds: float | None = None, **operation: object) -> wire.StoreResponse:
         request = wire.StoreRequest(request_id=next(self._request_ids), **operation)  # type: ignore[arg-type]

@@ -100,7 +100,7 @@ class RemoteSession(Session):
             max_outage=config["max_outage"],
             heartbeat_interval=config["heartbeat_interval"],
         )
-        self.store = RemoteStore(self._link, self._timeout)
+        self.store = RemoteStore(self._link, self._timeout, clock)
 
     @classmethod
     def join(

@@ -60,6 +60,7 @@ def test_the_client_refuses_what_the_coordinator_would() -> None:
     assert LIMITS.value_bytes == client.VALUE_BYTES_MAX
     assert LIMITS.payload_bytes == client.PAYLOAD_BYTES_MAX
     assert LIMITS.frame_bytes == client.FRAME_BYTES_MAX
+    assert LIMITS.remembered_writes == client.WRITES_MAX
 
 
 def test_a_store_value_fits_into_what_a_coordinator_receives() -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
+from ferrorpc.coordination.limits import WRITES_MAX
 from ferrorpc.coordination.remote_store import RemoteStore
+from ferrorpc.errors import StoreTimeoutError
 from ferrorpc.v1 import store_pb2
 
 
@@ -35,3 +40,44 @@ def test_a_disk_or_a_machine_that_is_slow_has_as_long_as_the_group(request_of):
     line = Line()
     request_of(RemoteStore(line, 60.0))
     assert line.seconds == [60.0]
+
+
+class Silent:
+    """Answers nothing until it is told to, and counts who waits."""
+
+    def __init__(self):
+        self.asking = 0
+        self.most = 0
+        self.full = threading.Event()
+        self.answers = threading.Event()
+        self._lock = threading.Lock()
+
+    def standing(self):
+        return ""
+
+    def ask(self, label, seconds, late, store):
+        with self._lock:
+            self.asking += 1
+            self.most = max(self.most, self.asking)
+            if self.asking == WRITES_MAX:
+                self.full.set()
+        assert self.answers.wait(20)
+        with self._lock:
+            self.asking -= 1
+        return store_pb2.StoreResponse(found=True, number=1)
+
+
+def test_no_more_writes_are_under_way_than_a_coordinator_remembers():
+    """It could not tell that it has carried out the others, were all repeated after a blip."""
+    line = Silent()
+    store = RemoteStore(line, 20.0)
+    with ThreadPoolExecutor(WRITES_MAX + 40) as pool:
+        sums = [pool.submit(store.add, "k") for _ in range(WRITES_MAX + 40)]
+        assert line.full.wait(20)
+        hasty = RemoteStore(line, 20.0)
+        hasty._writing, hasty._timeout = WRITES_MAX, 0.05
+        with pytest.raises(StoreTimeoutError, match="no turn"):
+            hasty.set("k", b"v")
+        line.answers.set()
+        assert [each.result(20) for each in sums] == [1] * len(sums)
+    assert line.most == WRITES_MAX
