@@ -22,6 +22,8 @@ _SECONDS_MAX: Final = 1e9
 """Thirty years, which fit into 64 bits of nanoseconds."""
 _INTERVAL_MIN: Final = 0.01
 _BYTES: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 1000, "MB": 10**6, "GB": 10**9}
+NAME_BYTES_MAX: Final = 128
+_NAME: Final = re.compile(r"[!-.0-~]+")
 _NUMBER: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -49,6 +51,13 @@ def size_bytes(text: str) -> int:
     if match is None or match[2] not in _BYTES or not (size := float(match[1]) * _BYTES[match[2]]) < 1 << 63:
         raise ValueError("expected a size, such as 4MiB or 512KiB")
     return int(size)
+
+
+def plain_name(text: str) -> str:
+    """A name that a coordinator takes, of a job or of a member."""
+    if len(text) > NAME_BYTES_MAX or not _NAME.fullmatch(text):
+        raise ValueError(f"expected at most {NAME_BYTES_MAX} characters of printable ASCII, without blanks and slashes")
+    return text
 
 
 def whole_number(text: str) -> int:
@@ -147,8 +156,8 @@ SETTINGS: Final = (
         host_port,
         "host:port of the coordinator; without one a local coordinator or a world of one",
     ),
-    Setting("job", "default", str, "name of the job; jobs on one coordinator do not see each other"),
-    Setting("name", None, str, "this member's name; default <node>-<local rank>, the pod's, or <host>-<pid>"),
+    Setting("job", "default", plain_name, "name of the job; jobs on one coordinator do not see each other"),
+    Setting("name", None, plain_name, "this member's name; default <node>-<local rank>, the pod's, or <host>-<pid>"),
     Setting("world_size", None, world_size, "N members, or MIN:MAX for an elastic world"),
     Setting("rank_hint", None, whole_number, "the rank to give this member where it is free"),
     Setting("backend", "auto", str, "who performs operations", ("auto", "grpc", "simulated", "nccl", "hybrid")),

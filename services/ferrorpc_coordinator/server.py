@@ -206,11 +206,11 @@ class _Service:
 
 
 def _recovered(options: Options, rows: Sequence[Row], access: Access) -> Coordinator:
-    """The state, with what the journal holds. What it does not understand would not be there next time either."""
+    """The state, with what the journal holds. What it does not understand in there it would not understand next time either."""
     try:
         return Coordinator(options.settings, rows, access=access, mint=_mint, now_ns=time.monotonic_ns())
     except Exception as error:
-        if options.data_dir is None:
+        if options.data_dir is None or not rows:
             raise
         _log.debug("recovery failed", exc_info=True)
         raise damaged(options.data_dir, f"{type(error).__name__}: {error}") from None

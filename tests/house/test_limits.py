@@ -6,7 +6,7 @@ import pytest
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
 from ferrorpc.collectives.arena.board import DIRECTORY_ENTRIES
-from ferrorpc.config import SETTINGS
+from ferrorpc.config import NAME_BYTES_MAX, SETTINGS
 from ferrorpc.coordination import limits as client
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.wire import frames, options
@@ -32,6 +32,7 @@ ROWS = (
     ("one member's payload at a named barrier; all together", f"{size(LIMITS.payload_bytes)}; {size(LIMITS.barrier_bytes)}"),
     ("a member's name; all it says of itself", f"{size(LIMITS.name_bytes)}; {size(LIMITS.hello_bytes)}"),
     ("members of a job; jobs of a coordinator", f"{LIMITS.members:,}; {LIMITS.jobs}"),
+    ("members that have gone, whose names and last ranks a job still knows", f"{LIMITS.gone_members:,}"),
     ("unanswered requests of a session", f"{LIMITS.requests:,}"),
     ("watches of a job; changes a watch can look back on", f"{LIMITS.watches:,}; {LIMITS.history_events:,}"),
     ("open named barriers of a job", f"{LIMITS.open_barriers:,}"),
@@ -61,6 +62,7 @@ def test_the_client_refuses_what_the_coordinator_would() -> None:
     assert LIMITS.payload_bytes == client.PAYLOAD_BYTES_MAX
     assert LIMITS.frame_bytes == client.FRAME_BYTES_MAX
     assert LIMITS.remembered_writes == client.WRITES_MAX
+    assert LIMITS.name_bytes == NAME_BYTES_MAX
 
 
 def test_a_store_value_fits_into_what_a_coordinator_receives() -> None:

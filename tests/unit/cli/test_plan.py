@@ -145,3 +145,13 @@ def test_one_node_with_a_world_that_may_shrink_leaves_ranks_to_the_coordinator(s
     assert plan.elastic
     assert plan.policy.elastic
     assert plan.rank(1) is None
+
+
+@pytest.mark.parametrize("job", ["a b", "b/c", "naïve", "j" * 129])
+def test_a_name_that_no_coordinator_takes_is_refused_before_anything_is_started(job, script):
+    with pytest.raises(ConfigError, match="job="):
+        make_plan(target=(script,), job=job)
+
+
+def test_a_name_may_be_as_long_as_a_coordinator_takes_it(script):
+    assert make_plan(target=(script,), job="j" * 128).job == "j" * 128
