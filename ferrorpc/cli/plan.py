@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -18,6 +18,8 @@ from ferrorpc.pipeline.schedules.simulation import columns
 FILE = click.Path(dir_okay=False, path_type=Path)
 COUNT = click.IntRange(min=1)
 TIME = click.FloatRange(min=0)
+LARGE: Final = 1_000
+"""Forwards of all ranks together from which on a comparison takes seconds, and tells how far it is."""
 
 
 @click.group("plan")
@@ -119,6 +121,8 @@ def _compare(stages: int, microbatches: int, chunks: int | None, costs: dict[str
     """All named schedules at these costs, the fastest first; those that do not admit the counts with the reason."""
     found, refused = [], []
     for name in schedules.NAMED:
+        if stages * microbatches >= LARGE:
+            click.echo(f"{name}: {stages} stages, {microbatches} microbatches ...", err=True)
         try:
             schedule = schedules.named(name, stages, microbatches, chunks)
         except UsageError as error:

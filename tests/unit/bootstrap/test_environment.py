@@ -122,6 +122,7 @@ def test_an_argument_comes_before_the_variables():
     [
         ({"RANK": "1"}, "WORLD_SIZE"),
         ({"WORLD_SIZE": "1"}, "RANK"),
+        ({"RANK": "1", "FERRORPC_WORLD_SIZE": "2"}, "WORLD_SIZE"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),

@@ -75,3 +75,14 @@ def test_files_are_of_one_schedule(capsys):
 def test_a_pipeline_of_nothing_is_refused(option: str, capsys):
     assert run(["plan", "pipeline", option, "0"]) == EXIT_CONFIG
     assert option in capsys.readouterr().err
+
+
+def test_a_comparison_that_takes_long_tells_how_far_it_is(capsys, monkeypatch):
+    counts = ["plan", "pipeline", "--stages", "4", "--microbatches", "2"]
+    assert run(counts) == 0
+    quiet = capsys.readouterr()
+    monkeypatch.setattr("ferrorpc.cli.plan.LARGE", 8)
+    assert run(counts) == 0
+    told = capsys.readouterr()
+    assert (quiet.err, told.out) == ("", quiet.out)
+    assert [line.partition(":")[0] for line in told.err.splitlines()] == list(schedules.NAMED)
