@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 from ferrorpc.coordination import limits
 from ferrorpc.coordination.base import Store
@@ -100,7 +100,7 @@ class RemoteStore(Store):
             if not response.more:
                 return found
 
-    def _write(self, label: str, **operation: object) -> wire.StoreResponse:
+    def _write(self, label: str, **operation: Any) -> wire.StoreResponse:
         while not self._turns.wait(self._take_turn, self._clock.now() + self._timeout):
             if not self._link.standing():
                 raise _late(f"{label} had no turn for {self._timeout:g} s: {limits.WRITES_MAX} others have no answer")
