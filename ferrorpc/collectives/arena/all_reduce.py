@@ -66,7 +66,7 @@ class OneShot(ArenaPrepared):
             while other[STAGED] < done:
                 yield done
             if other[SIGNATURE] != digest:
-                raise self.mismatch(channel)
+                raise self.mismatch(channel, base)
         results = outputs or self.room(None)
         self._fold(sources, results[0] if self._is_flat else results[0].reshape(-1))
         line[LEFT] = done
@@ -130,7 +130,7 @@ class TwoShot(ArenaPrepared):
             passed = base + chunk + 1
             yield from channel.await_others(STAGED, passed)
             if not chunk:
-                self.compare(channel)
+                self.compare(channel, base)
                 run.look()
             run.reduce(chunk)
             line[REDUCED] = passed

@@ -54,7 +54,7 @@ class Barrier(ArenaPrepared):
             while other[STAGED] < done:
                 yield done
             if other[SIGNATURE] != digest:
-                raise self.mismatch(channel)
+                raise self.mismatch(channel, base)
         line[LEFT] = done
         return [], []
 
@@ -117,7 +117,7 @@ class Exchange(ArenaPrepared):
         while line[STAGED] < done:
             yield done
         if line[SIGNATURE] != self._digest:
-            raise self.mismatch(channel)
+            raise self.mismatch(channel, done)
         return self._read(channel, other)
 
     def _land(

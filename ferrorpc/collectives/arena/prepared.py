@@ -120,12 +120,12 @@ class ArenaPrepared(Prepared):
             channel.line[SIGNATURE], channel.line[TEXT] = self._digest, self._text
             channel.signed = self._digest
 
-    def compare(self, channel: Channel) -> None:
+    def compare(self, channel: Channel, base: int) -> None:
         """Raises CollectiveMismatchError where a peer that has staged is in another call."""
         digest = self._digest
         for other in channel.others:
             if other[SIGNATURE] != digest:
-                raise self.mismatch(channel)
+                raise self.mismatch(channel, base)
 
     def part(self, channel: Channel, peer: int, offset: int, nbytes: int) -> Array:
         """Bytes of a peer's segment. `peer`: its place among the others.
@@ -139,9 +139,13 @@ class ArenaPrepared(Prepared):
             raise CodecError(f"rank {name} says that its part of {self.signature} lies at {offset}, outside its memory")
         return memory[offset : offset + nbytes]
 
-    def mismatch(self, channel: Channel) -> CollectiveMismatchError:
-        """The error where somebody is in another call. Who has not come yet is left out: its line is of an earlier one."""
-        board, ticket = self.arena.board, channel.last >> CHUNK_BITS
+    def mismatch(self, channel: Channel, base: int) -> CollectiveMismatchError:
+        """The error where somebody is in another call. Who has not come yet is left out: its line is of an earlier one.
+
+        Args:
+            base: of this operation's progress words; the channel's latest may be a later one, which waits for its turn.
+        """
+        board, ticket = self.arena.board, base >> CHUNK_BITS
         signatures = {board.rank: self.signature}
         for peer, other in zip(channel.bank.peers, channel.others, strict=True):
             is_behind = POISONED < other[STAGED] < ticket << CHUNK_BITS

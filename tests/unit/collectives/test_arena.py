@@ -231,6 +231,31 @@ def test_different_calls_are_a_mismatch_with_both_signatures():
             assert part.error.signatures == {0: sum_call.signature, 1: max_call.signature}
 
 
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (all_reduce_call(DType.FLOAT32, 4), all_reduce_call(DType.FLOAT32, 4, ReduceOp.MAX)),
+        (all_reduce_call(DType.FLOAT32, 100_000), all_reduce_call(DType.FLOAT32, 100_000, ReduceOp.MAX)),
+        (Call(Operation.BARRIER), Call(Operation.BARRIER, note="another")),
+        (Call(Operation.ALL_GATHER, (TensorSpec(DType.FLOAT32, (4,)),)), Call(Operation.BARRIER)),
+    ],
+    ids=["one shot", "two shot", "barrier", "exchange"],
+)
+def test_a_mismatch_is_of_its_own_operation_whatever_waits_for_its_channel(calls):
+    with SharedWorld(2) as world:
+        inputs = [[np.zeros(spec.shape, spec.dtype.storage) for spec in call.inputs] for call in calls]
+        running = [world.begin(rank, call, inputs[rank], number=1) for rank, call in enumerate(calls)]
+        for rank in range(2):
+            world.begin(rank, Call(Operation.BARRIER), [], number=1 + PROGRAM_CHANNELS)
+        world.advance(running, limit=1000)
+        errors = [part.error for part in running if part.error is not None]
+        assert errors
+        for error in errors:
+            assert isinstance(error, CollectiveMismatchError)
+            assert error.signatures == {rank: call.signature for rank, call in enumerate(calls)}
+            assert error.fields["number"] == 1
+
+
 def test_a_mismatch_does_not_accuse_a_rank_that_is_not_there_yet():
     """What stands in its line is of an operation long over."""
     with SharedWorld(3) as world:
