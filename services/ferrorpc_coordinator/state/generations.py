@@ -72,13 +72,21 @@ class Generations:
     """The job's newest generation, and a line about each of the last ones.
 
     Args:
-        condemn: called with the generation that a lost link ends, the cause and the rank that reported it; it breaks it.
+        condemn: called with the generation that a lost link ends, the cause and the rank that is to blame; it breaks it.
+        asks_again: whether a member has asked for the next generation.
     """
 
-    def __init__(self, desk: Desk, roster: Roster, condemn: Callable[[Generation, error_pb2.ErrorDetail, int], None]) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        roster: Roster,
+        condemn: Callable[[Generation, error_pb2.ErrorDetail, int], None],
+        asks_again: Callable[[Member], bool],
+    ) -> None:
         self._desk = desk
         self._roster = roster
         self._condemn = condemn
+        self._asks_again = asks_again
         self.newest: Generation | None = None
         self.history: deque[session_pb2.GenerationStatus] = deque()
         self._lived: dict[int, tuple[int, int | None]] = {}
@@ -190,6 +198,11 @@ class Generations:
             return
         if peer.standing is Standing.LEFT:
             del generation.links[link]
+            return
+        if self._asks_again(peer):
+            blame = f"it called reform() already, and an operation of rank {link[0]} still needs it"
+            hint = "make every rank call reform() after the same operations, or after an error of the group"
+            self._condemn(generation, detail_of(GroupAbortedError(link[1], blame, hint=hint)), link[1])
             return
         blame = f"the data stream between rank {link[0]} and rank {link[1]} broke: {reason}; both are alive"
         cause = GroupAbortedError(link[0], blame, hint="look at the network between the two hosts; group.reform() dials anew")

@@ -39,7 +39,7 @@ class Job:
         self.desk = Desk(world, name)
         self.roster = Roster(self.desk)
         self.admission = Admission(self.desk, self.roster)
-        self.generations = Generations(self.desk, self.roster, self._break)
+        self.generations = Generations(self.desk, self.roster, self._break, lambda member: self.rendezvous.joining(member))
         self.rendezvous = Rendezvous(self.desk, self.roster, self.generations, self._replaced)
         self.leases = Leases(self.desk, self._standing_changed, self.lose)
         self.barriers = Barriers(self.desk, self.roster)
