@@ -175,6 +175,7 @@ class RemoteSession(Session):
         if membership.latch.cause is not None or self._reported == generation:
             return
         self._reported = generation
+        failure = failure.again()  # without its traceback, which holds whatever the step has in memory
         request = wire.ReportRequest(generation=generation, failure=_bounded(failure))
         try:
             self._link.post("the report of a failure", report=request)

@@ -1,7 +1,9 @@
 """Members and a real coordinator: joining, failures, barriers, the exchange of ids."""
 
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -137,6 +139,23 @@ def test_the_first_cause_stays_on_every_rank(world):
 def test_a_failure_too_large_for_a_frame_still_ends_the_generation(world):
     world[0].report(CollectiveMismatchError(dict.fromkeys(range(1000), "x" * 1000)))
     assert isinstance(cause_of(world[1]), CollectiveMismatchError)
+
+
+def test_a_report_keeps_nothing_of_the_step_that_failed(world):
+    class Gradients:
+        pass
+
+    def fail():
+        gradients = Gradients()
+        try:
+            raise NcclError("failure")
+        except NcclError as error:
+            world[0].report(error)
+        return weakref.ref(gradients)
+
+    kept = fail()
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_lost_link_between_the_living_ends_the_generation_naming_it(world):
