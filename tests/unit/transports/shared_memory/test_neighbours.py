@@ -80,7 +80,7 @@ def test_a_rank_that_does_not_know_the_secret_is_no_neighbour(monkeypatch: pytes
 
     def lie(self: greeting.Greeter, connection: socket.socket, rank: int) -> None:
         if self._assignment.rank == 1:
-            false = shared_memory_pb2.SharedMemoryGreeting(version=1, source_rank=1, target_rank=rank)
+            false = shared_memory_pb2.SharedMemoryGreeting(version=greeting.VERSION, source_rank=1, target_rank=rank)
             socket.send_fds(connection, [false.SerializeToString()], [self._descriptor])
         else:
             greet(self, connection, rank)
