@@ -101,6 +101,8 @@ class RemoteStore(Store):
                 return found
 
     def _write(self, label: str, **operation: Any) -> wire.StoreResponse:
+        if self._link.over is not None:  # also in a forked child, where a lock may be held by a thread that is not there
+            raise self._link.over.again()
         while not self._turns.wait(self._take_turn, self._clock.now() + self._timeout):
             if not self._link.standing():
                 raise _late(f"{label} had no turn for {self._timeout:g} s: {limits.WRITES_MAX} others have no answer")

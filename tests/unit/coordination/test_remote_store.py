@@ -9,12 +9,14 @@ import pytest
 
 from ferrorpc.coordination.limits import WRITES_MAX
 from ferrorpc.coordination.remote_store import RemoteStore
-from ferrorpc.errors import StoreTimeoutError
+from ferrorpc.errors import StoreTimeoutError, UsageError
 from ferrorpc.v1 import store_pb2
 
 
 class Line:
     """Answers everything, and remembers how long it was allowed to take."""
+
+    over = None
 
     def __init__(self):
         self.seconds = []
@@ -44,6 +46,8 @@ def test_a_disk_or_a_machine_that_is_slow_has_as_long_as_the_group(request_of):
 
 class Silent:
     """Answers nothing until it is told to, and counts who waits."""
+
+    over = None
 
     def __init__(self):
         self.asking = 0
@@ -81,3 +85,12 @@ def test_no_more_writes_are_under_way_than_a_coordinator_remembers():
         line.answers.set()
         assert [each.result(20) for each in sums] == [1] * len(sums)
     assert line.most == WRITES_MAX
+
+
+def test_where_the_line_is_over_nobody_waits_for_a_turn():
+    """In a forked child the lock of the turns may be held for ever."""
+    line = Silent()
+    store = RemoteStore(line, 20.0)
+    line.over = UsageError("this process was forked from a member")
+    with store._turns.lock, pytest.raises(UsageError, match="forked"):
+        store.add("k")
