@@ -33,6 +33,8 @@ _JITTER: Final = random.Random()
 """Not the global generator: that is the user's, who may have seeded it alike on all ranks."""
 ANSWER_MARGIN_SECONDS: Final = 3.0
 """The coordinator ends a wait at its deadline, with all it knows. The client gives up this much later."""
+WELCOME_SECONDS: Final = 10.0
+"""A stream on which no Welcome has come for so long is given up, and another one dialled: its first frames may be lost."""
 EXPLAIN_FIRST_SECONDS: Final = 5.0
 EXPLAIN_FACTOR: Final = 3.0
 _OF_THE_CONNECTION: Final = (ErrorCode.COORDINATOR_UNAVAILABLE, ErrorCode.INTERNAL, ErrorCode.CODEC)
@@ -97,6 +99,7 @@ class Link:
         self._requests = Requests()
         self._token = ""
         self._stream: Stream | None = None
+        self._dialled_at = clock.now()
         self._away_since: float | None = clock.now()
         self._missed = False
         """Its loss was logged, so its return is logged as loudly."""
@@ -254,7 +257,7 @@ class Link:
                 self._finish(error)
             return self._came_down(error)  # a certificate may be renewed yet
         with self._monitor.lock:
-            self._stream = stream
+            self._stream, self._dialled_at = stream, self._clock.now()
         try:
             if self.over is not None:
                 return False
@@ -370,9 +373,14 @@ class Link:
 
     def _beat(self) -> None:
         while self.over is None:
+            unanswered = None
             with self._monitor.lock:
                 if self._stream is not None and self._away_since is None:
                     self._stream.send(wire.ClientFrame(beat=self._listener.beat()))
+                elif self._clock.now() >= self._dialled_at + WELCOME_SECONDS:
+                    unanswered = self._stream
+            if unanswered is not None:
+                unanswered.close()  # the reading thread sees it end, and dials again
             self._beater.park(self._clock.now() + self._interval)
 
 

@@ -7,10 +7,19 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import grpc
 import pytest
 
-from ferrorpc.errors import CoordinatorUnavailableError, PeerLostError, StaleGenerationError
+from ferrorpc.config import Config
+from ferrorpc.coordination import link
+from ferrorpc.coordination.channel import Connector
+from ferrorpc.errors import CoordinatorUnavailableError, GroupClosedError, PeerLostError, StaleGenerationError
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.v1 import identity_pb2, session_pb2, session_pb2_grpc
+from ferrorpc.wire.options import control_server
 from tests.integration.service import Service, join, join_all, together
 from tests.waiting import eventually
 
@@ -47,6 +56,45 @@ def test_kill_9_of_the_coordinator_and_a_restart_fail_nobody(durable):
     time.sleep(3.5)
     assert [session.membership.latch.cause for session in sessions] == [None] * 3
     together([session.leave for session in sessions])
+
+
+class Mute(session_pb2_grpc.CoordinatorServiceServicer):
+    """Takes the first stream and says nothing on it; the next one is welcome."""
+
+    def __init__(self):
+        self.streams = 0
+
+    def Session(self, frames, context):
+        next(frames)
+        self.streams += 1
+        if self.streams > 1:
+            position = identity_pb2.Position(cluster_id="cluster", epoch=1)
+            yield session_pb2.ServerFrame(position=position, welcome=session_pb2.Welcome(resume_token="token"))
+        ended = threading.Event()
+        context.add_callback(ended.set)
+        ended.wait(60)
+
+
+def test_a_coordinator_that_takes_a_stream_and_says_nothing_is_dialled_again(monkeypatch):
+    """As after a network swallowed the first frames: nobody else would ever end such a wait."""
+    monkeypatch.setattr(link, "WELCOME_SECONDS", 0.5)
+    mute, server = Mute(), grpc.server(ThreadPoolExecutor(4), options=control_server())
+    session_pb2_grpc.add_CoordinatorServiceServicer_to_server(mute, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    listener = SimpleNamespace(
+        hello=lambda token: session_pb2.Hello(name="m"), beat=session_pb2.Beat, session_ended=lambda cause: None
+    )
+    line = link.Link(
+        address, Connector(address, "job", Config()), listener, SYSTEM_CLOCK, patience=20, max_outage=20, heartbeat_interval=0.1
+    )
+    try:
+        line.start()
+        eventually(lambda: line.standing() == "" or None)
+        assert mute.streams == 2
+    finally:
+        line.close(GroupClosedError("the test is over"))
+        server.stop(0)
 
 
 def test_the_return_of_a_lost_coordinator_is_logged_as_loudly_as_its_loss(durable, caplog):
