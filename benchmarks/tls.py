@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import os
 import statistics
 import subprocess
@@ -26,6 +27,7 @@ import numpy as np
 
 from ferrorpc.cli.certs import Authority
 from ferrorpc.config import size_bytes
+from ferrorpc.errors import FerroError
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.grpc import GrpcTransport
@@ -39,6 +41,8 @@ from ferrorpc.wire.tls import TlsFiles
 SECONDS = 120.0
 KEY = Key(0, 0, 1)
 SMALL_BYTES = 64
+SMALL = Header(0, "bench()", DType.UINT8, (SMALL_BYTES,), SMALL_BYTES)
+NOTHING = np.zeros(SMALL_BYTES, np.uint8)
 
 
 class LaneRank:
@@ -47,41 +51,71 @@ class LaneRank:
     def __init__(self, rank: int, tls: TlsFiles | None = None) -> None:
         self.rank = rank
         self.peer = 1 - rank
+        self.operations = itertools.count(KEY.number + 1)
+        """Numbers of the small messages, the same on both ends."""
         self.server = WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, tls=tls)
 
     def meet(self, addresses: list[str]) -> None:
         peers = tuple(Peer(number, f"m{number}", address=address) for number, address in enumerate(addresses))
-        mailbox = Mailbox(self.rank, lambda error: sys.exit(str(error)))
+        mailbox = self._mailbox = Mailbox(self.rank, _failed)
         assignment = Assignment("bench", "c", 1, self.rank, peers)
         self.transport = GrpcTransport(self.server, assignment, mailbox, Latch(), SYSTEM_CLOCK, _lost)
+        self._numbers = itertools.count()
         self._arrived = threading.Semaphore(0)
         self._box = mailbox.enter(KEY, "bench()", self._arrived.release)
         self._room = threading.Semaphore(0)
 
     def send(self, array: np.ndarray, *, answer: bool) -> None:
-        slot = 2 * array.size + answer  # messages of one slot are alike
+        slot = 2 * next(self._numbers) + answer  # of each message its own
         header = Header(slot, "bench()", DType.UINT8, array.shape, array.size)
         for offset in range(0, array.size, CHUNK_BYTES):
             chunk = array[offset : offset + CHUNK_BYTES]
             while not self.transport.send(self.peer, KEY, header, offset, chunk, self._room.release):
                 self._room.acquire(timeout=SECONDS)
         if answer:
-            self.receive()
+            self.receive(SECONDS)
 
-    def receive(self) -> tuple[np.ndarray, bool]:
-        """The next message, and whether its sender waits for an answer."""
+    def exchange(self, number: int, seconds: float | None, *, first: bool) -> None:
+        """A small message there and one back, as an operation of its own."""
+        key, arrived = Key(0, 0, number), threading.Semaphore(0)
+        box = self._mailbox.enter(key, "bench()", arrived.release)
+        if first:
+            self.transport.send(self.peer, key, SMALL, 0, NOTHING, _nothing)
+        while not box.news:
+            _wait(arrived, seconds)
+        self._mailbox.leave(key)
+        if not first:
+            self.transport.send(self.peer, key, SMALL, 0, NOTHING, _nothing)
+
+    def receive(self, seconds: float | None) -> tuple[np.ndarray, bool]:
+        """The next message, and whether its sender waits for an answer. `seconds` bound each wait."""
         array, received = np.empty(0, np.uint8), 0
         while True:
-            for (_, slot), frames in list(self._box.frames.items()):
-                while frames:
-                    frame = frames.popleft()
-                    if frame.offset == 0:
-                        array = np.empty(frame.header.total, np.uint8)
-                    array[frame.offset : frame.offset + len(frame.payload)] = np.frombuffer(frame.payload, np.uint8)
-                    received += len(frame.payload)
-                    if received == array.size:
-                        return array, bool(slot % 2)
-            self._arrived.acquire(timeout=SECONDS)
+            while self._box.news:
+                place = self._box.news.popleft()
+                frame = self._box.frames[place].popleft()
+                if frame.offset == 0:
+                    array = np.empty(frame.header.total, np.uint8)
+                array[frame.offset : frame.offset + len(frame.payload)] = np.frombuffer(frame.payload, np.uint8)
+                received += len(frame.payload)
+                if received == array.size:
+                    del self._box.frames[place]
+                    return array, bool(place[1] % 2)
+            _wait(self._arrived, seconds)
+
+
+def _wait(arrived: threading.Semaphore, seconds: float | None) -> None:
+    if not arrived.acquire(timeout=seconds):
+        raise TimeoutError(f"the other process sent nothing for {seconds:g} s")
+
+
+def _nothing() -> None:
+    """There is always room for a small message: the one before was answered."""
+
+
+def _failed(error: FerroError) -> None:
+    sys.stderr.write(f"{error}\n")
+    os._exit(1)
 
 
 def _lost(peer: int, reason: str) -> None:
@@ -100,11 +134,10 @@ def rate(sender: LaneRank, size: int, total_bytes: int) -> float:
 
 def small_rate(sender: LaneRank, count: int = 300) -> float:
     """Small messages a second, each with its answer, by the median of many."""
-    array = np.zeros(SMALL_BYTES, np.uint8)
     times = []
     for _ in range(count):
         began = time.perf_counter()
-        sender.send(array, answer=True)
+        sender.exchange(next(sender.operations), SECONDS, first=True)
         times.append(time.perf_counter() - began)
     return 1 / statistics.median(times)
 
@@ -134,9 +167,15 @@ def files(directory: str) -> TlsFiles:
 def answer(rank: LaneRank) -> None:
     """Answers every message that asks for it, for good."""
     while True:
-        _, asked = rank.receive()
+        _, asked = rank.receive(None)
         if asked:
             rank.send(np.zeros(1, np.uint8), answer=False)
+
+
+def exchange(rank: LaneRank) -> None:
+    """Sends every small message back, for good."""
+    while True:
+        rank.exchange(next(rank.operations), None, first=False)
 
 
 def serve(directory: str) -> None:
@@ -145,7 +184,8 @@ def serve(directory: str) -> None:
     print(*(rank.server.address for rank in ranks), flush=True)
     for rank, address in zip(ranks, sys.stdin.readline().split(), strict=True):
         rank.meet([address, rank.server.address])
-        threading.Thread(target=answer, args=(rank,), daemon=True).start()
+        for task in (answer, exchange):
+            threading.Thread(target=task, args=(rank,), daemon=True).start()
     sys.stdin.read()
     os._exit(0)
 
