@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import grpc
-import numpy as np
 import pytest
 
 from ferrorpc.errors import (
@@ -19,95 +18,28 @@ from ferrorpc.errors import (
     StaleGenerationError,
     VersionMismatchError,
 )
-from ferrorpc.guard import SYSTEM_CLOCK, Latch
+from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.transports.credit import CHUNK_BYTES
-from ferrorpc.transports.grpc import GrpcTransport
 from ferrorpc.transports.grpc_outbox import FRAME_BYTES_MAX, FRAMES_MAX
 from ferrorpc.transports.grpc_server import METHOD, PROTOCOL_VERSION, WorkerServer
-from ferrorpc.transports.mailbox import Box, Mailbox
-from ferrorpc.types import Assignment, DType, Peer
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
 from ferrorpc.wire.details import restore
-from ferrorpc.wire.frames import Frame, Header, Key, encode
-from ferrorpc.wire.token import Token
+from ferrorpc.wire.frames import Key, encode
+from tests.integration.lane_ranks import SECONDS, Rank, assignment_of, header_of, pair_of, random_bytes, send, two_servers
 from tests.waiting import eventually
-
-SECONDS = 15.0
-
-
-class Rank:
-    """One rank: a server, and the transport of the generation it is in."""
-
-    def __init__(self, rank: int, server: WorkerServer) -> None:
-        self.rank = rank
-        self.server = server
-        self.lost: list[tuple[int, str]] = []
-        self.failures: list[FerroError] = []
-        self.latch = Latch()
-
-    def enter(self, assignment: Assignment, dial_seconds: float = SECONDS) -> "Rank":
-        self.latch = Latch()
-        self.mailbox = Mailbox(self.rank, self.failures.append)
-        self.transport = GrpcTransport(
-            self.server,
-            assignment,
-            self.mailbox,
-            self.latch,
-            SYSTEM_CLOCK,
-            lambda peer, reason: self.lost.append((peer, reason)),
-            dial_seconds=dial_seconds,
-        )
-        return self
-
-    def box(self, key: Key, signature: str = "a()") -> Box:
-        return self.mailbox.enter(key, signature, lambda: None)
-
-    def frames(self, key: Key, peer: int, slot: int, box: Box) -> list[Frame]:
-        return list(box.frames.get((peer, slot), ()))
-
-
-def assignment_of(
-    rank: int, servers: list[WorkerServer], generation: int = 1, cluster: str = "c", job: str = "j"
-) -> Assignment:
-    peers = tuple(Peer(number, f"member-{number}", address=server.address) for number, server in enumerate(servers))
-    return Assignment(job, cluster, generation, rank, peers)
 
 
 @pytest.fixture(params=[1])
 def servers(request: pytest.FixtureRequest) -> Iterator[list[WorkerServer]]:
     """Two servers; with as many lanes as an indirect parameter says."""
-    made = [
-        WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, Token(fixed="secret"), lanes=request.param, patience_seconds=2.0)
-        for _ in range(2)
-    ]
-    yield made
-    for server in made:
-        server.close()
+    with two_servers(request.param) as made:
+        yield made
 
 
 @pytest.fixture
 def pair(servers: list[WorkerServer]) -> list[Rank]:
-    return [Rank(rank, servers[rank]).enter(assignment_of(rank, servers)) for rank in range(2)]
-
-
-def header_of(total: int, signature: str = "a()", slot: int = 0) -> Header:
-    return Header(slot, signature, DType.UINT8, (total,), total)
-
-
-def send(sender: Rank, peer: int, key: Key, data: np.ndarray, slot: int = 0) -> None:
-    """Sends a whole message, waiting for room."""
-    header = header_of(data.size, slot=slot)
-    room = threading.Event()
-    for offset in range(0, max(data.size, 1), CHUNK_BYTES):
-        chunk = data[offset : offset + CHUNK_BYTES] if data.size else None
-        while not sender.transport.send(peer, key, header, offset, chunk, room.set):
-            assert room.wait(SECONDS), "nobody was told that there is room"
-            room.clear()
-
-
-def random_bytes(size: int) -> np.ndarray:
-    return np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    return pair_of(servers)
 
 
 def test_a_full_lane_says_so_and_tells_when_there_is_room_again(servers: list[WorkerServer]) -> None:

@@ -22,7 +22,7 @@ from ferrorpc.wire.frames import Key
 from ferrorpc.wire.identity import Role
 from ferrorpc.wire.tls import Dialer
 from tests.certificates import Issuer, variables
-from tests.integration.test_grpc_lane import SECONDS, Rank, assignment_of, random_bytes, send
+from tests.integration.lane_ranks import SECONDS, Rank, assignment_of, random_bytes, send
 from tests.waiting import eventually
 
 pytest.importorskip("cryptography")

@@ -9,7 +9,6 @@ import grpc
 import pytest
 
 from ferrorpc.errors import AuthenticationError, CodecError, PermissionDeniedError
-from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.grpc_doorstep import STRANGERS_MAX
 from ferrorpc.transports.grpc_outbox import CONTROL_MAX
@@ -19,8 +18,7 @@ from ferrorpc.wire import options
 from ferrorpc.wire.details import restore
 from ferrorpc.wire.frames import Key
 from ferrorpc.wire.refusals import TOLD_MAX
-from ferrorpc.wire.token import Token
-from tests.integration.test_grpc_lane import SECONDS, Rank, assignment_of, random_bytes, send
+from tests.integration.lane_ranks import SECONDS, Rank, assignment_of, pair_of, random_bytes, send, two_servers
 from tests.waiting import eventually
 
 KEY = Key(0, 0, 1)
@@ -29,15 +27,13 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 @pytest.fixture
 def servers() -> Iterator[list[WorkerServer]]:
-    made = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, Token(fixed="secret"), patience_seconds=3.0) for _ in range(2)]
-    yield made
-    for server in made:
-        server.close()
+    with two_servers(patience_seconds=3.0) as made:
+        yield made
 
 
 @pytest.fixture
 def pair(servers: list[WorkerServer]) -> list[Rank]:
-    return [Rank(rank, servers[rank]).enter(assignment_of(rank, servers)) for rank in range(2)]
+    return pair_of(servers)
 
 
 def opening(**changes: object) -> bytes:

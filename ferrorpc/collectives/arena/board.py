@@ -270,7 +270,10 @@ class Bank:
             channel.others = [_line(self._places[peer], channel.number) for peer in self.peers]
 
     def fold(self) -> bool:
-        """Gives back slots and rings, unless somebody is in an operation that this rank has started here. Whether it did."""
+        """Gives back slots and rings, unless somebody is in an operation that this rank has started here. Whether it did.
+
+        A stream that was never used keeps its own: its peers, who may be about to meet this rank here, are not known.
+        """
         if not all(channel.is_free(channel.last) for channel in self.channels):
             return False
         self._places[self.board.rank] = self._places[self.board.rank][0], _NOTHING
