@@ -6,7 +6,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test coverage check fix protos up bench clean
+.PHONY: help setup demo test coverage check fix protos reference up bench clean
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
   "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
@@ -19,7 +19,7 @@ TEST_ARGS ?=
 BENCH_ARGS ?= all_reduce
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
 setup: $(READY)  ## make .venv with ferrorpc (editable), the examples' libraries and the developer's tools
 	@echo ".venv is ready"
@@ -63,6 +63,9 @@ fix: $(READY)  ## let ruff mend what it can and format everything
 protos: $(READY)  ## generate ferrorpc/v1 from protos/ with the pinned generator
 	$(SAY) "protos: ferrorpc/v1 from protos/ferrorpc/v1"
 	@$(BIN)/python scripts/protos.py
+
+reference: $(READY)  ## write docs/reference.md from signatures and docstrings
+	@$(BIN)/python scripts/reference.py
 
 up:  ## start a coordinator and four workers in containers (needs Docker with Compose v2)
 	$(SAY) "up: one coordinator and four workers in containers; Ctrl-C stops them"

@@ -29,8 +29,8 @@ class Meter(Protocol):
 class Work(Generic[Result]):
     """The handle of an asynchronous operation. It keeps the operation's arrays alive until it is done.
 
-    `wait` may time out any number of times without consuming anything. `done` and `exception` never block. An error that
-    nobody looked at is logged once, when the handle goes.
+    `wait` may time out any number of times without consuming anything; under asyncio `await work` waits without blocking the
+    loop. `done` and `exception` never block. An error that nobody looked at is logged once, when the handle goes.
     """
 
     def __init__(self, clock: Clock, label: str) -> None:
@@ -44,14 +44,14 @@ class Work(Generic[Result]):
         self._result: Result | None = None
         self._error: BaseException | None = None
         self.locate: Callable[[BaseException], BaseException] | None = None
-        """What an error goes through before the caller sees it; set before the handle is handed out."""
+        """For the driver, which sets it before it hands this out: what an error goes through before the caller sees it."""
         self.meter: Meter | None = None
-        """Told of callers who wait; set before the handle is handed out."""
+        """For the driver, likewise: told of callers who wait."""
         self.bring: Callable[[Any], Result] | None = None
-        """Makes the result of what the operation left, on the thread that waits first: arrays on a GPU belong to a stream, and
-        every thread has its own. Set before the handle is handed out."""
+        """For the driver, likewise: makes the result of what the operation left, on the thread that waits first: arrays on a
+        GPU belong to a stream, and every thread has its own."""
         self.settle: Callable[[Any, float], None] | None = None
-        """Waits until a result that a GPU makes is there, or that clock time. Set before the handle is handed out."""
+        """For the driver, likewise: waits until a result that a GPU makes is there, or that clock time."""
 
     def done(self) -> bool:
         """Whether the operation has ended, well or badly."""

@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
+__all__ = ["SGD", "Adam", "Rule"]
+
 Array: TypeAlias = np.ndarray[Any, Any]
 
 

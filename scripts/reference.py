@@ -1,0 +1,251 @@
+"""Writes docs/reference.md, what `import ferrorpc` offers, from signatures and docstrings; or checks that it is fresh.
+
+    python scripts/reference.py            write docs/reference.md
+    python scripts/reference.py --check    compare with what is committed; exit 1 and print a diff when it differs
+
+griffe reads the sources without importing them, so that what needs PyTorch is described where PyTorch is not installed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "reference.md"
+
+SECTIONS = {
+    "Beginning": ["init_process_group"],
+    "The group": ["ProcessGroup", "Work", "operations.expected.Expected", "operations.stream.Stream", "Mesh"],
+    "The coordinator's side of a group": [
+        "coordination.base.Store",
+        "coordination.base.Session",
+        "coordination.base.MemberReport",
+    ],
+    "Data parallel": [
+        "GradientSynchronizer",
+        "ddp.synchroniser.SynchronizerStep",
+        "DistributedDataParallel",
+        "Parameter",
+        "ZeroOptimizer",
+    ],
+    "Update rules: `ferrorpc.rules`": ["ddp.rules"],
+    "Compression: `ferrorpc.hooks`": ["ddp.hooks"],
+    "Pipelines": ["Pipeline"],
+    "Schedules: `ferrorpc.schedules`": ["pipeline.schedules"],
+    "PyTorch: `ferrorpc.torch`": ["torch"],
+    "Words for arrays": ["DType", "ReduceOp", "TensorSpec"],
+    "Tests of your own code: `ferrorpc.testing`": [
+        "testing",
+        "testing.run_world",
+        "testing.World",
+        "testing.run_groups",
+        "testing.FaultPlan",
+        "testing.Kill",
+        "testing.Pause",
+        "testing.RankKilled",
+        "testing.VirtualClock",
+        "testing.ManualClock",
+        "testing.BackendContract",
+        "testing.BasicBackendContract",
+    ],
+    "Backends": ["Backend", "Capabilities", "GrpcBackend", "SimulatedBackend"],
+}
+SHOWN = frozenset({"Backend", "Hook", "FerroError", "CollectiveTimeoutError"})
+"""Classes that others on the page descend from: what they have is said once."""
+
+FOR_USERS = {"Session": ("barrier", "describe")}
+"""Of classes whose other members are for ferrorpc's own rooms."""
+
+INTRODUCTION = """\
+# Reference
+
+Everything that `import ferrorpc` offers, as its docstrings say it (`help(ferrorpc.ProcessGroup)` shows the same). Settings,
+ports, limits and exit codes are in [operations.md](operations.md), commands in `ferrorpc --help`.
+
+<!-- Written by `make reference`. -->
+"""
+
+
+class Page:
+    """The page, as lines."""
+
+    def __init__(self, package: griffe.Module) -> None:
+        self._package = package
+        self.lines = [INTRODUCTION]
+
+    def write(self) -> str:
+        """All of it."""
+        headings = [*SECTIONS, "Errors"]
+        self.lines += [f"- [{heading.replace('`', '')}](#{_anchor(heading)})" for heading in headings]
+        for heading, paths in SECTIONS.items():
+            self.lines += ["", f"## {heading}"]
+            for path in paths:
+                self._object(path)
+        self.lines += ["", "## Errors", ""]
+        self._errors()
+        return "\n".join(self.lines).rstrip() + "\n"
+
+    def _object(self, path: str) -> None:
+        found = _target(self._package[path])
+        if found.name in found.members:  # a function beside the module that bears its name
+            found = found.members[found.name]
+        if isinstance(found, griffe.Module):
+            self._text(found)
+            for name in map(str, found.exports or ()):
+                if not name.startswith("_"):
+                    self._object(f"{path}.{name}")
+        elif isinstance(found, griffe.Class):
+            self.lines += ["", f"### {found.name}"]
+            if found.parameters and not _is_abstract(found):
+                self.lines += ["", f"`{_signature(found.name, list(found.parameters))}`"]
+            self._text(found)
+            for member in _members(found):
+                self._member(member)
+        else:
+            self.lines += ["", f"### {found.name}"]
+            self._member(found)
+
+    def _member(self, found: Any) -> None:
+        if isinstance(found, griffe.Function):
+            self.lines += ["", f"**`{_signature(found.name, list(found.parameters), found.returns)}`**"]
+        else:
+            self.lines += ["", f"**`{found.name}`**"]
+        self._text(found)
+
+    def _text(self, found: Any) -> None:
+        if found.docstring is not None:
+            for section in found.docstring.parsed:
+                self.lines += ["", *_section(section)]
+
+    def _errors(self) -> None:
+        """As a tree of classes, each with what it carries."""
+        classes = self._package["errors"].classes
+        self.lines += [
+            "All ranks raise the same first cause. Every error has `.code`, `.fields`, `.hint` (the last line of `str(error)`:",
+            "what to try) and `.retryable`: whether `reform()` or a second attempt can help. Ranks in errors are world ranks.",
+            "",
+        ]
+
+        def below(name: str, depth: int) -> None:
+            found = classes[name]
+            carries = [member.name for member in _members(found) if member.is_attribute and "property" in member.labels]
+            facts = [*(f"`.{each}`" for each in carries), *(["retryable"] if _is_retryable(found) else [])]
+            first = found.docstring.value.partition("\n\n")[0].replace("\n", " ")
+            said = f" ({', '.join(facts)})" if facts else ""
+            self.lines.append(f"{'  ' * depth}- **{name}**{said}: {first}")
+            for other in classes.values():
+                if name in [str(base) for base in other.bases]:
+                    below(other.name, depth + 1)
+
+        below("FerroError", 0)
+
+
+def _target(found: Any) -> Any:
+    return found.final_target if found.is_alias else found
+
+
+def _is_abstract(found: griffe.Class) -> bool:
+    return any(str(base) in ("ABC", "Protocol", "Enum", "IntEnum") for base in found.bases)
+
+
+def _is_retryable(found: griffe.Class) -> bool:
+    own = found.all_members.get("default_retryable")
+    return own is not None and str(own.value) == "True"
+
+
+def _members(found: griffe.Class) -> Iterator[Any]:
+    """What is public and documented: its own first, then what it has of classes that are not on the page."""
+    bases = [base for base in found.mro() if base.path.startswith("ferrorpc.")]
+    seen = {name for base in bases if base.name in SHOWN for name in base.members}
+    for place in [found, *bases]:
+        for name, member in place.members.items():
+            wanted = name in FOR_USERS.get(found.name, (name,))
+            if wanted and name not in seen and not name.startswith("_") and _is_said(member.docstring):
+                seen.add(name)
+                yield _target(member)
+
+
+def _is_said(docstring: griffe.Docstring | None) -> bool:
+    return docstring is not None and not docstring.value.startswith(("See `", "For the "))
+
+
+def _signature(name: str, parameters: Sequence[griffe.Parameter], returns: Any = None) -> str:
+    """As one would write a call of it, with its defaults."""
+    words, keyword_only = [], False
+    for each in parameters:
+        if each.name in ("self", "cls"):
+            continue
+        if each.kind is griffe.ParameterKind.keyword_only and not keyword_only:
+            words.append("*")
+            keyword_only = True
+        stars = {griffe.ParameterKind.var_positional: "*", griffe.ParameterKind.var_keyword: "**"}.get(each.kind, "")
+        keyword_only = keyword_only or stars == "*"
+        shown = "..." if str(each.default).startswith("_") else each.default
+        default = "" if each.default is None or stars else f"={shown}"
+        words.append(f"{stars}{each.name}{default}".replace("'", '"'))
+    what = "" if str(returns) in ("None", "Any", "Self") else f" -> {returns}"
+    return f"{name}({', '.join(words)}){what}"
+
+
+def _section(section: Any) -> list[str]:
+    """A part of a docstring as Markdown."""
+    if section.kind is griffe.DocstringSectionKind.text:
+        return _prose(section.value)
+    lines = []
+    for each in section.value:
+        label = {"raises": f"raises `{each.annotation}`", "returns": "returns"}.get(section.kind.value) or f"`{each.name}`"
+        lines.append(f"- {label}: {' '.join(each.description.split())}")
+    return lines
+
+
+def _prose(text: str) -> list[str]:
+    """Paragraphs as they are; what is indented as a list where it says `name: text`, as code elsewhere."""
+    lines: list[str] = []
+    for block in text.strip("\n").split("\n\n"):
+        rows = block.splitlines()
+        if not rows[0].startswith("    "):
+            lines += [*rows, ""]
+        elif re.match(r" {4}[\w, ().]+: ", rows[0]):
+            entries = re.split(r"\n {4}(?=\S)", "\n" + block)[1:]
+            lines += [re.sub(r"^(.*?): ", r"- `\1`: ", " ".join(entry.split()), count=1) for entry in entries]
+            lines += [""]
+        else:
+            lines += ["```text", *(row.removeprefix("    ") for row in rows), "```", ""]
+    return lines[:-1]
+
+
+def _anchor(heading: str) -> str:
+    """Where a heading is found, as GitHub names it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def page() -> str:
+    """What docs/reference.md should be."""
+    package = griffe.load(
+        "ferrorpc", search_paths=[ROOT], docstring_parser="google", docstring_options={"warnings": False}, resolve_aliases=True
+    )
+    assert isinstance(package, griffe.Module)
+    return Page(package).write()
+
+
+def main() -> int:
+    """Entry point."""
+    fresh = page()
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(fresh, encoding="utf-8")
+        return 0
+    committed = PAGE.read_text(encoding="utf-8")
+    diff = difflib.unified_diff(committed.splitlines(), fresh.splitlines(), "committed", "fresh", lineterm="")
+    print("\n".join(list(diff)[:40]) or "docs/reference.md is fresh")
+    return int(committed != fresh)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,37 @@
+"""docs/reference.md is what the docstrings of the public face say, and leaves nothing of it out."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import ferrorpc
+from tests.house.tree import ROOT
+
+PAGE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+ROOMS = ("hooks", "rules", "schedules", "testing")
+
+
+def test_the_page_is_fresh() -> None:
+    pytest.importorskip("griffe")
+    result = subprocess.run(
+        [sys.executable, "scripts/reference.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, f"run `make reference`\n{result.stdout}{result.stderr}"
+
+
+@pytest.mark.parametrize("name", sorted({*ferrorpc.__all__} - {"__version__", "ErrorCode", "errors", *ROOMS}))
+def test_a_name_of_the_face_is_on_the_page(name: str) -> None:
+    assert re.search(rf"^### {name}$|^ *- \*\*{name}\*\*", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [name for room in ROOMS for name in getattr(ferrorpc, room).__all__])
+def test_a_name_of_a_room_is_on_the_page(name: str) -> None:
+    assert re.search(rf"^### {name}$", PAGE, re.MULTILINE)
+
+
+def test_nothing_private_is_on_the_page() -> None:
+    assert not re.findall(r"^\*\*`_\w+", PAGE, re.MULTILINE)
