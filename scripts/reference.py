@@ -57,7 +57,7 @@ SECTIONS = {
     ],
     "Backends": ["Backend", "Capabilities", "GrpcBackend", "SimulatedBackend"],
 }
-SHOWN = frozenset({"Backend", "Hook", "FerroError", "CollectiveTimeoutError"})
+SHOWN = frozenset({"Backend", "BasicBackendContract", "Hook", "FerroError", "CollectiveTimeoutError"})
 """Classes that others on the page descend from: what they have is said once."""
 
 FOR_USERS = {"Session": ("barrier", "describe")}

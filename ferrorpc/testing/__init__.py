@@ -1,8 +1,9 @@
 """The public testing kit: whole jobs in one process, with faults and in virtual time.
 
-from ferrorpc.testing import FaultPlan, run_world
+    from ferrorpc.testing import FaultPlan, run_world
+    results = run_world(4, lambda group: group.all_reduce(x), faults=FaultPlan(delay_seconds=(0, 0.01)), seed=7)
 
-results = run_world(4, lambda group: group.all_reduce(x), faults=FaultPlan(delay_seconds=(0, 0.01)), seed=7)
+Where a test fails, the same seed fails the same way.
 """
 
 from __future__ import annotations

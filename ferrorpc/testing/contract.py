@@ -16,9 +16,11 @@ class BasicBackendContract(ReductionContract, MoveContract, PairContract, EndCon
 
 
 class BackendContract(BasicBackendContract, FlightContract, SubgroupContract):
-    """Tests of all that `ProcessGroup` promises, over a backend of one's own. Needs pytest.
+    """Tests of all that `ProcessGroup` promises, over a backend of one's own.
 
-    class TestMyBackend(ferrorpc.testing.BackendContract):
-        def world(self, size, fn):
-            return run_groups([ferrorpc.ProcessGroup(backend) for backend in my_backends(size)], fn)
+        class TestMyBackend(ferrorpc.testing.BackendContract):
+            def world(self, size, fn):
+                return run_groups([ferrorpc.ProcessGroup(backend) for backend in my_backends(size)], fn)
+
+    pytest collects and runs them like any class of tests.
     """
