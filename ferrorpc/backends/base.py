@@ -33,10 +33,6 @@ from ferrorpc.work import Work
 class Capabilities:
     """What a backend can do beyond the contract, asked instead of its class."""
 
-    asynchronous: bool = True
-    """Operations of one rank may be in flight together, in any order."""
-    subgroups: bool = True
-    shared_memory: bool = False
     device_arrays: bool = False
     """Takes GPU arrays without a copy through the host."""
 
@@ -81,7 +77,7 @@ class Backend(ABC):
     @property
     def capabilities(self) -> Capabilities:
         """What this backend can do. By default what `send`, `recv` and `barrier` are enough for."""
-        return Capabilities(asynchronous=False, subgroups=False)
+        return Capabilities()
 
     @abstractmethod
     def send(self, data: np.ndarray[Any, Any], dst: int, tag: int = 0) -> None:

@@ -88,7 +88,7 @@ class MessageBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(shared_memory=self._arena is not None, device_arrays=True)
+        return Capabilities(device_arrays=True)
 
     @property
     def arena(self) -> Arena | None:

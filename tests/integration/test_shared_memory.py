@@ -42,7 +42,7 @@ def test_the_way_is_chosen_for_each_pair_and_told(tmp_path: Path) -> None:
         if pair is not None:
             assert pair.all_reduce(1.0) == 2.0
         kinds = {peer: kind for peer, (kind, sent) in group._backend.transport.traffic().items() if sent}
-        print(sorted(kinds.items()), pair is not None and pair._backend.capabilities.shared_memory)
+        print(sorted(kinds.items()), pair is not None and pair._backend.arena is not None)
         group.barrier()
     """
     result = run("-n", "3", write_script(tmp_path, body))

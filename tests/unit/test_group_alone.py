@@ -152,7 +152,7 @@ def test_a_backend_needs_nothing_but_rank_and_size_to_be_described() -> None:
 
     backend = Bare()
     assert (backend.world_size, backend.world_ranks, backend.group_id, backend.session) == (3, (0, 1, 2), 0, None)
-    assert backend.capabilities.asynchronous is False
+    assert backend.capabilities.device_arrays is False
     assert backend.latch is backend.latch
     assert repr(ProcessGroup(backend)) == "<ProcessGroup custom rank 1 of 3, generation 1: open>"
 
