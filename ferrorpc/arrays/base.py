@@ -147,7 +147,7 @@ class Kind(ABC):
     def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> Any | None:
         """An array of this kind that shares the memory of `data` (as for `wrap`); None where this kind's are elsewhere."""
 
-    def place_of(self, x: Any) -> int:
+    def pointer_of(self, x: Any) -> int:
         """Tells whether an alias is still where it was made: some libraries let an array be given other memory."""
         return 0
 

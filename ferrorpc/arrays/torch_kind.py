@@ -68,7 +68,7 @@ class TorchKind(Kind):
     def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> Any | None:
         return _tensor(data.reshape(spec.shape), spec) if self._on_host else None
 
-    def place_of(self, x: Any) -> int:
+    def pointer_of(self, x: Any) -> int:
         return int(x.data_ptr())
 
     def takes_any_order(self, x: Any) -> bool:

@@ -209,10 +209,10 @@ class Replica:
         if not self._views or not kind.takes_any_order(data):
             return None
         alias, place = self._aliases.get(name, (None, 0))
-        if alias is None or kind.place_of(alias) != place:
+        if alias is None or kind.pointer_of(alias) != place:
             memory, slot = self.reducer.at(name)
             alias = memory.alias(slot, kind)
-            self._aliases[name] = alias, 0 if alias is None else kind.place_of(alias)
+            self._aliases[name] = alias, 0 if alias is None else kind.pointer_of(alias)
         return alias
 
     def _give_alias(self, name: str) -> bool:

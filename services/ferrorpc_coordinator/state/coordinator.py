@@ -104,7 +104,7 @@ class Coordinator:
         for action in self._world.deadlines.expired(self._world.now):
             action()
         self._take_in(event)
-        effects = self._world.outbox.flush()
+        effects = self._world.answers.flush()
         if self._calls:
             for effect in effects:
                 if isinstance(effect, Reply):
@@ -143,12 +143,12 @@ class Coordinator:
         except FerroError as error:
             refused = session_pb2.ServerFrame(event=session_pb2.Event(fenced=detail_of(error)))
             known = self._jobs.get(hello.job)
-            self._world.outbox.send(None if known is None else known.desk, stream, refused)
-            self._world.outbox.close(stream)
+            self._world.answers.send(None if known is None else known.desk, stream, refused)
+            self._world.answers.close(stream)
             return
         self._streams[stream] = job, member
         if before is not None and self._streams.pop(before, None) is not None:
-            self._world.outbox.close(before)
+            self._world.answers.close(before)
 
     def _check_hello(self, hello: session_pb2.Hello, caller: Caller) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -190,9 +190,9 @@ class Coordinator:
             else:
                 self._carry_out(call, request)
         except FerroError as error:
-            self._world.outbox.reply(None, call, detail_of(error))
+            self._world.answers.reply(None, call, detail_of(error))
         except Refused as refused:
-            self._world.outbox.reply(None, call, refused.detail)
+            self._world.answers.reply(None, call, refused.detail)
 
     def _carry_out(
         self,
@@ -227,7 +227,7 @@ class Coordinator:
             known = ", ".join(sorted(name for name in self._jobs if self._access.permits_a_look(caller, request.token, name)))
             text = f"there is no job {request.job[:128]!r} here"
             raise ConfigError(text, hint=f"the jobs of this coordinator: {known or 'none yet'}")
-        self._world.outbox.reply(job.desk, call, job.status(self.settings.version, self.settings.durable))
+        self._world.answers.reply(job.desk, call, job.status(self.settings.version, self.settings.durable))
 
     def _require(self, caller: Caller, token: str, job: str, needed: Role, what: str) -> None:
         """Refuses who may not do this, and tells of it."""
@@ -237,7 +237,7 @@ class Coordinator:
             place = f" from {caller.address}" if caller.address else ""
             words = self._refusals.words(f"{what}{place} was refused: {error.message}", self._world.now)
             if words is not None:
-                self._world.outbox.note(Note(job if job in self._jobs else "-", "refused", words, -1, 0))
+                self._world.answers.note(Note(job if job in self._jobs else "-", "refused", words, -1, 0))
             raise
 
     # -- jobs ----------------------------------------------------------------------------------------------------------

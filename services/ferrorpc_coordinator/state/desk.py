@@ -16,12 +16,12 @@ from ferrorpc.v1 import (
     session_pb2,
     store_pb2,
 )
+from ferrorpc_coordinator.state.answers import Answers
 from ferrorpc_coordinator.state.chronicle import Chronicle
 from ferrorpc_coordinator.state.deadlines import Deadlines
 from ferrorpc_coordinator.state.effects import UnaryResponse
 from ferrorpc_coordinator.state.ledger import Ledger
 from ferrorpc_coordinator.state.member import Member
-from ferrorpc_coordinator.state.outbox import Outbox
 from ferrorpc_coordinator.state.settings import Limits, Settings
 
 Answer = (
@@ -52,7 +52,7 @@ class World:
     def __init__(self, settings: Settings, ledger: Ledger, mint: Callable[[], str]) -> None:
         self.settings = settings
         self.ledger = ledger
-        self.outbox = Outbox(ledger)
+        self.answers = Answers(ledger)
         self.deadlines = Deadlines()
         self.mint = mint
         self.now = 0
@@ -80,7 +80,7 @@ class Desk:
         self.job = job
         self.newest_generation = 0
         self.ledger = world.ledger
-        self.chronicle = Chronicle(job, lambda: world.now, world.outbox.note)
+        self.chronicle = Chronicle(job, lambda: world.now, world.answers.note)
 
     @property
     def now(self) -> int:
@@ -119,14 +119,14 @@ class Desk:
         """Answers one request. A session's answer is kept for a while, in case the request is repeated."""
         member = asker.member
         if member is None:
-            self.world.outbox.reply(self, asker.number, _unary(message))
+            self.world.answers.reply(self, asker.number, _unary(message))
             return
         result = _result(message)
         result.sequence = asker.number
         member.open_requests.discard(asker.number)
         self._keep(member, result)
         if member.stream is not None:
-            self.world.outbox.send(self, member.stream, session_pb2.ServerFrame(result=result))
+            self.world.answers.send(self, member.stream, session_pb2.ServerFrame(result=result))
 
     def answer_many(self, askers: Iterable[tuple[Asker, Message | None]], message: Answer) -> None:
         """Answers many requests alike; what differs, besides the number, is merged in.
@@ -138,7 +138,7 @@ class Desk:
         for asker, own in askers:
             member = asker.member
             if member is None:
-                self.world.outbox.reply(self, asker.number, _unary(message))
+                self.world.answers.reply(self, asker.number, _unary(message))
                 continue
             member.open_requests.discard(asker.number)
             if member.stream is not None:
@@ -150,7 +150,7 @@ class Desk:
         if recipients:
             frame = session_pb2.ServerFrame()
             frame.result.CopyFrom(_result(message))
-            self.world.outbox.send_many(self, frame, recipients)
+            self.world.answers.send_many(self, frame, recipients)
 
     def repeat(self, member: Member, number: int) -> bool:
         """Sends a kept answer again; False when there is none."""
@@ -158,14 +158,14 @@ class Desk:
         if result is None:
             return False
         if member.stream is not None:
-            self.world.outbox.send(self, member.stream, session_pb2.ServerFrame(result=result))
+            self.world.answers.send(self, member.stream, session_pb2.ServerFrame(result=result))
         return True
 
     def push(self, members: Iterable[Member], event: session_pb2.Event) -> None:
         """Tells every connected one of these members."""
         recipients = [(member.stream, b"") for member in members if member.stream is not None]
         if recipients:
-            self.world.outbox.send_many(self, session_pb2.ServerFrame(event=event), recipients)
+            self.world.answers.send_many(self, session_pb2.ServerFrame(event=event), recipients)
 
     def _keep(self, member: Member, result: session_pb2.Result) -> None:
         size = result.ByteSize()

@@ -221,7 +221,7 @@ class Job:
     def _hang_up(self, member: Member) -> None:
         if member.stream is not None:
             self.store.watches.stream_ended(member.stream)
-            self.desk.world.outbox.close(member.stream)
+            self.desk.world.answers.close(member.stream)
             member.stream = None
 
     def _part(self, member: Member, standing: Standing, reason: str) -> None:
@@ -290,7 +290,7 @@ class Job:
             resumed=admitted.resumed,
             durable=settings.durable,
         )
-        self.desk.world.outbox.send(self.desk, stream, session_pb2.ServerFrame(welcome=welcome))
+        self.desk.world.answers.send(self.desk, stream, session_pb2.ServerFrame(welcome=welcome))
 
     def _catch_up(self, member: Member) -> None:
         """What was pushed while a resumed member did not listen, as far as it still matters."""

@@ -15,7 +15,7 @@ class Place(Protocol):
     newest_generation: int
 
 
-class Outbox:
+class Answers:
     """Collects answers in order. The position they carry is that of the step's end, so nothing they tell is later than it."""
 
     def __init__(self, ledger: Ledger) -> None:
