@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -198,7 +199,11 @@ class GrpcTransport(Transport):
                 self._lose(peer, _GONE.format(peer))
 
     def lane_ended(self, lane: Lane, reason: str) -> None:
-        if reason and lane.peer not in self._left:
+        if not reason or lane.peer in self._left:
+            return
+        if lane.fault is not None:
+            self._fail(lane.peer, lane.fault)
+        else:
             self._lose(lane.peer, reason)
 
     def frame_arrived(self, frame: Frame) -> None:
@@ -241,9 +246,9 @@ class GrpcTransport(Transport):
                 return None
             lane = self._lanes.get((peer, number))
             if lane is None:
-                address, opening = self.assignment.peers[peer].address, self._opening(peer, number)
-                channel = self._server.dial(address, self.assignment.job)
-                lane = Lane(peer, number, address, channel, opening, self, self._clock, self._dial_seconds)
+                address, job, opening = self.assignment.peers[peer].address, self.assignment.job, self._opening(peer, number)
+                channel, diagnose = self._server.dial(address, job), partial(self._server.diagnose, address, job)
+                lane = Lane(peer, number, address, channel, opening, diagnose, self, self._clock, self._dial_seconds)
                 self._lanes[peer, number] = lane
             return lane
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from ferrorpc.errors import FerroError
 from ferrorpc.guard import Clock
 from ferrorpc.transports.grpc_outbox import Outbox
 from ferrorpc.transports.grpc_server import METHOD
@@ -23,7 +24,7 @@ from ferrorpc.v1 import transport_pb2
 
 REDIAL_SECONDS: Final = 0.25
 REFUSED_SECONDS: Final = 2.0
-"""How long nobody may listen at a peer's address before the peer counts as lost."""
+"""How long nobody may listen at a peer's address, or TLS may fail there, before that is believed."""
 
 
 class LaneOwner(Protocol):
@@ -33,7 +34,7 @@ class LaneOwner(Protocol):
         """The peer sent a control message."""
 
     def lane_ended(self, lane: Lane, reason: str) -> None:
-        """The lane is over. `reason`: why, empty when this side had said goodbye."""
+        """The lane is over. `reason`: why, empty when this side had said goodbye; `lane.fault` may know better."""
 
 
 class Lane:
@@ -42,6 +43,7 @@ class Lane:
     Args:
         address: host:port of the peer's server, where `channel` leads. The lane closes the channel.
         opening: the Open message that begins the stream.
+        diagnose: tells why TLS does not let a connection come about; None where it is not to blame.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Lane:
         address: str,
         channel: grpc.Channel,
         opening: bytes,
+        diagnose: Callable[[], FerroError | None],
         owner: LaneOwner,
         clock: Clock,
         dial_seconds: float,
@@ -61,9 +64,12 @@ class Lane:
         """Whether a frame was ever put on it."""
         self.opened = False
         """Whether the peer has taken it."""
+        self.fault: FerroError | None = None
+        """Why the peer can never be reached, where that is known."""
         self.outbox = Outbox()
         self._address = address
         self._opening = opening
+        self._diagnose = diagnose
         self._owner = owner
         self._clock = clock
         self._dial_seconds = dial_seconds
@@ -112,9 +118,10 @@ class Lane:
 
     def _hopeless(self, waited_seconds: float) -> bool:
         """Whether dialling any longer is of no use."""
-        if waited_seconds >= self._dial_seconds:
-            return True
-        return waited_seconds >= REFUSED_SECONDS and _nobody_listens(self._address)
+        if waited_seconds < REFUSED_SECONDS:
+            return waited_seconds >= self._dial_seconds
+        self.fault = self._diagnose()
+        return self.fault is not None or waited_seconds >= self._dial_seconds or _nobody_listens(self._address)
 
     def _converse(self) -> str:
         """One attempt: dials and reads answers until the stream ends; returns how it did."""

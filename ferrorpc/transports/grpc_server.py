@@ -37,6 +37,7 @@ from ferrorpc.transports.grpc_threads import ThreadPerCall
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
+from ferrorpc.wire.handshake import diagnose
 from ferrorpc.wire.identity import Role, described, peer_identities
 from ferrorpc.wire.refusals import Refusals, shown
 from ferrorpc.wire.tls import Dialer, TlsFiles
@@ -149,6 +150,10 @@ class WorkerServer:
         if self._dialer is None:
             return grpc.insecure_channel(address, options=options.data_channel())
         return self._dialer.channel(address, job, Role.WORKER, options.data_channel())
+
+    def diagnose(self, address: str, job: str) -> FerroError | None:
+        """Why TLS does not let this process reach a peer; None where it is not to blame. Takes up to 4 s."""
+        return diagnose(address, self._tls, job, Role.WORKER)
 
     def register(self, seat: Seat) -> None:
         """From now on streams of this seat's job and generation go to it."""

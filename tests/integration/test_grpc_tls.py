@@ -69,6 +69,31 @@ def test_a_rank_of_another_authority_reaches_nobody_and_is_reached_by_nobody(ser
     assert box.frames == {}
 
 
+@pytest.mark.parametrize(
+    ("kinds", "complaints"),
+    [
+        (("ours", "plain"), ("does not speak TLS", "speaks TLS and this process does not")),
+        (("ours", "theirs"), ("unable to get local issuer certificate", "unable to get local issuer certificate")),
+    ],
+)
+def test_ranks_that_differ_in_tls_are_told_so_and_not_of_a_broken_link(
+    authorities: tuple[Issuer, Issuer], kinds: tuple[str, str], complaints: tuple[str, str]
+) -> None:
+    files = {"plain": None, "ours": authorities[0].issue(Role.WORKER, JOB), "theirs": authorities[1].issue(Role.WORKER, JOB)}
+    servers = [WorkerServer("127.0.0.1", "127.0.0.1", SYSTEM_CLOCK, tls=files[kind]) for kind in kinds]
+    ranks = [Rank(rank, servers[rank]).enter(assignment_of(rank, servers)) for rank in range(2)]
+    for rank in ranks:
+        send(rank, 1 - rank.rank, KEY, random_bytes(1))
+    eventually(lambda: all(rank.failures or rank.lost for rank in ranks), "both are told")
+    for server in servers:
+        server.close()
+    for rank, complaint in zip(ranks, complaints, strict=True):
+        (failure,) = rank.failures
+        assert isinstance(failure, AuthenticationError)
+        assert servers[1 - rank.rank].address in failure.message
+        assert complaint in failure.message
+
+
 def test_a_connection_without_a_certificate_is_refused(servers: list[WorkerServer]) -> None:
     plain = grpc.insecure_channel(servers[0].address, options=options.data_channel())
     with plain as channel, pytest.raises(grpc.RpcError) as raised:
