@@ -6,7 +6,7 @@ from typing import Final
 
 import click
 
-from ferrorpc.cli.client import CALL_SECONDS, address_of, channel
+from ferrorpc.cli.client import CALL_SECONDS, address_of
 from ferrorpc.config import Config
 
 _HINT: Final = "check that it runs there (`ferrorpc coordinator`), its address, and that both sides have TLS or neither"
@@ -23,14 +23,18 @@ def command(address: str | None, service: str, timeout_seconds: float) -> int:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+    from ferrorpc.coordination.channel import Connector
+
     config = Config()
     where = address_of(address, config)
-    with channel(where, config) as opened:
+    connector = Connector(where, config["job"], config)
+    with connector() as opened:
         request = health_pb2.HealthCheckRequest(service=service)
         try:
             response = health_pb2_grpc.HealthStub(opened).Check(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
-            click.echo(f"{where}: {error.code().name}: {error.details()}\ntry: {_HINT}", err=True)
+            better = connector.diagnose() if error.code() is grpc.StatusCode.UNAVAILABLE else None
+            click.echo(f"{where}: {error.code().name}: {error.details()}\ntry: {_HINT}" if better is None else better, err=True)
             return 1
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
     click.echo(f"{where}: {status}")

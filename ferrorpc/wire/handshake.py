@@ -15,6 +15,15 @@ _REFUSED_HINT: Final = (
     "have both certificates issued by the authority that FERRORPC_TLS_CA names on both sides, and compare the clocks; "
     "the log of the other side says why"
 )
+_OTHER_HINT: Final = (
+    "check the address, and that its certificate is of the authority in FERRORPC_TLS_CA and issued for this job"
+)
+_OTHER_NAME_HINT: Final = (
+    "issue its certificate with this host's name (`ferrorpc certs issue DIRECTORY coordinator --host NAME`), dial a name that "
+    "it has, or set FERRORPC_TLS_CERT and FERRORPC_TLS_KEY here: then the job's name counts, not the host's"
+)
+_OTHER_NAME: Final = (62, 64)
+"""OpenSSL's codes for a certificate that is sound, but of another host name or address."""
 
 
 def diagnose(address: str, tls: TlsFiles | None, job: str, role: Role) -> FerroError | None:
@@ -40,7 +49,7 @@ def diagnose(address: str, tls: TlsFiles | None, job: str, role: Role) -> FerroE
     except ssl.SSLCertVerificationError as error:
         return AuthenticationError(
             f"who listens at {address} is not the {role} of job {job!r}: {error.verify_message}",
-            hint="check the address, and that its certificate is of the authority in FERRORPC_TLS_CA and issued for this job",
+            hint=_OTHER_NAME_HINT if error.verify_code in _OTHER_NAME and not tls.mutual else _OTHER_HINT,
         )
     except ssl.SSLError as error:
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST"):

@@ -92,7 +92,12 @@ def test_a_coordinator_may_ask_itself_whether_it_is_well_and_no_more(ours, monke
     with coordinator(*flags(files)) as process:
         assert run(["health", "--addr", process.address]) == 0
         assert run(["status", "--addr", process.address]) == 1
-    assert "coordinator of job a; this takes the role observer" in capsys.readouterr().err
+        for name in variables(files):
+            monkeypatch.delenv(name)
+        assert run(["health", "--addr", process.address]) == 1
+    told = capsys.readouterr().err
+    assert "coordinator of job a; this takes the role observer" in told
+    assert "speaks TLS and this process does not" in told
 
 
 def test_tokens_with_roles_over_tls(ours, tmp_path):

@@ -49,6 +49,12 @@ def read_grants(text: str) -> tuple[Grant, ...]:
 _MAKE_ONE = 'make one with `python -c "import secrets; print(secrets.token_hex(32))"`'
 
 
+_CHANGE_ONE = (
+    "put a token of the coordinator's list into FERRORPC_TOKEN_FILE; to replace one, list the new one beside it, put that into "
+    "every member's file, and only then take the old one off the list"
+)
+
+
 def _grant(number: int, words: list[str]) -> Grant:
     role, _, job = words[0].partition("@")
     if len(words) != 2 or role not in (Role.OBSERVER, Role.WORKER, Role.ADMIN):
@@ -96,7 +102,8 @@ class Access:
             raise AuthenticationError(
                 "the token is not one of this coordinator"
                 if token
-                else "this coordinator asks for a token and none was brought"
+                else "this coordinator asks for a token and none was brought",
+                hint=_CHANGE_ONE if token else None,
             )
         _permit(frozenset({found}), "token", job, needed)
 
