@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Final
 
-from ferrorpc.errors import CodecError
+from ferrorpc.errors import CodecError, LimitExceededError
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.frames import SIGNATURE_BYTES_MAX, Key
 
+CONTROL_MAX: Final = 16_384
+"""So many wait for a peer at most. None of ours reaches it: they are few and answer something that the other side waits for.
+Only one that asks and never reads has thousands of them wait."""
+
 _STANDINGS: Final = frozenset(transport_pb2.Standing.values()) - {transport_pb2.STANDING_UNSPECIFIED}
+
+
+def unread(peer: int) -> LimitExceededError:
+    """The error for a peer that is past CONTROL_MAX."""
+    return LimitExceededError(f"rank {peer} leaves {CONTROL_MAX} answers to it unread", limit="CONTROL_MAX")
 
 
 def grant_of(key: Key, slot: int) -> transport_pb2.Grant:

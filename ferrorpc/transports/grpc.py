@@ -18,14 +18,13 @@ from typing import Any, Final
 import numpy as np
 
 from ferrorpc.config import LANES_MAX
-from ferrorpc.errors import CodecError, FerroError, GroupClosedError, LimitExceededError, PermissionDeniedError
+from ferrorpc.errors import CodecError, FerroError, GroupClosedError, PermissionDeniedError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.transports import control
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.grpc_inlet import GOODBYE, Inlet, refusal
 from ferrorpc.transports.grpc_lane import Lane
-from ferrorpc.transports.grpc_outbox import CONTROL_MAX
 from ferrorpc.transports.grpc_requests import Requests
 from ferrorpc.transports.grpc_server import PROTOCOL_VERSION, WorkerServer
 from ferrorpc.transports.mailbox import Mailbox
@@ -286,8 +285,7 @@ class GrpcTransport(Transport):
         """Sends back on the peer's inlet; a peer without one has nothing to be told."""
         inlet = self._inlets.get((peer, 0))
         if inlet is not None and not inlet.outbox.put(message.SerializeToString()):
-            text = f"rank {peer} leaves {CONTROL_MAX} answers to it unread"
-            self._fail(peer, LimitExceededError(text, limit="CONTROL_MAX"))
+            self._fail(peer, control.unread(peer))
 
     def _lose(self, peer: int, reason: str) -> None:
         if self._first_to_blame(peer):

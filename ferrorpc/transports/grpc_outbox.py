@@ -1,7 +1,7 @@
 """What waits to be written on one stream: frames up to a limit, and control messages up to one that none of ours reaches.
 
-Frames are bounded because whoever sends them can wait (and is told when there is room again); control messages are few, small
-and answer something that the other side is waiting for. Only one that asks and never reads has thousands of them wait.
+Frames are bounded because whoever sends them can wait (and is told when there is room again); for control messages see
+`control.CONTROL_MAX`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from ferrorpc.transports.control import CONTROL_MAX
+
 FRAMES_MAX: Final = 8
 FRAME_BYTES_MAX: Final = 4 << 20
 """More under way makes nothing faster: what is written next would only be out of the caches."""
-CONTROL_MAX: Final = 16_384
 
 _CONTROL: Final = -1
 

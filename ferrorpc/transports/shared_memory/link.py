@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from ferrorpc.transports.control import CONTROL_MAX
+
 MESSAGE_BYTES_MAX: Final = 32 << 10
 """A message with the longest signature fits."""
 READING_SECONDS: Final = 0.2
@@ -48,13 +50,17 @@ class Link:
         """Whether messages wait for the kernel to have room."""
         return bool(self._queue)
 
-    def send(self, message: bytes) -> None:
-        """Sends a message, in order; one that nobody can receive any more is dropped, for the reader sees the end."""
+    def send(self, message: bytes) -> bool:
+        """Sends a message, in order; one that nobody can receive any more is dropped, for the reader sees the end. False, and
+        dropped, where CONTROL_MAX wait already."""
         with self._lock:
+            if len(self._queue) >= CONTROL_MAX:
+                return False
             self._queue.append(message)
         self.flush()
         if self._queue:
             self._wake()
+        return True
 
     def offer(self, message: bytes, room: Callable[[], None]) -> bool:
         """Sends a message as `send` does, if none waits. Else False, and `room` is called once when none does any more.
@@ -67,8 +73,7 @@ class Link:
                 if room not in self._waiting:
                     self._waiting.append(room)
                 return False
-        self.send(message)
-        return True
+        return self.send(message)
 
     def flush(self) -> None:
         """Writes what the kernel has room for."""

@@ -113,9 +113,9 @@ class Neighbours:
             self._started = True
             self._clock.start(self._reader.run, f"ferrorpc-neighbours-of-{self.rank}")
 
-    def send(self, peer: int, message: bytes) -> None:
-        """Sends a small message to a neighbour, in order with others; never blocks."""
-        self._reader.links[peer].send(message)
+    def send(self, peer: int, message: bytes) -> bool:
+        """Sends a small message to a neighbour, in order with others; never blocks. False, and dropped, where it reads none."""
+        return self._reader.links[peer].send(message)
 
     def offer(self, peer: int, message: bytes, room: Callable[[], None]) -> bool:
         """Sends a message, unless others to this neighbour still wait: then False, and `room` is called once none does."""

@@ -137,7 +137,8 @@ class SharedMemoryTransport(Transport):
         return peer not in self._ended
 
     def _tell(self, peer: int, message: shared_memory_pb2.SharedMemoryMessage) -> None:
-        self._neighbours.send(peer, message.SerializeToString())
+        if not self._neighbours.send(peer, message.SerializeToString()):
+            raise control.unread(peer)
 
     # -- what the reader thread tells ----------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The queue of a stream: frames are bounded, control messages where nobody reads, and whoever waits for room is told once."""
 
-from ferrorpc.transports.grpc_outbox import CONTROL_MAX, FRAME_BYTES_MAX, FRAMES_MAX, Outbox
+from ferrorpc.transports.control import CONTROL_MAX
+from ferrorpc.transports.grpc_outbox import FRAME_BYTES_MAX, FRAMES_MAX, Outbox
 
 SHARE = FRAME_BYTES_MAX // FRAMES_MAX
 

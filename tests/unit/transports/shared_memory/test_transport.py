@@ -13,6 +13,7 @@ import pytest
 
 from ferrorpc.errors import CodecError, FerroError, LimitExceededError
 from ferrorpc.guard import Latch
+from ferrorpc.transports.control import CONTROL_MAX
 from ferrorpc.transports.credit import CHUNK_BYTES
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.transports.shared_memory.link import MESSAGE_BYTES_MAX
@@ -106,6 +107,19 @@ def test_what_cannot_be_ends_the_generation_once_and_nothing_after_it_is_believe
     assert isinstance(error, CodecError)
     assert not pair.box.frames
     assert pair.lost == []
+
+
+def test_who_asks_and_never_reads_the_answers_is_cut_off(pair: Pair) -> None:
+    probe = shared_memory_pb2.SharedMemoryMessage(probe={"number": 1, "signature": "a()"}).SerializeToString()
+    connection = pair.stranger._reader.links[1].connection
+    connection.setblocking(True)
+    for _ in range(4 * CONTROL_MAX):
+        connection.send(probe)
+        if pair.failures:
+            break
+    (error,) = pair.failures
+    assert isinstance(error, LimitExceededError)
+    assert f"rank 0 leaves {CONTROL_MAX} answers to it unread" in error.message
 
 
 def test_after_the_end_of_the_generation_nothing_is_told(pair: Pair) -> None:
