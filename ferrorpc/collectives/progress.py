@@ -19,7 +19,7 @@ import numpy as np
 
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import nap_seconds
-from ferrorpc.errors import FerroError, UsageError
+from ferrorpc.errors import FerroError, LimitExceededError, UsageError
 from ferrorpc.guard import FOREVER, Clock, Guard, Parker
 from ferrorpc.work import Work
 
@@ -75,6 +75,14 @@ def breaks(execution: Execution, error: FerroError) -> bool:
     return execution.timeout_breaks or not isinstance(error, TimeoutError)
 
 
+def no_room(execution: Execution, error: MemoryError) -> LimitExceededError:
+    """The failure of an operation for whose arrays this process has no memory: others may say how large they are."""
+    return LimitExceededError(
+        f"{execution.label}: this process has no memory for what the operation brings: {error}",
+        hint="send smaller arrays, give ranks more memory, or fewer of them a host",
+    )
+
+
 def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.ndarray[Any, Any]]:
     """Drives one execution on this thread; returns its results.
 
@@ -92,11 +100,12 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
         elif not execution.advance():
             execution.attend()
             _wait(execution, parker)
-    except FerroError as error:
-        if not breaks(execution, error):
+    except (FerroError, MemoryError) as error:
+        failure = error if isinstance(error, FerroError) else no_room(execution, error)
+        if not breaks(execution, failure):
             raise
         cause = guard.latch.cause
-        raise (verdict(guard, error, abort, parker) if cause is None else cause.again()) from None
+        raise (verdict(guard, failure, abort, parker) if cause is None else cause.again()) from None
     except Exception as bug:
         abort(FerroError(f"{execution.label}: {bug!r}"))
         raise
@@ -269,6 +278,8 @@ class Progress:
             act(entry)
         except FerroError as error:
             self._fail(entry, error)
+        except MemoryError as error:
+            self._fail(entry, no_room(entry.execution, error))
         except Exception as bug:  # noqa: BLE001  a bug in one operation must not stop all the others of the process
             self._fail(entry, FerroError(f"{entry.execution.label}: {bug!r}"))
 

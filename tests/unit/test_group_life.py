@@ -15,6 +15,7 @@ from ferrorpc import (
     FerroError,
     GroupAbortedError,
     GroupClosedError,
+    LimitExceededError,
     PeerLostError,
     ProcessGroup,
     RendezvousTimeoutError,
@@ -23,6 +24,8 @@ from ferrorpc import (
     UsageError,
 )
 from ferrorpc.testing import FaultPlan, World, run_world
+from ferrorpc.types import DType
+from ferrorpc.wire.frames import POINT_TO_POINT, Header, Key
 
 SLOW = FaultPlan(delay_seconds=(0.0, 0.01))
 X = np.ones(3, np.float32)
@@ -217,6 +220,21 @@ def test_a_list_of_results_that_does_not_fit_concerns_that_rank_alone(out: Calla
         return int(group.all_reduce(1))
 
     assert run_world(2, body) == [2, 2]
+
+
+def test_a_message_for_which_there_is_no_memory_ends_the_generation_and_names_who_announced_how_much() -> None:
+    def body(group: ProcessGroup) -> FerroError:
+        if group.rank == 1:
+            header = Header(0, "send", DType.FLOAT32, (1 << 38, 1 << 8), 1 << 48)
+            group._backend.transport.send(0, Key(0, POINT_TO_POINT, 1), header, 0, np.zeros(1 << 20, np.uint8), lambda: None)
+        with pytest.raises(FerroError) as raised:
+            group.recv(1) if group.rank == 0 else group.barrier()
+        return raised.value
+
+    for error in run_world(2, body):
+        assert isinstance(error, LimitExceededError)
+        assert error.message.startswith("recv(from rank 1, tag=0): this process has no memory")
+        assert "256. TiB" in error.message
 
 
 def test_timeouts_of_the_store_and_of_named_barriers_break_nothing() -> None:

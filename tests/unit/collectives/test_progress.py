@@ -10,7 +10,7 @@ import pytest
 
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.progress import Progress, drive
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, PeerLostError, UsageError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, LimitExceededError, PeerLostError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 
 
@@ -149,6 +149,15 @@ def test_a_usage_error_concerns_this_rank_alone(way: str) -> None:
     with pytest.raises(UsageError):
         run(way, Scripted(latch, steps=1, error=UsageError("wrong out")), report)
     assert (reported, latch.cause) == ([], None)
+
+
+@both
+def test_an_array_without_room_breaks_the_generation_and_is_no_bug(way: str) -> None:
+    latch = Latch()
+    reported, report = reporter(latch)
+    with pytest.raises(LimitExceededError, match="scripted #1: this process has no memory"):
+        run(way, Scripted(latch, steps=1, error=MemoryError("8 TiB")), report)
+    assert [type(error) for error in reported] == [LimitExceededError]
 
 
 @both
