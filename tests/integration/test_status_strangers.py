@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.certificates import Issuer
 from tests.integration.coordinator_process import coordinator
 from tests.integration.test_status_http import Http
 from tests.waiting import eventually
@@ -16,7 +17,11 @@ from tests.waiting import eventually
 pytest.importorskip("starlette", reason="the status page needs the extra ui")
 pytest.importorskip("uvicorn", reason="the status page needs the extra ui")
 
-from ferrorpc_coordinator.web import patience
+from ferrorpc_coordinator.state.access import Access
+from ferrorpc_coordinator.web import patience, server as http_server
+from ferrorpc_coordinator.web.source import Source
+
+from ferrorpc.wire.identity import Role
 
 MANY = 400
 HALF_SOUND = b"GET / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno chunk\r\n"
@@ -115,6 +120,23 @@ def test_a_connection_has_so_long_for_its_first_request_and_for_each_one_after(s
         eventually(lambda: b"done" in second.recv(1 << 16), "an answer")
         second.sendall(b"GET / HTTP/1.1\r\n")
         eventually(lambda: hung_up(first) and hung_up(second), "the end of both")
+
+
+def test_who_does_not_get_on_with_the_tls_handshake_is_cut_off(monkeypatch, tmp_path):
+    pytest.importorskip("cryptography")
+    monkeypatch.setattr(http_server, "HANDSHAKE_SECONDS", 0.3)
+    files = Issuer(tmp_path / "authority").issue(Role.COORDINATOR, "a")
+
+    async def body():
+        source = Source(SimpleNamespace(jobs={}), None, lambda: True, Access(()))
+        running = http_server.HttpServer.start(source, "127.0.0.1", 0, files)
+        await asyncio.sleep(0.1)
+        with dialled(f"127.0.0.1:{running.port}") as silent, dialled(f"127.0.0.1:{running.port}") as slow:
+            slow.sendall(b"\x16\x03\x01\x02\x00\x01")
+            await asyncio.to_thread(eventually, lambda: hung_up(silent) and hung_up(slow), "the end of both", 10)
+        await running.stop()
+
+    asyncio.run(body())
 
 
 def test_who_never_reads_an_answer_is_cut_off(server):

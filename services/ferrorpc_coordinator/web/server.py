@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import socket
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import uvicorn
 
 STOP_SECONDS: Final = 1.0
+HANDSHAKE_SECONDS: Final = 5.0
+"""How long a connection may take for its TLS handshake, before which it counts nowhere."""
 
 
 _NEEDED: Final = ("prometheus_client", "starlette", "uvicorn")
@@ -57,6 +60,16 @@ class HttpServer:
                 """Signals are the coordinator's to handle."""
                 yield
 
+            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                """Listens itself: uvicorn would let a handshake take a minute."""
+                await super().startup([])
+                connection = functools.partial(PatientProtocol, config, self.server_state, {})
+                loop, seconds = asyncio.get_running_loop(), None if context is None else HANDSHAKE_SECONDS
+                for one in sockets or ():
+                    opened = await loop.create_server(connection, sock=one, ssl=context, ssl_handshake_timeout=seconds)
+                    self.servers.append(opened)
+
+        context = None if tls is None else tls.server_context()
         feed = Feed(source)
         config = uvicorn.Config(
             Page(source, feed).application(loopback=_is_loopback(listening)),
@@ -72,8 +85,6 @@ class HttpServer:
             timeout_keep_alive=15,
             timeout_graceful_shutdown=1,
         )
-        config.load()
-        config.ssl = None if tls is None else tls.server_context()
         server = Server(config)
         feed.start()
         task = asyncio.create_task(server.serve(sockets=[listening]))
