@@ -9,6 +9,9 @@ decided already can still be written, `full` tells the driver to refuse new writ
 there is room. Any other failure to write is final (a second fsync may lie about the first): `failed` is called and the
 coordinator stops, because it must not promise what it cannot keep.
 
+A row carries a checksum of its own, because the database would read a bit that the disk has turned over as if it had been
+written so. One that does not match refuses the start: nobody knows what else it was.
+
 Several coordinators must never write one journal, so opening takes a lock that the kernel frees when its holder dies.
 """
 
@@ -21,6 +24,7 @@ import os
 import queue
 import sqlite3
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -30,7 +34,8 @@ from ferrorpc.errors import ConfigError
 Row = tuple[str, str, bytes | None]
 """Table, key and value; a value of None removes the row."""
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
+"""Format 1 had no checksums: it is read, and is of this format from then on."""
 RESERVE_BYTES: Final = 4 << 20
 _RETRY_SECONDS: Final = 0.25
 _TRANSIENT: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY)
@@ -88,9 +93,13 @@ class Journal:
             ConfigError: the database is damaged.
         """
         try:
-            return list(self._connection.execute("SELECT tab, key, value FROM rows ORDER BY tab, key"))
+            found = list(self._connection.execute("SELECT tab, key, value, checksum FROM rows ORDER BY tab, key"))
         except sqlite3.DatabaseError as error:
             raise _refused(self._directory, error) from None
+        for table, key, value, checksum in found:
+            if checksum != _checksum(table, key, value):
+                raise damaged(self._directory, f"the row {key!r} of {table!r} in journal.sqlite is not what was written")
+        return [(table, key, value) for table, key, value, _ in found]
 
     def start(self, failed: Callable[[Exception], None]) -> None:
         """Starts the writer. `failed` is called on its thread, once, when a group can never be written."""
@@ -121,11 +130,11 @@ class Journal:
             sqlite3.Error: it was not written; the rows are as before.
         """
         removed = [(table, key) for table, key, value in group if value is None]
-        changed = [row for row in group if row[2] is not None]
+        changed = [(table, key, value, _checksum(table, key, value)) for table, key, value in group if value is not None]
         connection = self._connection
         connection.execute("BEGIN IMMEDIATE")
         try:
-            connection.executemany("INSERT OR REPLACE INTO rows (tab, key, value) VALUES (?, ?, ?)", changed)
+            connection.executemany("INSERT OR REPLACE INTO rows (tab, key, value, checksum) VALUES (?, ?, ?, ?)", changed)
             connection.executemany("DELETE FROM rows WHERE tab = ? AND key = ?", removed)
             connection.execute("COMMIT")
         except sqlite3.Error:
@@ -236,19 +245,29 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version not in (0, SCHEMA_VERSION):
+    if version > SCHEMA_VERSION:
         raise ConfigError(
-            f"the journal {path} has format {version}, this version reads format {SCHEMA_VERSION}",
+            f"the journal {path} has format {version}, this version reads formats up to {SCHEMA_VERSION}",
             hint="run the version of ferrorpc that wrote it, or give another --data-dir",
         )
     found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if found != "ok":  # a file that was cut off can be read all the same: as one with fewer rows
         raise damaged(path.parent, " ".join(found.split()))
+    if version == SCHEMA_VERSION:
+        return
+    connection.execute("BEGIN IMMEDIATE")
     if version == 0:
-        connection.execute("BEGIN IMMEDIATE")
-        connection.execute("CREATE TABLE IF NOT EXISTS rows (tab, key, value, PRIMARY KEY (tab, key)) WITHOUT ROWID")
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        connection.execute("COMMIT")
+        connection.execute("CREATE TABLE IF NOT EXISTS rows (tab, key, value, checksum, PRIMARY KEY (tab, key)) WITHOUT ROWID")
+    else:
+        connection.create_function("checksum_of", 3, _checksum)
+        connection.execute("ALTER TABLE rows ADD COLUMN checksum")
+        connection.execute("UPDATE rows SET checksum = checksum_of(tab, key, value)")
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    connection.execute("COMMIT")
+
+
+def _checksum(table: str, key: str, value: bytes) -> int:
+    return zlib.crc32(value, zlib.crc32(f"{table}\0{key}".encode()))
 
 
 def damaged(directory: Path, what: object) -> ConfigError:

@@ -99,6 +99,40 @@ def test_a_damaged_journal_is_refused(tmp_path):
         opened(tmp_path)
 
 
+def test_a_bit_that_the_disk_turned_over_is_found_and_its_row_named(tmp_path):
+    journal = opened(tmp_path)
+    journal.commit([("store", "weights", b"the value that was written"), ("store", "other", b"x")])
+    journal.close()
+    path = tmp_path / "data" / "journal.sqlite"
+    data = path.read_bytes()
+    for before, after, row in ((b"that was", b"thau was", "weights"), (b"other", b"othes", "othes")):
+        assert data.count(before) == 1
+        path.write_bytes(data.replace(before, after))
+        again = opened(tmp_path)
+        with pytest.raises(ConfigError, match=f"the row '{row}' of 'store' in journal.sqlite is not what was written"):
+            again.rows()
+        again.close()
+
+
+def test_a_journal_of_the_first_format_is_read_and_has_checksums_from_then_on(tmp_path):
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / "journal.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as older:
+        older.execute("CREATE TABLE rows (tab, key, value, PRIMARY KEY (tab, key)) WITHOUT ROWID")
+        older.execute("INSERT INTO rows VALUES ('store', 'a', ?)", (b"written before",))
+        older.execute("PRAGMA user_version = 1")
+        older.commit()
+    for _ in range(2):
+        journal = opened(tmp_path)
+        assert journal.rows() == [("store", "a", b"written before")]
+        journal.close()
+    path.write_bytes(path.read_bytes().replace(b"written before", b"written behind"))
+    journal = opened(tmp_path)
+    with pytest.raises(ConfigError, match="not what was written"):
+        journal.rows()
+    journal.close()
+
+
 def test_a_journal_that_was_cut_off_is_refused_though_it_could_be_read_as_one_with_fewer_rows(tmp_path):
     journal = opened(tmp_path)
     journal.commit([("t", "k", b"kept")])
@@ -204,7 +238,7 @@ def test_any_other_failure_is_final_and_told_once(tmp_path):
     told = threading.Event()
     journal.start(failed=lambda error: (failures.append(error), told.set()))
     called = []
-    journal.write([("t", "k", object())], lambda: called.append(1))  # a value that SQLite cannot store
+    journal.write([("t", object(), b"v")], lambda: called.append(1))  # a key that SQLite cannot store
     assert told.wait(10)
     journal.write([("t", "k", b"later")], lambda: called.append(2))
     journal.close(seconds=1.0)
