@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -47,7 +48,8 @@ class Row:
         self._pieces = pieces
         self._microbatches = microbatches
         self._done = {(kind, chunk): 0 for kind in Kind for chunk in range(len(pieces))}
-        self._weights: list[Action] = []
+        self._weights: list[deque[tuple[int, Action]]] = [deque() for _ in pieces]
+        """Due by chunk, each with its place among all."""
 
     def add(self, kind: Kind, chunk: int) -> None:
         """The kind's next microbatch on this chunk; nothing where none is left."""
@@ -60,14 +62,14 @@ class Row:
         self._done[kind, chunk] += 1
         self.actions.append(Action(self._pieces[chunk], kind, microbatch))
         if kind is Kind.BACKWARD_INPUT:
-            self._weights.append(Action(self._pieces[chunk], Kind.BACKWARD_WEIGHT, microbatch))
+            due = Action(self._pieces[chunk], Kind.BACKWARD_WEIGHT, microbatch)
+            self._weights[chunk].append((len(self.actions), due))
 
     def add_weight(self, chunk: int | None = None) -> None:
         """The oldest backward of weights that is due, of this chunk or of any; nothing where none is."""
-        due = (each for each in self._weights if chunk is None or each.stage == self._pieces[chunk])
-        oldest = next(due, None)
-        if oldest is not None:
-            self._weights.remove(oldest)
+        due = [each for each in (self._weights if chunk is None else (self._weights[chunk],)) if each]
+        if due:
+            _, oldest = min(due, key=lambda each: each[0]).popleft()
             self.actions.append(oldest)
 
     def left(self, chunk: int) -> int:

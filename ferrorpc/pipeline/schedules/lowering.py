@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
@@ -116,7 +117,12 @@ class Lowering:
 
     def _chunks(self) -> list[int]:
         """Which chunk of its rank each piece is."""
-        return [sum(1 for other in self._placement[:stage] if other == rank) for stage, rank in enumerate(self._placement)]
+        held: Counter[int] = Counter()
+        chunks = []
+        for rank in self._placement:
+            chunks.append(held[rank])
+            held[rank] += 1
+        return chunks
 
     def _number(self) -> None:
         index = 0
