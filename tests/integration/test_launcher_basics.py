@@ -1,14 +1,20 @@
 """`ferrorpc run` with scripts that know nothing of ferrorpc."""
 
+import fcntl
 import json
 import os
 import resource
+import signal
+import struct
 import subprocess
 import sys
+import termios
+import time
 
 import pytest
 
-from tests.integration.launching import environment, run, write_script
+from tests.integration.launching import environment, run, start, write_script
+from tests.waiting import eventually
 
 
 def test_an_empty_script_starts_and_ends(tmp_path):
@@ -152,6 +158,29 @@ def test_dry_run_shows_what_would_be_set_and_runs_nothing(tmp_path):
     assert result.returncode == 0
     assert "  RANK=1\n" in result.stdout
     assert f"command {sys.executable} " in result.stdout
+
+
+def test_a_reader_that_stops_holds_the_job_up_and_not_the_signal_that_ends_it(tmp_path):
+    process = start("-n", "1", write_script(tmp_path, "while True: print('x' * 200)"))
+    try:
+        eventually(lambda: is_full(process.stdout), "the launcher waits for its reader", seconds=60)
+        process.terminate()
+        assert process.wait(timeout=20) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        _, err = process.communicate(timeout=30)
+    assert "bytes of standard output could not be written: nobody reads it" in err
+
+
+def is_full(pipe):
+    """Whether much waits in it, and nothing more comes."""
+    before = waiting_bytes(pipe)
+    time.sleep(0.5)
+    return before >= 1 << 14 and waiting_bytes(pipe) == before
+
+
+def waiting_bytes(pipe):
+    return struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
 
 
 def test_a_reader_that_goes_away_ends_the_job_as_it_ends_any_filter(tmp_path):

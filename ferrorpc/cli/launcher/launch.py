@@ -47,7 +47,7 @@ class Worker:
 def launch(plan: Plan, console: Console, environment: Mapping[str, str]) -> int:
     """Runs a plan from its first process to its last. Returns the exit code."""
     directory = Path(tempfile.mkdtemp(prefix="ferrorpc-"))
-    with SignalInbox() as inbox, Nursery([directory]) as nursery:
+    with SignalInbox(console.hurry) as inbox, Nursery([directory]) as nursery:
         try:
             return _Launch(plan, console, environment, inbox, nursery, directory).run()
         except BrokenPipeError:

@@ -8,6 +8,8 @@ without filling up.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import select
@@ -19,6 +21,7 @@ TAIL_LINES: Final = 20
 _LINE_BYTES_MAX: Final = 64 * 1024
 """A longer line is cut: a worker that never writes a newline must not fill the launcher's memory."""
 _PROGRESS_SECONDS: Final = 10.0
+_LOOK_MILLISECONDS: Final = 200
 _COLOURS: Final = (b"36", b"33", b"35", b"32", b"34", b"31")
 _ESCAPES: Final = re.compile(rb"\x1b\[[0-9;]*m")
 _CLEAR_LINE: Final = b"\r\x1b[2K"
@@ -73,11 +76,16 @@ class Console:
         self._progress_shown: dict[tuple[int, bytes], float] = {}
         self._lost: dict[int, tuple[int, str]] = {}
         """Descriptor -> bytes that could not be written to it, and why."""
+        self._hurried = False
 
     @property
     def attended(self) -> bool:
         """Whether somebody sees at once what the launcher says."""
         return 2 in self._terminals
+
+    def hurry(self) -> None:
+        """From now on nobody who stops reading is waited for. Until then workers wait with the console, as in any pipeline."""
+        self._hurried = True
 
     def prefix(self, label: str, index: int) -> bytes:
         """What the lines of a worker begin with."""
@@ -113,12 +121,24 @@ class Console:
     def _put(self, descriptor: int, data: bytes) -> None:
         """Writes, or counts what is lost: a full disk or a terminal that was closed ends no job. Raises BrokenPipeError."""
         try:
-            _write_all(self._sinks[descriptor].fileno(), data)
+            self._write_all(descriptor, data)
         except BrokenPipeError:
             raise
         except OSError as error:
             lost, _ = self._lost.get(descriptor, (0, ""))
             self._lost[descriptor] = lost + len(data), str(error.strerror)
+
+    def _write_all(self, descriptor: int, data: bytes) -> None:
+        """Writes all of it, each time only what a pipe takes at once, so that nothing but the look for room ever waits."""
+        number, view = self._sinks[descriptor].fileno(), memoryview(data)
+        sink = select.poll()
+        sink.register(number, select.POLLOUT)
+        while view:
+            if sink.poll(0 if self._hurried and descriptor in self._lost else _LOOK_MILLISECONDS):
+                with contextlib.suppress(BlockingIOError):  # another program that shares it was faster
+                    view = view[os.write(number, view[: select.PIPE_BUF]) :]
+            elif self._hurried:
+                raise OSError(errno.ETIMEDOUT, "nobody reads it")
 
     def _draw_bottom(self, owner: tuple[int, bytes], line: bytes) -> None:
         if line == self._bottom or not (line or owner == self._bottom_owner):
@@ -147,18 +167,6 @@ def _fitted(prefix: bytes, line: bytes, columns: int) -> bytes:
     text = line.decode(errors="replace")
     room = columns - 1 - len(_ESCAPES.sub(b"", prefix).decode())
     return prefix + text[: max(room, 0)].encode() if text else b""
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    """Writes all of it, also where another program that shares the descriptor made it one that does not block."""
-    view = memoryview(data)
-    while view:
-        try:
-            view = view[os.write(descriptor, view) :]
-        except BlockingIOError:
-            ready = select.poll()
-            ready.register(descriptor, select.POLLOUT)
-            ready.poll()
 
 
 class WorkerStream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Final
 
@@ -14,9 +15,14 @@ PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class SignalInbox:
-    """Collects signals while it is open. A signal that was ignored before (nohup, `&`) stays ignored."""
+    """Collects signals while it is open. A signal that was ignored before (nohup, `&`) stays ignored.
 
-    def __init__(self) -> None:
+    Args:
+        on_stop: called at once where one of STOPS comes, whatever the main thread is at.
+    """
+
+    def __init__(self, on_stop: Callable[[], None]) -> None:
+        self._on_stop = on_stop
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -38,7 +44,7 @@ class SignalInbox:
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in (*STOPS, *PASSED_ON, signal.SIGCHLD):
             if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, _noted)
+                self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -48,9 +54,10 @@ class SignalInbox:
         self._reader.close()
         self._writer.close()
 
-
-def _noted(number: int, frame: FrameType | None) -> None:
-    """The interpreter has already written the number to the wake-up socket."""
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """The interpreter has already written the number to the wake-up socket."""
+        if number in STOPS:
+            self._on_stop()
 
 
 def describe(returncode: int) -> str:

@@ -157,6 +157,18 @@ def test_a_sink_that_does_not_block_is_waited_for(sinks):
     assert b"".join(read) == b"x" * 399_999 + b"\n"
 
 
+def test_who_stops_reading_is_waited_for_until_there_is_a_hurry(sinks):
+    out, err = sinks(), sinks()
+    console = Console(out, err, {})
+    hurry = threading.Timer(0.5, console.hurry)
+    hurry.start()
+    console.lines(1, b"", [b"x" * 199_999])
+    assert not hurry.is_alive()
+    console.lines(1, b"", [b"nobody reads this either"])
+    console.close()
+    assert b"bytes of standard output could not be written: nobody reads it" in err.text()
+
+
 def test_what_a_full_disk_does_not_take_is_counted_and_told_at_the_end(sinks):
     err = sinks()
     with open("/dev/full", "wb", buffering=0) as full:
