@@ -19,7 +19,7 @@ from ferrorpc.collectives.arena.board import Board
 from ferrorpc.collectives.basis import Basis
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.collectives.pairwise import RecvExecution, SendExecution, SendNumbers
+from ferrorpc.collectives.pairwise import Lines, RecvExecution, SendExecution
 from ferrorpc.collectives.prepared import PlanPrepared
 from ferrorpc.collectives.progress import progress_of
 from ferrorpc.collectives.select import ANYWHERE, explain
@@ -82,7 +82,7 @@ class MessageBackend(Backend):
         if board is not None and self.size > 1 and set(self.world_ranks) <= set(board.memory.ranks):
             self._arena = Arena(board, transport, group_id, self.world_ranks, self.describe)
             transport.mailbox.look_elsewhere(group_id, self._arena.entered)
-        self._sends = SendNumbers()
+        self._lines = Lines()
         self._barriers = itertools.count(1)
         self._lock = threading.Lock()
 
@@ -123,9 +123,7 @@ class MessageBackend(Backend):
 
     def start_send(self, data: Any, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
         self._refuse_self(dst)
-        with self._lock:
-            number = self._sends.next(dst, tag)
-        return SendExecution(self.transport, self.group_id, number, data, spec, self.world_ranks[dst], tag, guard)
+        return SendExecution(self.transport, self.group_id, self._lines, data, spec, self.world_ranks[dst], tag, guard)
 
     def start_recv(self, src: int, tag: int, out: Any, spec: TensorSpec | None, guard: Guard) -> Execution:
         self._refuse_self(src)

@@ -1,8 +1,15 @@
-"""send and recv as executions, over a transport with a mailbox."""
+"""send and recv as executions, over a transport with a mailbox.
+
+Messages to one rank with one tag are received in the order of the calls. That is the order in which they begin to leave: a send
+waits in a line until the first chunk of the one before it is on its lane, which keeps the order. So neither side has to
+remember anything of a tag for which nothing is under way, and a job may use a fresh one for each message.
+"""
 
 from __future__ import annotations
 
 import itertools
+import threading
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -22,32 +29,64 @@ from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
 Array = np.ndarray[Any, Any]
 
 
-class SendNumbers:
-    """Numbers messages by (target, tag) in the order of the calls, from 1."""
+class Lines:
+    """The sends of one group that have not begun to leave, in a line for each (target, tag)."""
 
     def __init__(self) -> None:
-        self._counters: dict[tuple[int, int], itertools.count[int]] = {}
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._waiting: dict[tuple[int, int], deque[SendExecution]] = {}
 
-    def next(self, target: int, tag: int) -> int:
-        """The number of the next message to this target with this tag."""
-        return next(self._counters.setdefault((target, tag), itertools.count(1)))
+    def join(self, send: SendExecution) -> int:
+        """A send has been called. The number of its message, larger than those before it."""
+        with self._lock:
+            self._waiting.setdefault(send.way, deque()).append(send)
+            return next(self._numbers)
+
+    def is_first(self, send: SendExecution) -> bool:
+        """Whether it is its turn."""
+        return self._waiting[send.way][0] is send
+
+    def leave(self, send: SendExecution) -> None:
+        """It has begun, or never will: the next one may."""
+        with self._lock:
+            line = self._waiting[send.way]
+            line.remove(send)
+            following = line[0] if line else None
+            if following is None:
+                del self._waiting[send.way]
+        if following is not None:
+            following.woken()
 
 
-class SendExecution(Advancing):
+class _Pairwise(Advancing):
+    """Has its place in a queue from when it is made."""
+
+    def woken(self) -> None:
+        """There is news; what comes before it is driven is found then."""
+        if hasattr(self, "wake"):
+            self.poke()
+
+
+class SendExecution(_Pairwise):
     """One send. `peer` is a world rank; `data` may be on a device."""
 
     def __init__(
-        self, transport: Transport, group: int, number: int, data: Any, spec: TensorSpec, peer: int, tag: int, guard: Guard
+        self, transport: Transport, group: int, lines: Lines, data: Any, spec: TensorSpec, peer: int, tag: int, guard: Guard
     ) -> None:
         super().__init__(guard, ferry_for([data], None, 0))
         self._transport = transport
-        self._key = Key(group, POINT_TO_POINT, number)
+        self.way = peer, tag
+        """Where it goes: its line."""
+        self._lines: Lines | None = lines
+        """None once it has begun to leave."""
         self._peer = peer
         self._tag = tag
         self._box: Box | None = None
         here = data if self.ferry is None else self.ferry.inputs[0]
         self._outgoing = Outgoing(peer, Header(tag, "send", spec.dtype, spec.shape, here.nbytes), here.reshape(-1))
         self._spec = spec
+        self._key = Key(group, POINT_TO_POINT, lines.join(self))
 
     @property
     def label(self) -> str:
@@ -55,6 +94,8 @@ class SendExecution(Advancing):
 
     def step(self) -> bool:
         box, outgoing = self._box, self._outgoing
+        if self._lines is not None and not self._lines.is_first(self):
+            return False
         if box is None:
             box = self._box = Box()
             box.wake = self.poke
@@ -62,9 +103,15 @@ class SendExecution(Advancing):
         # Room is news for the driver, which has nothing else to do: the lane's writer, who tells it, is to write what is there.
         limit = FAR if self.ferry is None else self.ferry.landed(0)
         while outgoing.send(self._transport, self._key, box, limit, self.wake):
+            self._begun()
             if outgoing.done == outgoing.count:
                 return True
         return False
+
+    def _begun(self) -> None:
+        lines, self._lines = self._lines, None
+        if lines is not None:
+            lines.leave(self)
 
     def waiting_on(self) -> list[int]:
         return [self._peer]
@@ -81,11 +128,12 @@ class SendExecution(Advancing):
         return CollectiveTimeoutError([self._peer], f"after {self.guard.seconds:g} s, {self.explain()}")
 
     def leave(self) -> None:
+        self._begun()
         self._transport.mailbox.stop_sending(self._key, self._peer, self._tag)
         self._box = None
 
 
-class RecvExecution(Advancing):
+class RecvExecution(_Pairwise):
     """One recv. `peer` is a world rank; `out` may be on a device.
 
     A timeout, or an `out` that does not fit, leaves the message for the next recv.
@@ -106,13 +154,8 @@ class RecvExecution(Advancing):
         self._taken = np.empty(0, np.uint8)
         """The bytes of `out`, of which the first `_received` are here."""
         self._received = -1
-        self._post: Post | None = Post(self._woken)
+        self._post: Post | None = Post(self.woken)
         transport.mailbox.post(group, peer, tag, self._post)
-
-    def _woken(self) -> None:
-        """Its place in the queue was taken when it was made; news that comes before it is driven is found then."""
-        if hasattr(self, "wake"):
-            self.poke()
 
     @property
     def label(self) -> str:

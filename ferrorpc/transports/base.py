@@ -47,7 +47,8 @@ class Transport(ABC):
         """Sends one chunk (a contiguous uint8 array of at most CHUNK_BYTES, or None for an empty message).
 
         The payload is copied before this returns. False when the lane to `peer` is full: nothing was sent, and `room` is
-        called once (from any thread; it must not block) when it makes sense to try again.
+        called once (from any thread; it must not block) when it makes sense to try again. First chunks (those at offset 0)
+        arrive in the order in which they were sent.
 
         Raises:
             FerroError: the first cause, when the generation is broken or the transport closed.

@@ -43,7 +43,7 @@ from ferrorpc.wire.refusals import Refusals, shown
 from ferrorpc.wire.tls import Dialer, TlsFiles
 from ferrorpc.wire.token import NO_TOKEN, Token
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 METHOD: Final = "/ferrorpc.v1.WorkerService/Stream"
 STREAMS_MAX: Final = 4096
 PATIENCE_SECONDS: Final = 20.0

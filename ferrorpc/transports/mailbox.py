@@ -326,12 +326,18 @@ class Mailbox:
     def take(self, group: int, source: int, tag: int, post: Post) -> None:
         """The recv has its message, whole."""
         with self._lock:
-            self._unasked_bytes -= self._inbound_of(group, source, tag).take(post)
+            inbound = self._inbound_of(group, source, tag)
+            self._unasked_bytes -= inbound.take(post)
+            if inbound.is_idle:
+                del self._inbound[group, source, tag]
 
     def unpost(self, group: int, source: int, tag: int, post: Post) -> None:
         """The recv gives up: its message, whole or in part, is kept for the next one."""
         with self._lock:
-            woken = self._inbound_of(group, source, tag).give_back(post)
+            inbound = self._inbound_of(group, source, tag)
+            woken = inbound.give_back(post)
+            if inbound.is_idle:
+                del self._inbound[group, source, tag]
         _wake(woken)
 
     def _inbound_of(self, group: int, source: int, tag: int) -> Inbound:

@@ -1,8 +1,8 @@
 """send and recv on the receiving side: messages of one (group, source, tag), first in, first out.
 
-Every message has a number, so that asynchronous sends may leave in any order and are still matched in the order of the
-calls. A message is handed to a recv when its first chunk is here, and leaves only when the recv has taken it whole: a recv
-that times out, or whose `out` does not fit, gives it back untouched.
+They begin to leave in the order of the calls, are numbered in it, and no lane lets first chunks overtake each other. A message
+is handed to a recv when its first chunk is here, and leaves only when the recv has taken it whole: a recv that times out, or
+whose `out` does not fit, gives it back untouched.
 """
 
 from __future__ import annotations
@@ -58,8 +58,13 @@ class Inbound:
         self._messages: dict[int, Message] = {}
         self._posts: deque[Post] = deque()
         self._matched: dict[int, Post] = {}
-        self._returned: list[int] = []
-        self._next = 1
+        self._begun: list[int] = []
+        """A heap: numbers of messages whose first chunk is here, and which no recv has."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is here and nobody waits."""
+        return not self._messages and not self._posts
 
     def is_awaited(self, number: int) -> bool:
         """Whether a recv has been given the message of this number."""
@@ -80,6 +85,8 @@ class Inbound:
         message.frames.put(frame)
         message.unasked_bytes += unasked_bytes
         self._messages[number] = message
+        if frame.offset == 0:
+            heapq.heappush(self._begun, number)
         post = self._matched.get(number)
         return self._match() if post is None else [post]
 
@@ -96,7 +103,7 @@ class Inbound:
             return []
         del self._matched[post.number]
         post.message = None
-        heapq.heappush(self._returned, post.number)
+        heapq.heappush(self._begun, post.number)
         return self._match()
 
     def take(self, post: Post) -> int:
@@ -106,18 +113,10 @@ class Inbound:
 
     def _match(self) -> list[Post]:
         woken = []
-        while self._posts:
-            number = self._returned[0] if self._returned else self._next
-            message = self._messages.get(number)
-            if message is None:
-                break
-            if self._returned:
-                heapq.heappop(self._returned)
-            else:
-                self._next += 1
+        while self._posts and self._begun:
             post = self._posts.popleft()
-            post.number = number
-            post.message = message
+            post.number = number = heapq.heappop(self._begun)
+            post.message = self._messages[number]
             self._matched[number] = post
             woken.append(post)
         return woken

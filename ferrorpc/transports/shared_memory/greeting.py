@@ -25,7 +25,7 @@ from ferrorpc.transports.shared_memory.segment import Bytes, Segment, map_peer
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import shared_memory_pb2
 
-VERSION: Final = 2
+VERSION: Final = 3
 GREETING_SECONDS: Final = 5.0
 """How long a rank that has offered its memory may take to greet: it is there, so milliseconds are usual."""
 
