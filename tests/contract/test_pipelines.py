@@ -54,10 +54,11 @@ def rows(microbatches: int) -> int:
     return 2 * microbatches + 3
 
 
-def orders(name: str, stages: int) -> list[schedules.Schedule]:
-    """The schedule for every number of microbatches that it admits."""
+def orders(name: str, stages: int, transport: str = "simulated") -> list[schedules.Schedule]:
+    """The schedule for every number of microbatches that it admits; for one of them on lanes, which do not know it."""
     key, chunks = name.partition(" ")[0], SCHEDULES[name]
-    admitted = [count for count in MICROBATCHES if name != "dualpipe_v" or count >= 2 * stages]
+    counts = MICROBATCHES if transport == "simulated" else MICROBATCHES[stages - 2 : stages - 1]
+    admitted = [count for count in counts if name != "dualpipe_v" or count >= 2 * stages]
     return [schedules.named(key, stages, count, chunks) for count in admitted]
 
 
@@ -107,7 +108,8 @@ def check(results: list[list[dict[int, Joint]]], place: int, schedule: schedules
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("transport", WORLDS)
 def test_twenty_steps_are_those_of_one_process(transport: str, name: str, stages: int) -> None:
-    admitted = orders(name, stages)
+    admitted = orders(name, stages, transport)
+    assert admitted
     with WORLDS[transport](stages) as run:
         results = run(lambda group: [trained(group, schedule, np.float64) for schedule in admitted])
     for place, schedule in enumerate(admitted):

@@ -15,13 +15,12 @@ pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_it_learns_holds_equal_weights_and_draws_its_loss(tmp_path: Path, processes: int) -> None:
+def test_it_learns_holds_equal_weights_and_draws_its_loss(tmp_path: Path) -> None:
     picture = tmp_path / "loss.png"
     script = [str(ROOT / "examples" / "characters_torch.py"), "--steps", "60", "--out", str(picture)]
-    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", str(processes), *script]
+    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "2", *script]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert float(re.search(r"test loss ([0-9.]+) nats", result.stdout)[1]) < 3.0
-    assert f"identical weights on {processes} ranks" in result.stdout
+    assert "identical weights on 2 ranks" in result.stdout
     assert picture.read_bytes().startswith(PNG_SIGNATURE)

@@ -16,15 +16,14 @@ pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_it_learns_holds_equal_weights_and_draws_its_loss(tmp_path: Path, processes: int) -> None:
+def test_it_learns_holds_equal_weights_and_draws_its_loss(tmp_path: Path) -> None:
     picture = tmp_path / "loss.png"
     script = [str(ROOT / "examples" / "digits_stream.py"), "--epochs", "12", "--out", str(picture)]
-    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", str(processes), *script]
+    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "3", *script]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert float(re.search(r"test accuracy ([0-9.]+)", result.stdout)[1]) >= 0.95
-    assert f"identical weights on {processes} ranks" in result.stdout
+    assert "identical weights on 3 ranks" in result.stdout
     assert picture.read_bytes().startswith(PNG_SIGNATURE)
 
 

@@ -50,8 +50,8 @@ def test_a_stopped_peer_is_told_within_five_seconds() -> None:
 def test_a_peer_that_holds_its_interpreter_is_not_lost() -> None:
     with peers(PeerHandle(0), PeerHandle(1)) as (first, second):
         both_ways(first, second)
-        second.tell("hold 6")
-        assert first.silent(6.0)
+        second.tell("hold 4")
+        assert first.silent(4.0), "longer than keepalives are waited for"
         second.hear("done hold", seconds=10.0)
         both_ways(first, second)
 

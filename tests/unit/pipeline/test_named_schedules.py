@@ -11,7 +11,7 @@ from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.schedules import Schedule
 
 STAGES = range(1, 9)
-MICROBATCHES = range(1, 33)
+MICROBATCHES = (*range(1, 18), 24, 31, 32)
 CHUNKED = ("looped_bfs", "interleaved", "zb1p")
 WHOLE = ("gpipe", "1f1b", "zbv", "dualpipe_v")
 
