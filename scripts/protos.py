@@ -29,8 +29,9 @@ def generator() -> Path:
     done = ENVIRONMENT / "complete"
     if not done.exists():
         print(f"making the generator's environment ({', '.join(TOOLS)}) ...", flush=True)
-        venv.create(ENVIRONMENT, with_pip=True, clear=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *TOOLS], check=True)
+        venv.create(ENVIRONMENT, clear=True)
+        pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", "-q", *TOOLS], check=True)
         done.touch()
     return python
 
