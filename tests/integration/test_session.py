@@ -57,7 +57,7 @@ def test_pinned_ranks_are_honoured_and_everyone_knows_everyone(service, world):
 
 
 def test_two_claimants_of_one_rank_are_both_named(service):
-    bodies = [lambda name=name: join(service.address, 0, 2, job="claims", name=name, timeout=3.0) for name in ("one", "two")]
+    bodies = [lambda name=name: join(service.address, 0, 2, job="claims", name=name, timeout=1.5) for name in ("one", "two")]
     outcomes = together(bodies)
     refused = [outcome for outcome in outcomes if isinstance(outcome, ConfigError)]
     assert len(refused) == 1
