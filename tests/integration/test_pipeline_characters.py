@@ -20,7 +20,7 @@ def test_it_learns_holds_equal_replicas_and_draws_its_last_step(
     tmp_path: Path, processes: int, replicas: int, schedule: str
 ) -> None:
     picture = tmp_path / "pipeline.png"
-    script = [str(ROOT / "examples" / "pipeline_characters.py"), "--steps", "8", "--schedule", schedule, "--out", str(picture)]
+    script = [str(ROOT / "examples" / "pipeline_characters.py"), "--steps", "5", "--schedule", schedule, "--out", str(picture)]
     command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", str(processes), *script, "--replicas", str(replicas)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
