@@ -56,6 +56,14 @@ def test_where_a_named_one_is_perfect_it_is_found():
     assert found.simulate().bubble_fraction <= schedules.zbv(4, 8).simulate().bubble_fraction + 1e-9
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_where_little_can_be_held_it_turns_round_on_the_last_rank(stages: int):
+    """With room for one microbatch, a rank of a straight pipeline waits for its way to the end and back: 2p + 1 units each."""
+    found = schedules.search({name: [1.0] * stages for name in NAMES}, memory_cap=1, microbatches=6)
+    assert found.placement == (*range(stages), *reversed(range(stages)))
+    assert found.simulate().makespan < 6 * (2 * stages + 1)
+
+
 def test_a_cap_that_nothing_fits_and_costs_that_are_none_are_refused():
     with pytest.raises(UsageError, match=r"at most 0\.25 activations"):
         schedules.search(EQUAL, memory_cap=0.25)
