@@ -70,7 +70,7 @@ class Shard:
                 given, place = gradients[slot.name], self._place(slot.start, slot.stop)
                 if given is None:
                     place[...] = 0
-                elif place.size:
+                else:
                     copy_into(place, view(given, near=self._kind is not None).data.reshape(-1))
         out = self._typed[1] if self._kind is None else None
         parts = split(self._flat, self._group.size)
