@@ -10,6 +10,7 @@ import pytest
 
 from ferrorpc.ddp.module import DistributedDataParallel
 from ferrorpc.ddp.parameter import Parameter
+from ferrorpc.ddp.replica import named_parameters
 from ferrorpc.errors import CollectiveMismatchError, TensorMismatchError, UsageError
 from tests.unit.ddp.model import Plain, gradients
 from tests.unit.ddp.world import run_world
@@ -211,6 +212,7 @@ def test_shared_parameters_count_once_and_frozen_ones_take_no_part():
     def body(group):
         module = Shared(w=np.zeros(2))
         module.named["frozen"] = Frozen(np.full(2, float(group.rank)))
+        assert list(named_parameters(module)) == ["encoder", "frozen"]
         ddp = DistributedDataParallel(module, group)
         module["w"].grad = np.full(2, float(group.rank))
         module["frozen"].grad = np.full(2, float(group.rank))
