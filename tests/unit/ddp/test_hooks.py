@@ -59,6 +59,39 @@ def test_all_ranks_have_the_same_bits_in_any_order_of_arrival(make, cap_mb):
     assert all(found == results[0] for found in results)
 
 
+class Twice(Hook):
+    """Two operations a bucket, one after the other."""
+
+    operations = 2
+    text = "twice"
+
+    def __init__(self) -> None:
+        self.followed: list[str] = []
+
+    def exchange(self, part, lane):
+        yield lane.all_reduce(np.ones(1, np.float32))
+        self.followed.append(part.key)
+        yield lane.all_reduce(part.values)
+
+
+def test_what_follows_an_operation_begins_while_others_still_compute():
+    def body(group):
+        hook, mine = Twice(), grads(group.rank)
+        sync = synchroniser(group, hook, bucket_cap_mb=1e-3)
+        with sync.step() as current:
+            current.ready("v", mine["v"])
+            for _ in range(3):  # the first operation of its bucket is over
+                group.barrier()
+            current.ready("b", mine["b"])
+            followed = list(hook.followed)
+            current.ready("w", mine["w"])
+        return len(followed), len(hook.followed), current.grads
+
+    for followed, in_all, found in run_world(2, body):
+        assert (followed, in_all) == (1, 3)
+        assert all(np.array_equal(found[name], wanted) for name, wanted in mean(2).items())
+
+
 @pytest.mark.parametrize(("wire", "last_place"), [("bf16", 2.0**-8), ("f16", 2.0**-11)])
 def test_narrow_floats_round_once_there_and_once_back(wire, last_place):
     def body(group):
