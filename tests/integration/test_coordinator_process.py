@@ -263,7 +263,12 @@ def test_a_start_that_waits_for_the_journal_says_so_and_can_be_ended(tmp_path):
     Journal.open(tmp_path, reserve_bytes=0).close()
     holder = sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
-    command = [sys.executable, "-m", "ferrorpc_coordinator", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path)]
+    code = (
+        "import sys; from ferrorpc_coordinator.journal import Journal; from ferrorpc_coordinator.__main__ import main\n"
+        "Journal.close.__defaults__ = (0.2,)\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert "another program holds the journal" in process.stderr.readline()
         process.terminate()
