@@ -104,7 +104,7 @@ def unpack(message: Array, kind: Kind) -> tuple[Letter, Any]:
     try:
         last = message.size - _LENGTH_BYTES
         length = int.from_bytes(message[max(last, 0) :].tobytes(), "little")
-        text, wire, step, pipeline = message[max(last - length, 0) : last].tobytes().split(b"\0", 3)
+        text, wire, step, pipeline = message[max(last - length, 0) : last].tobytes().split(b"\0")
         form = (_read_before if len(text) <= _FORM_BYTES_MAX else _read)(text)
         if form.end + length != last:
             raise ValueError(f"{message.size} bytes where {form.end + length + _LENGTH_BYTES} are announced")
