@@ -333,6 +333,21 @@ def test_when_a_rank_dies_the_others_name_it(victim: int):
         assert rank == victim or error.rank == victim
 
 
+def test_outputs_that_the_next_stage_never_takes_are_a_timeout_that_names_it():
+    """More than goes without credit: the sender's part is not over before the receiver has come."""
+
+    def body(group):
+        pipe = Pipeline(Layer(group.rank), group, "gpipe", 1)
+        if group.rank == 1:
+            group.recv(0, tag=5)
+        pipe.forward(np.ones((200_000, WIDTH)), timeout=7.0)
+
+    first, _ = run_world(2, body, return_exceptions=True, timeout=100.0)
+    assert isinstance(first, CollectiveTimeoutError)
+    assert first.waiting_on == [1]
+    assert "waited 7 s for rank 1 to take" in first.message
+
+
 def test_a_stage_that_never_comes_is_a_timeout_that_names_it():
     def body(group):
         pipe = Pipeline(Layer(group.rank), group, "1f1b", 4)
