@@ -13,7 +13,11 @@ for number in (signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
 
 
+# What thousands of tests consist of stays to the end: no search for garbage needs to look at it, now or later.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """What thousands of tests consist of stays to the end: no collection of garbage needs to look at it each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
