@@ -45,6 +45,14 @@ def test_by_parameters_names_and_modules_stay():
     assert torch.equal(second(first(x)), model(x))
 
 
+def test_one_piece_is_the_whole_model():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    (whole,) = cut(model, 1)
+    assert list(whole) == list(model)
+    with pytest.raises(UsageError, match="2 modules cannot be cut into 0 pieces"):
+        cut(model, 0)
+
+
 class Timed(nn.Module):
     """Takes as long as it says, forward and backward, on a clock that it moves itself. It has no parameters.
 

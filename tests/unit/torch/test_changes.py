@@ -1,0 +1,42 @@
+"""What a wrapper looks at in each step to learn whether it still knows all parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from torch import nn  # noqa: E402
+
+from ferrorpc.torch.changes import Changes  # noqa: E402
+
+
+def model() -> nn.Sequential:
+    """With a frozen parameter, and one that is None."""
+    made = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    made[0].bias.requires_grad_(False)
+    return made
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
+    "added": lambda module: module.append(nn.Linear(2, 2)),
+    "replaced": lambda module: setattr(module[0], "weight", nn.Parameter(torch.zeros(2, 2))),
+    "taken away": lambda module: delattr(module[0], "weight"),
+    "set to None": lambda module: setattr(module[0], "weight", None),
+    "frozen": lambda module: module[0].weight.requires_grad_(False),
+    "thawed": lambda module: module[0].bias.requires_grad_(True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_is_seen_until_it_is_known(change: Callable[[nn.Sequential], object]) -> None:
+    module = model()
+    changes = Changes(module)
+    module(torch.ones(3, 2)).sum().backward()
+    assert not changes.may_be(), "a step is no change"
+    change(module)
+    assert changes.may_be()
+    changes.known()
+    assert not changes.may_be()
