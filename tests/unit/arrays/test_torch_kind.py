@@ -78,6 +78,13 @@ def test_out_that_does_not_fit_is_refused():
         view_out(torch.zeros(1).expand(3), TensorSpec(DType.FLOAT32, (3,)))
 
 
+@pytest.mark.parametrize("lazy", [lambda x: x.conj(), lambda x: x.conj().imag], ids=["conjugated", "negated"])
+def test_out_that_is_a_lazy_view_is_refused_with_the_way_out(lazy):
+    out = lazy(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(TensorMismatchError, match=r"pass x.resolve_conj\(\).resolve_neg\(\)"):
+        view_out(out, view(out).spec)
+
+
 def test_in_place_is_seen_and_partial_overlap_refused():
     base = torch.zeros(10)
     x = view(base[:6])
