@@ -179,3 +179,17 @@ for _ in range(5):
     environment = clean(FERRORPC_COORDINATOR=service.address, FERRORPC_WORLD_SIZE="1", FERRORPC_JOB="aborts")
     code, output, errors = outcome(start(code, environment))
     assert (code, output) == (0, "0 enough\n" * 5), errors
+
+
+def test_what_is_asked_for_goes_before_the_variable_which_auto_leaves_it_to():
+    code = """
+import ferrorpc
+for asked in ({}, {"backend": "simulated"}, {"backend": "pigeon"}):
+    try:
+        with ferrorpc.init_process_group(**asked) as group:
+            print(group.backend)
+    except ferrorpc.BackendUnavailableError as error:
+        print(error.message)
+"""
+    exit_code, output, errors = outcome(start(code, clean(FERRORPC_BACKEND="dove")))
+    assert (exit_code, output) == (0, "no backend is called 'dove'\nsimulated\nno backend is called 'pigeon'\n"), errors
