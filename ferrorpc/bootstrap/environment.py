@@ -110,7 +110,7 @@ def _own(world: tuple[int, int], launched: Place | None, hint: int | None) -> Pl
     """FERRORPC_WORLD_SIZE speaks. A launcher's rank is pinned where it means the same fixed world, and else a hint."""
     if launched is None:
         return Place("FERRORPC_WORLD_SIZE", world, hinted_rank=hint)
-    same = launched.world == world and world[0] == world[1]
+    same = launched.world == world
     return replace(
         launched,
         source=f"FERRORPC_WORLD_SIZE, {launched.source}",
