@@ -1,4 +1,4 @@
-"""How long rank 0 waits for what its coordinator says."""
+"""The coordinator of rank 0: where it listens, and how long rank 0 waits for what it says."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from ferrorpc.bootstrap import coordinator
+from ferrorpc.config import Config
+from ferrorpc.errors import ConfigError
 
 
 @pytest.fixture
@@ -32,3 +34,31 @@ def test_one_that_never_ends_its_line_is_waited_for_no_longer_than_starting_take
     reader, writer = pipe
     os.write(writer, b"listen")
     assert coordinator._first_line(reader) == b"listen"
+
+
+@pytest.mark.parametrize(
+    ("address", "bind", "listens"),
+    [
+        ("127.0.0.1:4711", "127.0.0.1", "127.0.0.1:4711"),
+        ("127.0.0.1:4711", "0.0.0.0", "127.0.0.1:4711"),  # a job of one node is nobody else's business
+        ("10.0.0.1:4711", "0.0.0.0", "0.0.0.0:4711"),
+    ],
+)
+def test_it_listens_beyond_loopback_only_where_other_nodes_need_it(
+    address: str, bind: str, listens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asked(Exception):
+        pass
+
+    def asked(arguments: list[str], environment: object) -> None:
+        raise Asked(*arguments[:2])
+
+    monkeypatch.setattr(coordinator, "_spawn", asked)
+    with pytest.raises(Asked) as found:
+        coordinator.start_coordinator(address, Config({"bind": bind, "insecure": True}, {}), {})
+    assert found.value.args == ("--listen", listens)
+
+
+def test_a_bind_that_would_hide_it_from_other_nodes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="would hide its coordinator from the other nodes"):
+        coordinator.start_coordinator("10.0.0.1:4711", Config({}, {}), {})
