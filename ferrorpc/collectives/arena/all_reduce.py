@@ -54,19 +54,22 @@ class OneShot(ArenaPrepared):
         self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
     ) -> Steps:
         line, done, digest = channel.line, base | 1, self._digest
+        in_doubt = False
         if not channel.is_free(before):
             yield from channel.enter(before)
         stage, sources = self._views.get(channel) or self._look(channel)
         source = inputs[0]
         stage[...] = source if self._is_flat else source.reshape(-1)
         if channel.signed != digest:
-            self.sign(channel)
+            in_doubt = self.sign(channel)
         line[STAGED] = done
         for other in channel.others:
             while other[STAGED] < done:
                 yield done
             if other[SIGNATURE] != digest:
                 raise self.mismatch(channel, base)
+        if in_doubt:
+            channel.bank.settle()
         results = outputs or self.room(None)
         self._fold(sources, results[0] if self._is_flat else results[0].reshape(-1))
         line[LEFT] = done

@@ -53,6 +53,9 @@ SOURCE: Final = 6
 RESULT: Final = 7
 """Where its result lies; 0: it comes through the ring."""
 
+NOTES: Final = (8, 11)
+"""Where notes of calls stand that only send (`doubts`): of each a ticket, a hash, and where it is spelled out."""
+
 LINE_BYTES: Final = LINE_WORDS * 8
 SLOT_BYTES: Final = 128 << 10
 """Every channel has a slot of this size for small arrays; it never moves."""
@@ -205,6 +208,17 @@ class Viewer(Protocol):
         """Drops them."""
 
 
+class Doubt(Protocol):
+    """An operation whose call has not been compared with everybody's yet (`doubts`)."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has."""
+
+    def settle(self) -> None:
+        """Compares what can be compared by now. Raises CollectiveMismatchError."""
+
+
 class Calls:
     """All that peers have taken out of this rank's memory: by calls that may be run again, and by those that are gone."""
 
@@ -243,6 +257,7 @@ class Bank:
         peers: world ranks of the others, in group order.
         memories: their segments, in the same order.
         channels: in order.
+        doubts: operations whose calls have not been compared with everybody's yet.
     """
 
     def __init__(self, board: Board, stream: tuple[int, int], ranks: Sequence[int], channels: int, own: Place) -> None:
@@ -250,6 +265,7 @@ class Bank:
         self.peers = tuple(rank for rank in ranks if rank != board.rank)
         self.memories = [board.memory.memory(peer) for peer in self.peers]
         self.channels = [Channel(self, number) for number in range(channels)]
+        self.doubts: list[Doubt] = []
         self._stream = stream
         self._ranks = tuple(ranks)
         self._places = {board.rank: own}
@@ -283,6 +299,19 @@ class Bank:
                 viewer.forget(channel)
         return True
 
+    def settle(self) -> None:
+        """Compares what can be compared by now, and makes the stream's next operations do so, too, if something is left.
+
+        Raises:
+            CollectiveMismatchError: a peer was in another call.
+        """
+        for doubt in tuple(self.doubts):
+            doubt.settle()
+        self.doubts[:] = [doubt for doubt in self.doubts if not doubt.is_over]
+        if self.doubts:
+            for channel in self.channels:
+                channel.signed = 0
+
     def latest(self, peer: int) -> tuple[int, str]:
         """Ticket and signature of the operation that a peer entered last; (0, "") before its first."""
         place = self._places.get(peer)
@@ -302,12 +331,13 @@ class Channel:
         others: the peers' words, in the order of `bank.peers`; empty until they have been met.
         slots: everyone's memory for small arrays, in group order, the own one included; empty until then, too.
         last: the value that LEFT will have when the latest operation started here is over.
-        signed: the hash that stands in the line.
+        signed: the hash that stands in the line; 0: the next operation must sign, and settle doubts.
+        noted: how many notes of calls this rank has made.
         ring: own memory for what others cannot read in place.
         viewers: calls that keep views of `slots`.
     """
 
-    __slots__ = ("bank", "last", "line", "number", "others", "ring", "signed", "slots", "viewers")
+    __slots__ = ("bank", "last", "line", "noted", "number", "others", "ring", "signed", "slots", "viewers")
 
     line: Words
 
@@ -318,6 +348,7 @@ class Channel:
         self.slots: list[Array] = []
         self.last = 0
         self.signed = 0
+        self.noted = 0
         self.ring = _NOTHING
         self.viewers: WeakSet[Viewer] = WeakSet()
 

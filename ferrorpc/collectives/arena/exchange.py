@@ -22,6 +22,7 @@ import numpy as np
 
 from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.board import LEFT, RING, SIGNATURE, SOURCE, STAGED, Array, Channel
+from ferrorpc.collectives.arena.doubts import UnreadCalls
 from ferrorpc.collectives.arena.execution import Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared, fold_of
 from ferrorpc.collectives.call import Call, Operation
@@ -46,15 +47,18 @@ class Barrier(ArenaPrepared):
         self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
     ) -> Steps:
         line, done, digest = channel.line, base | 1, self._digest
+        in_doubt = False
         if channel.signed != digest or not channel.is_free(before):
             yield from channel.enter(before)
-            self.sign(channel)
+            in_doubt = self.sign(channel)
         line[STAGED] = done
         for other in channel.others:
             while other[STAGED] < done:
                 yield done
             if other[SIGNATURE] != digest:
                 raise self.mismatch(channel, base)
+        if in_doubt:
+            channel.bank.settle()
         line[LEFT] = done
         return [], []
 
@@ -73,12 +77,23 @@ class Exchange(ArenaPrepared):
             self._sources = (root,)
         elif to_root and rank != root:
             self._sources = ()
+        self._unread = self._peers_that_none_reads(from_root)
         self._has_part_for_each = operation in (Operation.SCATTER, Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL)
         self._mine = rank if self._has_part_for_each else 0
         self._fold = fold_of(call, arena.size) if call.op is not None and self._sources else None
         if self._fold is not None:
             self.specs = [call.inputs[self._mine]]
         self._readers = frozenset((root,) if to_root else range(arena.size)) if self._brings else frozenset()
+
+    def _peers_that_none_reads(self, from_root: bool) -> frozenset[int]:
+        """Whose call this rank must compare with its own some other way than by reading what they brought: their places.
+
+        Each rank compares with the root that it knows, so all agree if the roots do.
+        """
+        rank, root = self.arena.rank, self.call.root
+        if root is None or (root == rank) != from_root:
+            return frozenset()
+        return frozenset(range(self.arena.size - 1)) if from_root else frozenset((root - (root > rank),))
 
     def taken(self, peer: int) -> int:
         if peer not in self._readers:
@@ -93,6 +108,10 @@ class Exchange(ArenaPrepared):
         yield from channel.enter(before)
         must_stay = self._brings and self._lay_out(channel, inputs)
         self.sign(channel)
+        bank = channel.bank
+        if self._unread:
+            signed = self._digest, self._text
+            bank.doubts.append(UnreadCalls(channel, self._unread, base, signed, self.signature))
         line[STAGED] = done
         found: list[tuple[Array, TensorSpec]] = []
         for source in self._sources:
@@ -108,6 +127,8 @@ class Exchange(ArenaPrepared):
                 channel.ring = np.empty(0, np.uint8)
         # What was read in place from a rank that failed meanwhile may not be what it brought: its line says so.
         yield from channel.await_others(STAGED, 0)
+        if bank.doubts:
+            bank.settle()
         return landed
 
     def _find(self, channel: Channel, source: int, done: int) -> Generator[int, None, tuple[Array, TensorSpec]]:

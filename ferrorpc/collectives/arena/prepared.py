@@ -11,6 +11,7 @@ import numpy as np
 from ferrorpc.arrays.device import is_host
 from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.board import CHUNK_BITS, POISONED, SIGNATURE, STAGED, TEXT, Array, Bank, Channel
+from ferrorpc.collectives.arena.doubts import mismatch
 from ferrorpc.collectives.arena.execution import ArenaExecution, Steps
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
@@ -114,11 +115,22 @@ class ArenaPrepared(Prepared):
                 return given
         return np.empty(spec.shape, spec.dtype.storage)
 
-    def sign(self, channel: Channel) -> None:
-        """Says in the line which call this is. Before STAGED is raised."""
-        if channel.signed != self._digest:
-            channel.line[SIGNATURE], channel.line[TEXT] = self._digest, self._text
-            channel.signed = self._digest
+    def sign(self, channel: Channel) -> bool:
+        """Says in the line which call this is. After `enter`, and before STAGED is raised.
+
+        Returns:
+            Whether earlier calls are in doubt: who waits for everybody settles them then.
+
+        Raises:
+            CollectiveMismatchError: a peer was in another call than this rank in an earlier operation.
+        """
+        if channel.signed == self._digest:
+            return False
+        channel.line[SIGNATURE], channel.line[TEXT] = self._digest, self._text
+        channel.signed = self._digest
+        if channel.bank.doubts:
+            channel.bank.settle()
+        return bool(channel.bank.doubts)
 
     def compare(self, channel: Channel, base: int) -> None:
         """Raises CollectiveMismatchError where a peer that has staged is in another call."""
@@ -151,10 +163,7 @@ class ArenaPrepared(Prepared):
             is_behind = POISONED < other[STAGED] < ticket << CHUNK_BITS
             if other[SIGNATURE] != self._digest and not is_behind:
                 signatures[peer] = board.read_text(peer, other[TEXT])
-        number = ticket - 1
-        calls = ", ".join(f"rank {rank} called {text}" for rank, text in sorted(signatures.items()))
-        text = f"ranks {sorted(signatures)} disagree about operation {number}: {calls}"
-        return CollectiveMismatchError(signatures, text, number=number)
+        return mismatch(signatures, ticket - 1)
 
 
 def fold_of(call: Call, size: int) -> Callable[[Sequence[Array], Array], None]:
