@@ -181,8 +181,9 @@ class RendezvousTimeoutError(FerroError, TimeoutError):
     code = ErrorCode.RENDEZVOUS_TIMEOUT
     default_hint = "look at the logs of the missing ranks, or raise FERRORPC_TIMEOUT"
 
-    def __init__(self, missing: Iterable[Any], message: str, **more: Any) -> None:
-        super().__init__(message, missing=list(missing), **more)
+    def __init__(self, missing: Iterable[Any], message: str | None = None, **more: Any) -> None:
+        absent = list(missing)
+        super().__init__(f"these did not come in time: {absent}" if message is None else message, missing=absent, **more)
 
     @property
     def missing(self) -> list[Any]:
@@ -196,8 +197,9 @@ class CollectiveTimeoutError(FerroError, TimeoutError):
     code = ErrorCode.COLLECTIVE_TIMEOUT
     default_hint = "look at what the ranks named above are doing (`ferrorpc status`), or pass a larger timeout="
 
-    def __init__(self, waiting_on: Iterable[int], message: str, **more: Any) -> None:
-        super().__init__(message, waiting_on=sorted(waiting_on), **more)
+    def __init__(self, waiting_on: Iterable[int], message: str | None = None, **more: Any) -> None:
+        ranks = sorted(waiting_on)
+        super().__init__(f"ranks {ranks} did not come in time" if message is None else message, waiting_on=ranks, **more)
 
     @property
     def waiting_on(self) -> list[int]:
@@ -211,9 +213,9 @@ class BarrierTimeoutError(CollectiveTimeoutError):
     code = ErrorCode.BARRIER_TIMEOUT
     default_hint = "look at the logs of the missing ranks, or raise the barrier's timeout"
 
-    def __init__(self, missing: Iterable[int], message: str, **more: Any) -> None:
+    def __init__(self, missing: Iterable[int], message: str | None = None, **more: Any) -> None:
         ranks = sorted(missing)
-        FerroError.__init__(self, message, missing=ranks, waiting_on=ranks, **more)
+        super().__init__(ranks, message, missing=ranks, **more)
 
     @property
     def missing(self) -> list[int]:

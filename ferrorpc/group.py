@@ -27,7 +27,7 @@ from ferrorpc.operations.collectives import Collectives
 from ferrorpc.operations.results import NOTHING
 from ferrorpc.operations.signatures import Scalar
 from ferrorpc.operations.stream import Stream
-from ferrorpc.types import DType, TensorSpec, dtype_named, dtype_of
+from ferrorpc.types import TensorSpec, dtype_given
 
 OWN_WORK_SECONDS: Final = 0.4
 """How long close() waits for what this rank has in flight."""
@@ -124,13 +124,16 @@ class ProcessGroup(Collectives):
         Ranks on one host share that memory: what is in it, views included, they read where it lies, without copies. It is freed
         with the last view of it, and outlives the group. Without such ranks it is ordinary memory.
 
+        Args:
+            shape: sizes, or one for a vector.
+            dtype: its name, or NumPy's or torch's.
+
         Raises:
             LimitExceededError: the shared memory is full.
+            TensorMismatchError: there is no such dtype; the message lists them.
         """
         sizes = shape_of(shape)
-        if not isinstance(dtype, DType):
-            dtype = dtype_named(dtype) if isinstance(dtype, str) else dtype_of(np.dtype(dtype))
-        spec = TensorSpec(dtype, sizes)
+        spec = TensorSpec(dtype_given(dtype), sizes)
         return NUMPY.typed(self._backend.empty(spec), spec)
 
     def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> ProcessGroup | None:
@@ -244,3 +247,17 @@ class ProcessGroup(Collectives):
 def _is_clean(error: BaseException) -> bool:
     """Whether a program ends by it as it meant to."""
     return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
+def group_given(group: Any) -> ProcessGroup:
+    """What a caller passed as a group, if it is one.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(group, ProcessGroup):
+        raise UsageError(
+            f"group={group!r} is no ProcessGroup",
+            hint="pass what init_process_group() returned; subgroup() returns None on the ranks outside",
+        )
+    return group

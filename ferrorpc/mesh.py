@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ferrorpc.errors import UsageError
-
-if TYPE_CHECKING:
-    from ferrorpc.group import ProcessGroup
+from ferrorpc.group import ProcessGroup, group_given
 
 
 class Mesh:
@@ -33,6 +31,7 @@ class Mesh:
     """
 
     def __init__(self, dimensions: Mapping[str, int], group: ProcessGroup) -> None:
+        group = group_given(group)
         self._sizes = dict(dimensions)
         _check(self._sizes, group.size)
         self.group = group

@@ -93,6 +93,24 @@ def dtype_named(name: str) -> DType:
     return _BY_NAME[name]
 
 
+def dtype_given(value: Any) -> DType:
+    """The wire dtype that a caller names: a DType, a name, torch's, or what NumPy makes one of ("f4", float, np.float32).
+
+    Raises:
+        TensorMismatchError: for anything else; the message lists what is supported.
+    """
+    if isinstance(value, DType):
+        return value
+    name = str(value).removeprefix("torch.")
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    try:
+        known = np.dtype(value)
+    except TypeError:
+        return dtype_named(name)
+    return dtype_of(known)
+
+
 @unique
 class ReduceOp(Enum):
     """How values of several ranks become one."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.ddp.steps import Steps
+from ferrorpc.group import ProcessGroup, group_given
 
 
 class Trainable(Protocol):
@@ -37,8 +38,6 @@ class Trainable(Protocol):
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # type checkers bring it; from Python 3.13 on typing's own has defaults
-
-    from ferrorpc.group import ProcessGroup
 
     Module = TypeVar("Module", bound=Trainable, covariant=True, default=Any)
 else:
@@ -94,6 +93,7 @@ class DistributedDataParallel(Generic[Module]):
         gradient_as_bucket_view: bool = False,
     ) -> None:
         self.module: Module = module
+        group = group_given(group)
         self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook, check_every)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,13 +20,12 @@ from ferrorpc.ddp.reducer import Reducer
 from ferrorpc.ddp.round import Round
 from ferrorpc.ddp.steps import Steps
 from ferrorpc.errors import TensorMismatchError, UsageError
-from ferrorpc.types import TensorSpec
+from ferrorpc.group import ProcessGroup, group_given
+from ferrorpc.types import TensorSpec, dtype_given
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import TypeVar  # type checkers bring it; from Python 3.13 on typing's own has defaults
-
-    from ferrorpc.group import ProcessGroup
 
     Tree = TypeVar("Tree", default=Any)
 else:
@@ -95,9 +94,10 @@ class GradientSynchronizer(Generic[Tree]):
         gradient_as_bucket_view: bool = False,
         hook: Hook | None = None,
     ) -> None:
+        group = group_given(group)
         self._like = like
         self._views = gradient_as_bucket_view
-        leaves = flatten(like)
+        leaves = {name: _outline(leaf) for name, leaf in flatten(like).items()}
         self._specs = {name: leaf if isinstance(leaf, TensorSpec) else _spec(name, leaf) for name, leaf in leaves.items()}
         self._kinds = {name: NUMPY if isinstance(leaf, TensorSpec) else kind_of(leaf) for name, leaf in leaves.items()}
         self._ordered = {name: leaf for name, leaf in leaves.items() if not kind_of(leaf).takes_any_order(leaf)}
@@ -307,6 +307,14 @@ class SynchronizerStep(Generic[Tree]):
                 self._put_place(name)
         self._round.finish()
         self._means = self._owner._means(self._round, self._kinds)
+
+
+def _outline(leaf: Any) -> Any:
+    """A spec for what has a shape and a dtype but no elements, such as jax.ShapeDtypeStruct; anything else as it is."""
+    has_elements = isinstance(leaf, TensorSpec) or hasattr(leaf, "__dlpack__") or hasattr(leaf, "__array__")
+    if has_elements or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return leaf
+    return TensorSpec(dtype_given(leaf.dtype), tuple(leaf.shape))
 
 
 def _spec(name: str, leaf: Any) -> TensorSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +13,8 @@ from ferrorpc.ddp.pytree import flatten
 from ferrorpc.ddp.rules import Array, Rule
 from ferrorpc.ddp.shards import Shards
 from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.types import DType, TensorSpec
-
-if TYPE_CHECKING:
-    from ferrorpc.group import ProcessGroup
 
 _DTYPES = (DType.FLOAT32, DType.FLOAT64)
 _STEP = "step"
@@ -44,6 +42,7 @@ class ZeroOptimizer:
     """
 
     def __init__(self, weights: Any, group: ProcessGroup, rule: Rule, *, bucket_cap_mb: float = 25) -> None:
+        group = group_given(group)
         self._weights = flatten(weights)
         _check_apart(self._weights)
         specs = [(name, spec_of(leaf)) for name, leaf in self._weights.items()]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ferrorpc.agreement import agree
 from ferrorpc.errors import UsageError
+from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, seconds_of
 from ferrorpc.pipeline.actions import Action, Kind, action
 from ferrorpc.pipeline.batch import cut, join, rows, shares, split
@@ -25,9 +26,6 @@ from ferrorpc.pipeline.stage import Piece
 from ferrorpc.pipeline.ties import Ties
 from ferrorpc.pipeline.wire import Wire, arrivals
 from ferrorpc.plans.timeline import Span
-
-if TYPE_CHECKING:
-    from ferrorpc.group import ProcessGroup
 
 MICROBATCHES = 8
 """How many there are where nobody says."""
@@ -71,6 +69,7 @@ class Pipeline:
         tied: Iterable[Iterable[str]] = (),
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        group = group_given(group)
         stages = list(stage) if isinstance(stage, list | tuple) else [stage]
         self.schedule = _chosen(schedule, group.size, num_microbatches, len(stages), edges)
         numbers = self.schedule.pieces(group.rank)

@@ -9,16 +9,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ferrorpc.errors import UsageError
+from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
-
-if TYPE_CHECKING:
-    from ferrorpc.group import ProcessGroup
 
 REPETITIONS = 5
 """How often each module is timed; the fastest counts, since what disturbs only slows."""

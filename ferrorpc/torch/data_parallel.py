@@ -14,13 +14,12 @@ from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.ddp.steps import Steps
 from ferrorpc.errors import UsageError
+from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.torch.backward import Backward
 from ferrorpc.torch.changes import Changes
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # type checkers bring it; from Python 3.13 on typing's own has defaults
-
-    from ferrorpc.group import ProcessGroup
 
     Module = TypeVar("Module", bound=torch.nn.Module, covariant=True, default=torch.nn.Module)
 else:
@@ -71,7 +70,7 @@ class DistributedDataParallel(torch.nn.Module, Generic[Module]):
     ) -> None:
         super().__init__()
         _check_initialised(module)
-        _check_batch_norm(module, group.size)
+        _check_batch_norm(module, group_given(group).size)
         self.module: Module = module
         self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook, check_every)
         self._backward = Backward(self._replica)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
 from ferrorpc.arrays.kinds import kind_of, spec_of
 from ferrorpc.ddp.shards import Shard, Shards
 from ferrorpc.errors import UsageError
+from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.types import TensorSpec
-
-if TYPE_CHECKING:
-    from ferrorpc.group import ProcessGroup
 
 _OF_WHOLE_PARAMETERS: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 """Torch's optimizers whose update of an element depends on others."""
@@ -52,6 +50,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         _check_elementwise(optimizer)
+        group = group_given(group)
         self._shards: list[Shards] = []
         super().__init__(parameters, options)
         self._trained = [_named(members) for members in self.param_groups]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import typing
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,17 @@ def test_dir_shows_the_face() -> None:
 def test_another_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = ferrorpc.no_such_name
+
+
+@pytest.mark.parametrize("name", [name for name in ferrorpc.__all__ if inspect.isroutine(getattr(ferrorpc, name))])
+def test_hints_of_functions_can_be_read_at_run_time(name: str) -> None:
+    assert typing.get_type_hints(getattr(ferrorpc, name))
+
+
+@pytest.mark.parametrize("name", [name for name in ferrorpc.__all__ if inspect.isclass(getattr(ferrorpc, name))])
+def test_hints_of_methods_can_be_read_at_run_time(name: str) -> None:
+    """As documentation, dependency injection and notebooks do."""
+    members = inspect.getmembers(getattr(ferrorpc, name), lambda member: inspect.isfunction(member) or inspect.ismethod(member))
+    for method, function in members:
+        if function.__module__.startswith("ferrorpc") and (not method.startswith("_") or method in ("__init__", "__call__")):
+            typing.get_type_hints(function)

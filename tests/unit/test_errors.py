@@ -5,7 +5,14 @@ import pickle
 import pytest
 
 from ferrorpc import errors
-from ferrorpc.errors import ErrorCode, FerroError, type_of
+from ferrorpc.errors import (
+    BarrierTimeoutError,
+    CollectiveTimeoutError,
+    ErrorCode,
+    FerroError,
+    RendezvousTimeoutError,
+    type_of,
+)
 
 
 @pytest.mark.parametrize("code", list(ErrorCode), ids=lambda code: code.name)
@@ -67,3 +74,10 @@ def test_facts_that_did_not_come_along_are_told_as_unknown() -> None:
         error = errors.FerroError.restore(code, "what is known", "", False, {})
         assert getattr(error, "rank", -1) == -1
         assert "what is known" in (getattr(error, "reason", ""), getattr(error, "cause", ""))
+
+
+def test_a_structured_error_says_what_it_knows_without_a_message() -> None:
+    assert str(RendezvousTimeoutError(missing=["rank 2"])).startswith("these did not come in time: ['rank 2']\ntry: ")
+    assert str(BarrierTimeoutError(missing=[2, 1])).startswith("ranks [1, 2] did not come in time\ntry: ")
+    assert str(CollectiveTimeoutError(waiting_on=[3])).startswith("ranks [3] did not come in time\ntry: ")
+    assert BarrierTimeoutError(missing=[1]).waiting_on == [1]

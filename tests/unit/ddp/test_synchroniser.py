@@ -287,3 +287,25 @@ def test_means_belong_to_the_caller_unless_views_were_asked_for():
         return first.tolist(), first.flags.owndata
 
     assert run_world(2, body) == [([1.0, 1.0], True)] * 2
+
+
+class Outline:
+    """As jax.ShapeDtypeStruct: a shape and a dtype, and no elements."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: object) -> None:
+        self.shape = shape
+        self.dtype = dtype
+
+
+def test_anything_with_a_shape_and_a_dtype_is_a_spec():
+    def body(group):
+        sync = GradientSynchronizer({"w": Outline((3,), np.dtype("float32")), "b": Outline((), "float64")}, group)
+        means = sync({"w": np.full(3, group.rank, np.float32), "b": np.float64(group.rank)})
+        assert (means["w"] == 0.5).all()
+        assert means["b"] == 0.5
+        with pytest.raises(TensorMismatchError):
+            sync({"w": np.zeros(4, np.float32), "b": 0.0})
+        with pytest.raises(TensorMismatchError, match="complex128"):
+            GradientSynchronizer({"w": Outline((3,), "U7")}, group)
+
+    run_world(2, body)
