@@ -10,6 +10,7 @@ from ferrorpc.backends import gpu
 from ferrorpc.backends.base import Backend
 from ferrorpc.backends.grpc import GrpcBackend
 from ferrorpc.backends.hybrid import HybridBackend
+from ferrorpc.backends.message import MessageBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.simulated import Lanes, SimulatedBackend
 from ferrorpc.collectives.call import Operation
@@ -78,31 +79,39 @@ def _best(place: Place) -> str:
     return "hybrid" if gpu.suits_all(place.session.membership.assignment.peers) else "grpc"
 
 
-def _grpc(place: Place) -> GrpcBackend:
+class _WorldOfOne(SimulatedBackend):
+    """What "grpc" is where a script that asks for it runs alone: there is nobody to reach, so no server and no lane."""
+
+    name = "grpc"
+
+
+def _grpc(place: Place) -> MessageBackend:
     if place.transport not in TRANSPORTS:
         hint = f"use one of: {', '.join(TRANSPORTS)}"
         raise BackendUnavailableError(f"no transport is called {place.transport!r}", hint)
     if place.server is None:
-        raise BackendUnavailableError(
-            "backend 'grpc' needs a server for its peers, and this process has none", "join a coordinator's job first"
-        )
+        return _alone(_WorldOfOne, place)
     return GrpcBackend(place.session, place.server, path=place.transport, timeout=place.timeout, asked=place.asked)
 
 
 def _simulated(place: Place) -> SimulatedBackend:
+    return _alone(SimulatedBackend, place)
+
+
+def _alone(kind: type[SimulatedBackend], place: Place) -> SimulatedBackend:
     size = place.session.membership.assignment.size
     if size > 1:
         raise BackendUnavailableError(
             f"a simulated world lives in one process, and this job has {size}",
             "make one with SimulatedBackend.create_group(n) or ferrorpc.testing.run_world(n, fn)",
         )
-    return SimulatedBackend(place.session, Lanes(place.session.clock, None, 0), place.timeout)
+    return kind(place.session, Lanes(place.session.clock, None, 0), place.timeout)
 
 
 def _on_gpus(kind: type[NcclBackend]) -> Factory:
     def make(place: Place) -> Backend:
         gpu.device_for(place.device, place.local_rank)  # what is missing is said before lanes are made
-        lanes = _simulated(place) if place.server is None else _grpc(place)
+        lanes = _grpc(place)
         try:
             return gpu.make(kind, lanes, place.device, place.local_rank)
         except BaseException:

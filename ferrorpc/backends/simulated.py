@@ -6,7 +6,6 @@ from ferrorpc.backends.base import Backend
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.coordination.base import Session
 from ferrorpc.coordination.local import LocalWorld
-from ferrorpc.errors import InvalidWorldSizeError
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
 from ferrorpc.transports.inproc import Faults, InprocTransport, Network
 from ferrorpc.transports.mailbox import Mailbox
@@ -61,9 +60,10 @@ class SimulatedBackend(MessageBackend):
             clock: what all waits go through; the real clock by default.
             faults: delays of messages, drawn from `seed`.
             timeout: seconds an operation may take where none are given.
+
+        Raises:
+            InvalidWorldSizeError: the size is no integer, or less than 1.
         """
-        if size < 1:
-            raise InvalidWorldSizeError(f"a world of {size} ranks cannot be")
         chosen = SYSTEM_CLOCK if clock is None else clock
         world = LocalWorld(size, clock=chosen)
         lanes = Lanes(chosen, faults, seed)
@@ -71,4 +71,4 @@ class SimulatedBackend(MessageBackend):
 
     def renew(self, timeout: float) -> SimulatedBackend:
         self._line.rejoin(timeout)
-        return SimulatedBackend(self._line, self._lanes, self.timeout)
+        return type(self)(self._line, self._lanes, self.timeout)

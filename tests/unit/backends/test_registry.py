@@ -3,12 +3,14 @@
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from ferrorpc.backends import registry
-from ferrorpc.backends.registry import Place, create, names, register
+from ferrorpc.backends.registry import TRANSPORTS, Place, create, names, register
 from ferrorpc.coordination.local import LocalWorld
 from ferrorpc.errors import BackendUnavailableError, ConfigError
+from ferrorpc.group import ProcessGroup
 
 
 def place(size: int = 1, transport: str = "auto") -> Place:
@@ -22,6 +24,16 @@ def test_a_world_of_one_needs_no_server() -> None:
     backend.close()
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_script_that_asks_for_grpc_runs_alone_too(transport: str) -> None:
+    with ProcessGroup(create("grpc", place(transport=transport))) as group:
+        assert (group.backend, group.rank, group.size) == ("grpc", 0, 1)
+        assert (group.all_reduce(np.arange(3)) == np.arange(3)).all()
+        with group.reform(1.0) as next_one:
+            assert next_one.backend == "grpc"
+            next_one.barrier()
+
+
 @pytest.mark.parametrize(
     ("name", "where", "reason", "hint"),
     [
@@ -30,8 +42,7 @@ def test_a_world_of_one_needs_no_server() -> None:
         ("gloo", place(), "no backend is called 'gloo'", "auto, grpc, simulated, nccl, hybrid"),
         ("simulated", place(2), "this job has 2", "run_world"),
         ("auto", place(2), "this job has 2", "run_world"),
-        ("grpc", place(), "needs a server", "coordinator"),
-        ("grpc", place(transport="shared_memory"), "needs a server", "coordinator"),
+        ("grpc", place(2), "this job has 2", "run_world"),
         ("grpc", place(transport="pigeon"), "no transport is called 'pigeon'", "auto, grpc, shared_memory"),
     ],
 )
