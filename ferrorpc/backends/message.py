@@ -24,7 +24,7 @@ from ferrorpc.collectives.prepared import PlanPrepared
 from ferrorpc.collectives.progress import progress_of
 from ferrorpc.collectives.select import ANYWHERE, explain
 from ferrorpc.coordination.base import Session
-from ferrorpc.errors import SelfSendError
+from ferrorpc.errors import InvalidRankError, SelfSendError
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
 from ferrorpc.types import TensorSpec, dtype_of
@@ -133,16 +133,22 @@ class MessageBackend(Backend):
         if peer == self.rank:
             raise SelfSendError(f"rank {peer} cannot send to or receive from itself")
 
+    def _refuse_stranger(self, peer: int) -> None:
+        if not 0 <= peer < self.size:
+            raise InvalidRankError(f"there is no rank {peer}: this group has ranks 0 to {self.size - 1}")
+
     def submit(self, execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
         """Its executions never block, so one thread interleaves those of all groups of the process."""
         return progress_of(self.clock).submit(execution, self.abort, convert)
 
     def send(self, data: Array, dst: int, tag: int = 0) -> None:
+        self._refuse_stranger(dst)
         contiguous = np.ascontiguousarray(data).reshape(data.shape)
         spec = TensorSpec(dtype_of(contiguous.dtype), contiguous.shape)
         self.run(self.start_send(contiguous, spec, dst, tag, self.guard(None)))
 
     def recv(self, src: int, tag: int = 0, out: Array | None = None, timeout: float | None = None) -> Array:
+        self._refuse_stranger(src)
         spec = None if out is None else TensorSpec(dtype_of(out.dtype), out.shape)
         target = out if out is None or out.flags.c_contiguous else np.empty(out.shape, out.dtype)
         execution = self.start_recv(src, tag, target, spec, self.guard(timeout))

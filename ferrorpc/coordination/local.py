@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from ferrorpc.coordination import limits
 from ferrorpc.coordination.activity import Activity
@@ -97,8 +98,9 @@ class LocalWorld:
         """Told the rank of every `note`: where a test may end it."""
         self._max_size = size
         self._min_size = size if min_size is None else min_size
-        if not 1 <= self._min_size <= self._max_size:
-            raise InvalidWorldSizeError(f"a world of {self._min_size} to {size} members cannot be")
+        whole = isinstance(size, Integral) and isinstance(self._min_size, Integral)
+        if not (whole and 1 <= self._min_size <= self._max_size):
+            raise InvalidWorldSizeError(f"a world of {self._min_size!r} to {size!r} members cannot be")
         self._names = itertools.count()
         self._endings: list[tuple[Membership, FerroError]] = []
         self.sessions: list[LocalSession] = []

@@ -7,7 +7,7 @@ from operator import index
 from typing import Any, Final, TypeAlias
 
 from ferrorpc.arrays.base import Kind, View
-from ferrorpc.arrays.kinds import NUMPY, kind_of, split, view
+from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of, split, view
 from ferrorpc.errors import InvalidRankError, SelfSendError, TensorMismatchError, UsageError
 from ferrorpc.operations.results import NOTHING, Into, IntoList, IntoWhole, New, NewList, Result
 from ferrorpc.types import TensorSpec
@@ -81,10 +81,13 @@ def check_sendable(specs: Iterable[TensorSpec]) -> None:
 
 
 def kind_like(like: Any, out: Any = None) -> Kind:
-    """The kind of a result that only arrives here: that of what was passed in its place, if anything was."""
-    if isinstance(like, list | tuple):
-        like = like[0] if like else None
+    """The kind of a result that only arrives here: that of what was passed in its place, if anything was.
+
+    Raises:
+        UsageError: the root would refuse that, too.
+    """
     if like is not None:
+        spec_of(like)
         return kind_of(like)
     return NUMPY if out is None else kind_of(out)
 

@@ -295,7 +295,8 @@ class Collectives(Messages):
         """
         root = rank_of(root, self._size, "root")
         if root != self._rank:
-            result = self._given.one_result(out, kind_like(parts, out), None, [])
+            first = next(iter(parts), None) if isinstance(parts, list | tuple) else parts
+            result = self._given.one_result(out, kind_like(first, out), None, [])
             return self._move(Operation.SCATTER, [], root, result, async_op, timeout)
         if parts is None:
             raise UsageError(f"rank {root} is the root of this scatter, so parts must be {self._size} arrays")

@@ -100,9 +100,9 @@ class World:
 def run_world(
     size: int,
     fn: Callable[[ProcessGroup], Returned],
-    *,
     faults: FaultPlan | None = ...,
     seed: int = ...,
+    *,
     timeout: float = ...,
     return_exceptions: Literal[False] = ...,
     clock: Clock | None = ...,
@@ -111,9 +111,9 @@ def run_world(
 def run_world(
     size: int,
     fn: Callable[[ProcessGroup], Returned],
-    *,
     faults: FaultPlan | None = ...,
     seed: int = ...,
+    *,
     timeout: float = ...,
     return_exceptions: bool,
     clock: Clock | None = ...,
@@ -121,9 +121,9 @@ def run_world(
 def run_world(
     size: int,
     fn: Callable[[ProcessGroup], Any],
-    *,
     faults: FaultPlan | None = None,
     seed: int = 0,
+    *,
     timeout: float = 60.0,
     return_exceptions: bool = False,
     clock: Clock | None = None,

@@ -172,3 +172,33 @@ def test_plans_that_cannot_be_are_refused() -> None:
         run_world(2, lambda group: None, faults=FaultPlan(kill={2: 1.0}))
     with pytest.raises(UsageError, match="virtual"):
         run_world(2, lambda group: None, faults=FaultPlan(pause={0: Pause(0.0, 1.0)}), clock=SYSTEM_CLOCK)
+
+
+def test_faults_and_seed_may_be_given_by_place() -> None:
+    assert ferrorpc.testing.run_world(2, lambda group: group.size, None, 7) == [2, 2]
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, "4", None])
+def test_a_world_has_a_whole_number_of_ranks(size) -> None:
+    for make in (ferrorpc.SimulatedBackend.create_group, World, lambda count: run_world(count, lambda group: group.size)):
+        with pytest.raises(ferrorpc.InvalidWorldSizeError):
+            make(size)
+
+
+def test_a_backend_itself_knows_its_ranks() -> None:
+    first, second = ferrorpc.SimulatedBackend.create_group(2)
+    for peer in (-1, 2):
+        with pytest.raises(InvalidRankError, match="ranks 0 to 1"):
+            first.send(np.zeros(1), peer)
+        with pytest.raises(InvalidRankError, match="ranks 0 to 1"):
+            second.recv(peer, timeout=1.0)
+
+
+@pytest.mark.parametrize("wrong", ["text", np.array(["text"]), np.zeros(2, ">f4"), [1, "a"]], ids=repr)
+def test_what_the_root_could_not_send_is_refused_on_every_rank(wrong) -> None:
+    def body(group) -> int:
+        with pytest.raises(UsageError):
+            group.broadcast(wrong)
+        return int(group.all_reduce(1))
+
+    assert run_world(2, body) == [2, 2]
