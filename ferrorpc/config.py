@@ -200,6 +200,9 @@ SETTINGS: Final = (
     Setting("insecure", False, boolean, "listen beyond loopback without TLS"),
     Setting("log_level", "WARNING", str, "of the loggers ferrorpc.*", ("DEBUG", "INFO", "WARNING", "ERROR")),
     Setting("log_format", "text", str, "how log lines look", ("text", "json")),
+    Setting(
+        "trace_dir", None, str, "directory to write a trace of each process's operations to, for Perfetto and chrome://tracing"
+    ),
     Setting("otel", False, boolean, "spans and durations of operations through OpenTelemetry's API"),
 )
 _BY_NAME: Final = {setting.name: setting for setting in SETTINGS}

@@ -37,9 +37,9 @@ def told(sdk):
     """Spans and durations of one test; switched off after it."""
     spans, durations = sdk
     spans.clear()
-    set_up_telemetry({"otel": True})
+    set_up_telemetry({"otel": True, "trace_dir": None})
     yield spans, durations
-    set_up_telemetry({"otel": False})
+    set_up_telemetry({"otel": False, "trace_dir": None})
 
 
 def counts(durations, name):

@@ -1,0 +1,105 @@
+"""The trace file of a process: what a viewer finds in it, however the process ended."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ferrorpc.errors import ConfigError
+from ferrorpc.telemetry import set_up_telemetry
+from ferrorpc.testing import run_world
+from ferrorpc.trace import TraceFile
+
+
+@pytest.fixture
+def traced(tmp_path):
+    """What operations were told until now, as the file would be read."""
+    set_up_telemetry({"otel": False, "trace_dir": str(tmp_path / "new" / "traces")})
+
+    def events():
+        set_up_telemetry({"otel": False, "trace_dir": None})
+        (path,) = tmp_path.glob("new/traces/*.json")
+        return json.loads(path.read_text())
+
+    yield events
+    set_up_telemetry({"otel": False, "trace_dir": None})
+
+
+def test_every_operation_of_every_rank_begins_and_ends(traced) -> None:
+    def work(group) -> None:
+        works = [group.all_reduce(np.ones(4), async_op=True) for _ in range(3)]
+        for each in works:
+            each.wait()
+        group.barrier()
+
+    run_world(2, work)
+    events = traced()
+    for rank in (0, 1):
+        own = [event for event in events if event["pid"] == rank and event["ph"] in "be"]
+        begun = {event["id"]: event for event in own if event["ph"] == "b"}
+        ended = {event["id"]: event for event in own if event["ph"] == "e"}
+        assert begun.keys() == ended.keys()
+        assert sorted(event["name"] for event in begun.values()) == ["all_reduce"] * 3 + ["barrier"]
+        for number, event in begun.items():
+            assert event["ts"] <= ended[number]["ts"]
+            assert event["args"]["ferrorpc.size"] == 2
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert names == {"rank 0", "rank 1"}
+
+
+def test_a_failure_is_at_the_end_of_its_span(traced) -> None:
+    def work(group) -> None:
+        if group.rank == 0:
+            with pytest.raises(TimeoutError):
+                group.recv(1, timeout=0.01)
+        group.barrier()
+
+    run_world(2, work)
+    ends = [event for event in traced() if event["ph"] == "e"]
+    assert [event["args"] for event in ends if event["name"] == "recv"] == [{"error": "CollectiveTimeoutError"}]
+    assert [event["args"] for event in ends if event["name"] == "barrier"] == [{}, {}]
+
+
+def test_steps_are_counted(tmp_path) -> None:
+    trace = TraceFile(str(tmp_path))
+    trace.stepped(1.0, 0.25, 0.5)
+    trace.close()
+    trace.close()
+    (event,) = json.loads(trace.path.read_text())
+    assert event["args"] == {"compute": 1.0, "exposed": 0.25, "hidden": 0.5}
+
+
+def test_a_trace_without_events_is_one_too(tmp_path) -> None:
+    trace = TraceFile(str(tmp_path))
+    trace.close()
+    assert json.loads(trace.path.read_text()) == []
+
+
+def test_a_place_that_cannot_be_written_to_is_named(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"FERRORPC_TRACE_DIR=.*file"):
+        TraceFile(str(tmp_path / "file"))
+
+
+PROGRAM = """
+import os, numpy as np, ferrorpc
+group = ferrorpc.init_process_group()
+ferrorpc.SimulatedBackend.create_group(1)
+part = group.subgroup([0])
+group.barrier()
+if os.fork() == 0:
+    group = None
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_the_variable_is_enough_and_a_script_need_not_close(tmp_path: Path) -> None:
+    told = os.environ | {"FERRORPC_TRACE_DIR": "traces"}
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60, cwd=tmp_path, env=told)
+    (path,) = tmp_path.glob("traces/*.json")
+    assert isinstance(json.loads(path.read_text()), list)
