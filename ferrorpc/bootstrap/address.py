@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 import time
 from collections.abc import Mapping
@@ -12,6 +13,9 @@ from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
 from ferrorpc.wire.tls import TlsFiles
 
 _RETRY_SECONDS: Final = 0.25
+_TELL_SECONDS: Final = 5.0
+_TELL_FACTOR: Final = 3.0
+_log = logging.getLogger("ferrorpc.bootstrap")
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -76,12 +80,17 @@ def local_address_towards(address: str, timeout: float) -> str:
     A name may not be known yet when a pod or container starts, so resolving it is repeated for `timeout` seconds.
     """
     host, port = split_address(address)
-    deadline = time.monotonic() + timeout
+    began = time.monotonic()
+    tell_after = _TELL_SECONDS
     while True:
         try:
             return _route(host, port)
         except OSError as error:
-            if time.monotonic() >= deadline:
+            waited = time.monotonic() - began
+            if waited >= tell_after:
+                _log.warning("the coordinator's address %s has led nowhere for %.0f s: %s", address, waited, error)
+                tell_after *= _TELL_FACTOR
+            if waited >= timeout:
                 raise CoordinatorUnavailableError(
                     f"the coordinator's address {address} led nowhere for {timeout:g} s: {error}"
                 ) from None

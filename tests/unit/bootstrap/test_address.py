@@ -62,3 +62,12 @@ def test_hosts_are_read_as_they_are_written():
         False,
     ]
     assert [is_wildcard(host) for host in ("0.0.0.0", "::", "10.0.0.1", "gpu7")] == [True, True, False, False]
+
+
+def test_a_name_that_is_not_known_yet_is_told_of_while_it_is_waited_for(monkeypatch, caplog):
+    monkeypatch.setattr("ferrorpc.bootstrap.address._TELL_SECONDS", 0.2)
+    with pytest.raises(CoordinatorUnavailableError), caplog.at_level("WARNING", "ferrorpc.bootstrap"):
+        local_address_towards("coordinator.invalid:29700", 0.8)
+    assert [record.getMessage().partition(" s: ")[0] for record in caplog.records][:1] == [
+        "the coordinator's address coordinator.invalid:29700 has led nowhere for 0"
+    ]
