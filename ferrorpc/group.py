@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Final, Self, overload
+from typing import Any, Final, NoReturn, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -187,7 +187,7 @@ class ProcessGroup(Collectives):
         and its subgroups are over then; the seat in the job, and the store, go on.
 
         Raises:
-            RendezvousTimeoutError: naming who is missing; it may be called again.
+            RendezvousTimeoutError: naming who is missing. It may be called again; this group is over all the same.
         """
         seconds = seconds_of(timeout, self.timeout)
         if not self._is_world:
@@ -196,8 +196,13 @@ class ProcessGroup(Collectives):
             self._dispatch.check_open()
         if self._backend.latch.cause is None:
             self._dispatch.drain(self._backend.clock.now() + seconds)
-        renewed = self._backend.renew(seconds)
-        self._dispatch.closed = True
+        try:
+            renewed = self._backend.renew(seconds)
+        except BaseException as error:
+            if not isinstance(error, BackendUnavailableError):
+                self._dispatch.give_up()
+            raise
+        self._dispatch.close()
         self._backend.close()
         return ProcessGroup(renewed, self.timeout)
 
@@ -209,14 +214,14 @@ class ProcessGroup(Collectives):
         Closing a subgroup leaves the world as it is.
         """
         if not self._dispatch.closed:
-            self._dispatch.closed = True
+            self._dispatch.close()
             if self._backend.latch.cause is None:
                 self._dispatch.drain(self._backend.clock.now() + OWN_WORK_SECONDS)
             self._say_goodbye("")
 
     def _say_goodbye(self, reason: str) -> None:
         """With a reason (an exception's) the others are told before the lanes close."""
-        self._dispatch.closed = True
+        self._dispatch.close()
         if not self._is_world:
             self._backend.close()
             return
@@ -238,9 +243,17 @@ class ProcessGroup(Collectives):
         else:
             self._say_goodbye(reason_of(error))
 
+    def __getstate__(self) -> NoReturn:
+        """Refuses: it is this process's place among the ranks."""
+        raise UsageError(
+            "a ProcessGroup cannot be copied or pickled",
+            hint="another process makes its own with init_process_group(); for another group of these ranks call subgroup()",
+        )
+
     def __repr__(self) -> str:
         cause = self._backend.latch.cause
-        state = "closed" if self._dispatch.closed else "open" if cause is None else f"broken: {cause.message}"
+        calm = "given up" if self._dispatch.refuses else "open"
+        state = "closed" if self._dispatch.closed else calm if cause is None else f"broken: {cause.message}"
         return f"<ProcessGroup {self.backend} rank {self.rank} of {self.size}, generation {self.generation}: {state}>"
 
 

@@ -7,9 +7,9 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from ferrorpc.errors import CollectiveTimeoutError
+from ferrorpc.errors import CollectiveTimeoutError, UsageError
 from ferrorpc.guard import FOREVER, Clock, seconds_of
 
 Result = TypeVar("Result")
@@ -161,6 +161,10 @@ class Work(Generic[Result]):
     def __del__(self) -> None:
         if getattr(self, "_error", None) is not None and not self._observed:
             _log.error("%s failed and nobody looked at it: %s", self.label, self._error)
+
+    def __getstate__(self) -> NoReturn:
+        """Refuses: the operation runs in this process."""
+        raise UsageError("a Work cannot be copied or pickled", hint="pass on what work.wait() returns")
 
     def __repr__(self) -> str:
         state = "running" if not self._done else "failed" if self._error is not None else "done"

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from ferrorpc.collectives.progress import Progress, drive
 from ferrorpc.collectives.relay import RelayPrepared, RelayRecv, RelaySend
 from ferrorpc.collectives.select import explain
 from ferrorpc.coordination.base import Session
-from ferrorpc.errors import BackendUnavailableError, FerroError
+from ferrorpc.errors import BackendUnavailableError, FerroError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, Guard, Latch
 from ferrorpc.types import TensorSpec
 from ferrorpc.work import Work
@@ -101,6 +101,13 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finishes own work, says goodbye, frees everything. Idempotent, under 1 s."""
+
+    def __getstate__(self) -> NoReturn:
+        """Refuses: its lanes are this process's."""
+        raise UsageError("a backend cannot be copied or pickled", hint="each rank makes its own")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} rank {self.rank} of {self.size}>"
 
     def prepare(self, call: Call) -> Prepared:
         """Validates, selects an algorithm and lays it out, once per signature; the result is run for every such call."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from ferrorpc.coordination.activity import Activity
-from ferrorpc.errors import FerroError
+from ferrorpc.errors import FerroError, UsageError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.types import Assignment
 
@@ -48,6 +49,13 @@ class Store(ABC):
     leaves the store unchanged when it raises.
     """
 
+    def __getstate__(self) -> NoReturn:
+        """Refuses: it speaks through this process's session."""
+        raise UsageError("a store cannot be copied or pickled", hint="pass its keys and values on; each rank has group.store")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: small values shared by the job>"
+
     @abstractmethod
     def set(self, key: str, value: bytes, *, bind: str = "job") -> None:
         """Sets a key. `bind`: "job", or "session" / "generation" for a key that vanishes with it."""
@@ -79,6 +87,16 @@ class Store(ABC):
 
 class Session(ABC):
     """This process's seat in a job. It outlives generations; groups come and go on it."""
+
+    def __getstate__(self) -> NoReturn:
+        """Refuses: it is this process's."""
+        raise UsageError(
+            "a session cannot be copied or pickled", hint="another process makes its own with init_process_group()"
+        )
+
+    def __repr__(self) -> str:
+        seat = self.membership.assignment
+        return f"<{type(self).__name__} rank {seat.rank} of {seat.size}, generation {seat.generation}>"
 
     clock: Clock
     store: Store

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, Self
 
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.ddp.steps import Steps
+from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
 
 
@@ -95,6 +96,13 @@ class DistributedDataParallel(Generic[Module]):
         self.module: Module = module
         group = group_given(group)
         self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook, check_every)
+
+    def __repr__(self) -> str:
+        return f"<DistributedDataParallel of {type(self.module).__name__}, {self._replica.text}>"
+
+    def __getstate__(self) -> NoReturn:
+        """Refuses: what it holds belongs to this process and its group."""
+        raise UsageError("a DistributedDataParallel cannot be copied or pickled", hint="copy or save ddp.module")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, on this rank's share of the batch."""

@@ -79,6 +79,11 @@ class Replica:
         if init_sync:
             self.share(0)
 
+    @property
+    def text(self) -> str:
+        """How much there is, and where."""
+        return f"{len(self.parameters)} parameters that train, rank {self.group.rank} of {self.group.size}"
+
     def share(self, root: int) -> None:
         """Gives every rank the weights and buffers of rank `root`, in place. Collective."""
         arrays = {name: parameter.data for name, parameter in named_parameters(self.module).items()}

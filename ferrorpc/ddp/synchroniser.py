@@ -106,6 +106,9 @@ class GradientSynchronizer(Generic[Tree]):
         self._group = group
         self._open: SynchronizerStep[Tree] | None = None
 
+    def __repr__(self) -> str:
+        return f"<GradientSynchronizer of {len(self._specs)} gradients, rank {self._group.rank} of {self._group.size}>"
+
     def __call__(self, grads: Grads, weight: float | None = None) -> Grads:
         """The mean of the ranks' gradients: a tree like `grads`, of new arrays of the same kinds.
 

@@ -45,6 +45,8 @@ class Dispatch:
         self.backend = backend
         self.timeout = timeout
         self.closed = False
+        self.refuses = False
+        """Whether nothing may begin: closed, or given up."""
         self._lock = threading.Lock()
         self._prepared: OrderedDict[Signature, Prepared] = OrderedDict()
         self._numbers = itertools.count(1)
@@ -54,13 +56,26 @@ class Dispatch:
         self._activity = None if backend.session is None else backend.session.activity
         self.telemetry = telemetry()
 
+    def close(self) -> None:
+        """Nothing begins any more."""
+        self.closed = self.refuses = True
+
+    def give_up(self) -> None:
+        """The lanes are closed, and a next generation has not come about yet."""
+        self.refuses = True
+
     def check_open(self) -> None:
-        """Raises GroupClosedError after close(), and the first cause once the generation has ended."""
+        """Raises GroupClosedError after close() or a `reform` in vain, and the first cause once the generation has ended."""
         if self.closed:
             raise GroupClosedError("the group was closed")
         cause = self.backend.latch.cause
         if cause is not None:
             raise self.located(cause.again())
+        if self.refuses:
+            raise GroupClosedError(
+                "a reform() of this group came to nothing, and its lanes are closed",
+                hint="call group.reform() again for the next generation, or group.close()",
+            )
 
     def end(self, cause: FerroError) -> None:
         """Ends the generation on every rank. Returns when this one knows, so that nothing of it begins afterwards."""

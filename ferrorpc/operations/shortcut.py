@@ -75,7 +75,7 @@ class Shortcut:
 
     def _run(self, prepared: ArenaPrepared, inputs: Sequence[Array], outputs: Sequence[Array] | None) -> None:
         dispatch = self._dispatch
-        if dispatch.closed or self._latch.cause is not None:
+        if dispatch.refuses or self._latch.cause is not None:
             dispatch.check_open()
         number = dispatch.next_number()
         if self._activity is not None:

@@ -343,6 +343,41 @@ def test_a_fixed_world_without_a_replacement_says_who_is_missing() -> None:
     assert (outcomes[0], outcomes[2]) == (True, True)
 
 
+def test_after_a_reform_in_vain_only_another_one_helps() -> None:
+    world = World(2)
+
+    def body(group: ProcessGroup) -> int:
+        if group.rank == 0:
+            part = group.store
+            with pytest.raises(RendezvousTimeoutError):
+                group.reform(1.0)
+            for call in (group.barrier, lambda: group.all_reduce(X), lambda: group.send(X, 1), lambda: group.recv(1)):
+                with pytest.raises(GroupClosedError, match=r"came to nothing(.|\n)*call group.reform\(\) again"):
+                    call()
+            assert "given up" in repr(group)
+            part.set("tried", b"")
+        else:
+            group.store.wait(["tried"])
+        with group.reform(10.0) as renewed:
+            return int(renewed.all_reduce(1))
+
+    assert world.run(body) == [2, 2]
+
+
+def test_after_a_reform_in_vain_a_group_can_be_closed() -> None:
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            with pytest.raises(RendezvousTimeoutError):
+                group.reform(1.0)
+            group.close()
+            assert "closed" in repr(group)
+        else:
+            with pytest.raises(PeerLostError, match="it left the job"):
+                group.recv(0)
+
+    World(2).run(body)
+
+
 def test_a_work_whose_group_broke_raises_the_first_cause_and_wait_repeats_it() -> None:
     def body(group: ProcessGroup) -> None:
         for work in [group.all_reduce(X, async_op=True) for _ in range(3)]:

@@ -51,6 +51,9 @@ class Hook(ABC):
     def text(self) -> str:
         """What all ranks must agree on, in words."""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.text}>"
+
     @abstractmethod
     def exchange(self, part: Part, lane: Lane) -> Exchange:
         """Replaces `part.values` by their sum over all ranks, which must have the same bits on each."""
