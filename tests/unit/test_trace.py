@@ -40,8 +40,8 @@ def test_every_operation_of_every_rank_begins_and_ends(traced) -> None:
     events = traced()
     for rank in (0, 1):
         own = [event for event in events if event["pid"] == rank and event["ph"] in "be"]
-        begun = {event["id"]: event for event in own if event["ph"] == "b"}
-        ended = {event["id"]: event for event in own if event["ph"] == "e"}
+        begun = {event["id2"]["local"]: event for event in own if event["ph"] == "b"}
+        ended = {event["id2"]["local"]: event for event in own if event["ph"] == "e"}
         assert begun.keys() == ended.keys()
         assert sorted(event["name"] for event in begun.values()) == ["all_reduce"] * 3 + ["barrier"]
         for number, event in begun.items():
@@ -86,14 +86,14 @@ def test_a_place_that_cannot_be_written_to_is_named(tmp_path) -> None:
 
 
 PROGRAM = """
-import os, numpy as np, ferrorpc
+import os, sys, numpy as np, ferrorpc
 group = ferrorpc.init_process_group()
 ferrorpc.SimulatedBackend.create_group(1)
 part = group.subgroup([0])
-group.barrier()
+work = group.barrier(async_op=True)
+work.wait()
 if os.fork() == 0:
-    group = None
-    os._exit(0)
+    sys.exit(0)
 os.wait()
 """
 
@@ -102,4 +102,5 @@ def test_the_variable_is_enough_and_a_script_need_not_close(tmp_path: Path) -> N
     told = os.environ | {"FERRORPC_TRACE_DIR": "traces"}
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60, cwd=tmp_path, env=told)
     (path,) = tmp_path.glob("traces/*.json")
-    assert isinstance(json.loads(path.read_text()), list)
+    events = json.loads(path.read_text())
+    assert len({(event["ph"], str(event.get("id2"))) for event in events}) == len(events)
