@@ -45,6 +45,19 @@ class _Seconds(click.FloatRange):
         return seconds
 
 
+def _of_torchrun(command: Any) -> Any:
+    """Flags that command lines of torchrun have and that change nothing here, so that these work as they are."""
+    flags: tuple[tuple[str, click.ParamType[Any], str], ...] = (
+        ("--rdzv-backend", click.Choice(["c10d", "static"]), "the coordinator stands for these"),
+        ("--monitor-interval", click.FLOAT, "an exit is seen at once"),
+        ("--start-method", click.Choice(["spawn", "fork", "forkserver"]), "a worker is a program of its own"),
+        ("--tee", click.Choice(["0", "1", "2", "3"]), "output is shown always, and kept with --log-dir"),
+    )
+    for name, kind, why in reversed(flags):
+        command = click.option(*_spellings(name), type=kind, expose_value=False, help=f"Torchrun's; {why}.")(command)
+    return command
+
+
 @click.command("run", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
 @click.option(
     "-n",
@@ -111,6 +124,8 @@ class _Seconds(click.FloatRange):
 @click.option(*_spellings("--no-python"), "no_python", is_flag=True, help="SCRIPT is a program.")
 @click.option(*_spellings("--log-dir"), "log_dir", type=click.Path(path_type=Path), help="Keep each worker's output there too.")
 @click.option(*_spellings("--ranks", "--local-ranks-filter"), "shown", help="Show only these local ranks, such as 0,3.")
+@click.option(*_spellings("--role"), "role", default="default", show_default=True, help="What ROLE_NAME says to the workers.")
+@_of_torchrun
 @click.option(*_spellings("--dry-run"), "dry_run", is_flag=True, help="Show each worker's command and variables, run nothing.")
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def command(dry_run: bool, **flags: Any) -> int:
@@ -156,6 +171,7 @@ def make_plan(
     no_python: bool = False,
     log_dir: Path | None = None,
     shown: str | None = None,
+    role: str = "default",
 ) -> Plan:
     """The plan that these flags ask for.
 
@@ -187,6 +203,7 @@ def make_plan(
         policy=Policy(max_restarts, scope, grace_seconds, shutdown_seconds, elastic=world_span[0] != world_span[1]),
         log_dir=log_dir,
         shown=None if shown is None else _local_ranks(shown, count),
+        role=role,
     )
 
 

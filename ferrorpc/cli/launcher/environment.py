@@ -55,7 +55,7 @@ def _torch(plan: Plan, worker: int, attempt: int, errors_dir: Path) -> dict[str,
     found = {
         "LOCAL_RANK": str(worker),
         "LOCAL_WORLD_SIZE": str(plan.processes),
-        "ROLE_NAME": "default",
+        "ROLE_NAME": plan.role,
         "MASTER_ADDR": plan.master[0],
         "MASTER_PORT": str(plan.master[1]),
         "TORCHELASTIC_RUN_ID": plan.job,

@@ -38,6 +38,7 @@ class Plan:
         master: address and port for torch.distributed's own store.
         log_dir: where to keep each worker's output as well; None for the console alone.
         shown: workers whose output the console shows; None for all.
+        role: what ROLE_NAME says.
     """
 
     command: tuple[str, ...]
@@ -54,6 +55,7 @@ class Plan:
     http_port: int | None = None
     log_dir: Path | None = None
     shown: frozenset[int] | None = None
+    role: str = "default"
 
     @property
     def elastic(self) -> bool:

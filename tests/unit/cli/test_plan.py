@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from ferrorpc.cli.launcher.plan import command_of, free_port, place, process_count, world_range
+from ferrorpc.cli.main import run
 from ferrorpc.cli.run import make_plan
 from ferrorpc.errors import ConfigError
 
@@ -155,3 +156,16 @@ def test_a_name_that_no_coordinator_takes_is_refused_before_anything_is_started(
 
 def test_a_name_may_be_as_long_as_a_coordinator_takes_it(script):
     assert make_plan(target=(script,), job="j" * 128).job == "j" * 128
+
+
+def test_command_lines_of_torchrun_work_as_they_are(script, capfd):
+    flags = "--nproc_per_node=2 --rdzv-backend=c10d --rdzv_id=7 --monitor_interval=1 --start-method spawn --tee 3 --role=t"
+    assert run(["run", "--dry-run", *flags.split(), script]) == 0
+    shown = capfd.readouterr().out
+    assert shown.count("ROLE_NAME=t\n") == 2
+    assert shown.count("FERRORPC_JOB=7\n") == 2
+
+
+def test_a_rendezvous_that_the_coordinator_cannot_stand_for_is_refused(script, capfd):
+    assert run(["run", "--rdzv-backend=etcd-v2", script]) == 64
+    assert "c10d" in capfd.readouterr().err
