@@ -124,25 +124,31 @@ def _own(world: tuple[int, int], launched: Place | None, hint: int | None) -> Pl
 
 
 def _torchrun(environment: Environment) -> Place | None:
-    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+    return _ranked(environment, "")
+
+
+def _ranked(environment: Environment, prefix: str) -> Place | None:
+    """A rank of its own for each process, in variables that begin like this."""
+    rank_name, size_name, master_name = f"{prefix}RANK", f"{prefix}WORLD_SIZE", f"{prefix}MASTER_ADDR"
+    if rank_name not in environment and size_name not in environment:
         return None
-    rank, size = _rank_and_size(environment, "RANK", "WORLD_SIZE")
+    rank, size = _rank_and_size(environment, rank_name, size_name)
     return Place(
-        "RANK and WORLD_SIZE",
+        f"{rank_name} and {size_name}",
         (size, size),
         rank,
-        local_rank=_number(environment, "LOCAL_RANK"),
-        node=_number(environment, "GROUP_RANK"),
-        local_size=_number(environment, "LOCAL_WORLD_SIZE"),
-        master=environment.get("MASTER_ADDR", ""),
-        run=environment.get("TORCHELASTIC_RUN_ID") or _joined(environment, "MASTER_ADDR", "MASTER_PORT"),
+        local_rank=_number(environment, f"{prefix}LOCAL_RANK"),
+        node=_number(environment, f"{prefix}GROUP_RANK"),
+        local_size=_number(environment, f"{prefix}LOCAL_WORLD_SIZE"),
+        master=environment.get(master_name, ""),
+        run=environment.get("TORCHELASTIC_RUN_ID") or _joined(environment, master_name, f"{prefix}MASTER_PORT"),
     )
 
 
 def _kubeflow(environment: Environment) -> Place | None:
-    """What a pod is given to start torchrun with, read by a process that was started without it."""
+    """What a pod is given to start torchrun with, read by a process that was started without it; or a rank under such names."""
     if "PET_NNODES" not in environment:
-        return None
+        return _ranked(environment, "PET_")
     nodes, each = _number(environment, "PET_NNODES") or 1, _number(environment, "PET_NPROC_PER_NODE") or 1
     node, local = _number(environment, "PET_NODE_RANK"), _number(environment, "LOCAL_RANK")
     local = 0 if local is None and each == 1 else local

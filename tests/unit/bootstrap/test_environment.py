@@ -58,6 +58,10 @@ def place_of(environment: dict[str, str], **arguments: object) -> Place:
         ),
         (PET, Place("PET_NNODES and PET_NPROC_PER_NODE", (2, 2), 1, None, 0, 1, 1, "trainer-0-0", "trainer-0-0.29400")),
         (
+            {f"PET_{name}": value for name, value in TORCHRUN.items() if not name.startswith("TORCHELASTIC")},
+            Place("PET_RANK and PET_WORLD_SIZE", (8, 8), 5, None, 1, 1, 4, "node0", "node0.29500"),
+        ),
+        (
             PET | {"PET_NPROC_PER_NODE": "4", "LOCAL_RANK": "2"},
             Place("PET_NNODES and PET_NPROC_PER_NODE", (8, 8), 6, None, 2, 1, 4, "trainer-0-0", "trainer-0-0.29400"),
         ),
