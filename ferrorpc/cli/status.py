@@ -39,8 +39,16 @@ def command(address: str | None, job: str | None, watch: bool, as_json: bool) ->
     where = address_of(address, config)
     if watch:
         _watch(where, config, as_json=as_json)
-    with connect(where, config) as stub:
-        response = _ask(stub, where, config)
+    try:
+        with connect(where, config) as stub:
+            response = _ask(stub, where, config)
+    except ConfigError as error:
+        if config.source("job") != "default" or error.fields.get("jobs") != 0:
+            raise
+        response = _nothing_yet(config)
+        if not as_json:
+            click.echo(f"no job has begun at {where} yet")
+            return
     click.echo(as_json_text(response) if as_json else as_text(response))
 
 
@@ -116,6 +124,13 @@ def _ask(stub: CoordinatorServiceStub, where: str, config: Config) -> StatusResp
     from ferrorpc.v1.session_pb2 import StatusRequest
 
     return call(stub.Status, StatusRequest(job=config["job"], token=token(config)), where)
+
+
+def _nothing_yet(config: Config) -> StatusResponse:
+    """What there is to say of the default job where none has begun."""
+    from ferrorpc.v1.session_pb2 import StatusResponse
+
+    return StatusResponse(job=config["job"])
 
 
 def as_json_text(response: StatusResponse) -> str:

@@ -69,10 +69,15 @@ def test_health_and_status_reach_the_launchers_coordinator(job, tmp_path):
     nobody = ferrorpc("status", "--addr", address, "--job", "night")
     assert (nobody.returncode, nobody.stdout) == (64, "")
     assert "there is no job 'night'" in nobody.stderr
+    nothing = ferrorpc("status", "--addr", address)
+    assert (nothing.returncode, nothing.stdout) == (0, f"no job has begun at {address} yet\n")
+    empty = json.loads(ferrorpc("status", "--addr", address, "--json").stdout)
+    assert (empty["job"], empty["members"]) == ("default", [])
     store(address, 1, set=store_pb2.SetOperation(key="k", value=b"v"))
     page = ferrorpc("status", "--addr", address, "--job", "night")
     assert page.returncode == 0, page.stderr
     assert page.stdout.startswith("job night  generation 0")
+    assert ferrorpc("status", "--addr", address).returncode == 64, "another job has begun"
     found = json.loads(ferrorpc("status", "--addr", address, "--job", "night", "--json").stdout)
     assert (found["job"], found["durable"]) == ("night", True)
     (tmp_path / "go").touch()

@@ -226,7 +226,8 @@ class Coordinator:
         if job is None:
             known = ", ".join(sorted(name for name in self._jobs if self._access.permits_a_look(caller, request.token, name)))
             text = f"there is no job {request.job[:128]!r} here"
-            raise ConfigError(text, hint=f"the jobs of this coordinator: {known or 'none yet'}")
+            hint = f"the jobs of this coordinator: {known or 'none yet'}"
+            raise ConfigError(text, hint=hint) if self._jobs else ConfigError(text, hint=hint, jobs=0)
         self._world.answers.reply(job.desk, call, job.status(self.settings.version, self.settings.durable))
 
     def _require(self, caller: Caller, token: str, job: str, needed: Role, what: str) -> None:
