@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, unique
 from functools import cached_property
+from numbers import Integral
 from typing import Final
 
 from ferrorpc.errors import UsageError
@@ -83,8 +84,10 @@ def example(operation: str, nbytes: int, size: int) -> Call:
     Where a call takes a part for every rank, those are its bytes together. The root is rank 0.
 
     Raises:
-        UsageError: there is no such operation.
+        UsageError: there is no such operation, or nbytes is no number of bytes.
     """
+    if not isinstance(nbytes, Integral) or nbytes < 0:
+        raise UsageError(f"nbytes={nbytes!r} is no number of bytes", hint="pass such as x.nbytes")
     try:
         chosen = Operation(operation)
     except ValueError:

@@ -186,6 +186,8 @@ def test_a_usage_error_sends_nothing_uses_no_number_up_and_leaves_the_group_open
                 lambda: group.empty((2, -1)),
                 lambda: group.empty(2, "float8"),
                 lambda: group.explain("sort", 10),
+                lambda: group.explain("all_reduce", -4),
+                lambda: group.explain("all_reduce", "4KiB"),
             ):
                 with pytest.raises(UsageError):
                     wrong()
