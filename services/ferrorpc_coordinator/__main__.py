@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = Config({name: value for name, value in vars(arguments).items() if name != "announce_fd"})
         set_up_logging(config)
         options = options_from(config)
-        asyncio.run(serve(options, lambda announcement: _announce(announcement, arguments.announce_fd)))
+        asyncio.run(
+            serve(options, lambda announcement: _announce(announcement, arguments.announce_fd, options.data_dir is not None))
+        )
     except (ConfigError, AuthenticationError) as error:
         sys.stderr.write(f"ferrorpc coordinator: {error}\n")
         return EXIT_CONFIG
@@ -115,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _announce(announcement: Announcement, descriptor: int | None) -> None:
+def _announce(announcement: Announcement, descriptor: int | None, durable: bool) -> None:
     http = f" http {announcement.http_address}" if announcement.http_address else ""
     line = f"listening {announcement.address} cluster {announcement.cluster_id}{http}\n"
     try:
@@ -129,6 +131,9 @@ def _announce(announcement: Announcement, descriptor: int | None) -> None:
         logger.warning("%s (but nobody could be told: %s)", line.strip(), error.strerror)
     page = f"; status page at {announcement.page}" if announcement.page else ""
     logger.info("epoch %d%s", announcement.epoch, page)
+    if not durable:
+        by_hand = descriptor is None  # a program that starts one as its child knows
+        logger.log(logging.WARNING if by_hand else logging.INFO, "all is in memory: without --data-dir a restart forgets it")
 
 
 def _tls(config: Config) -> TlsFiles | None:

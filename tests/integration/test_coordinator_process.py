@@ -312,3 +312,12 @@ def test_a_bug_in_the_state_ends_the_process_and_a_restart_goes_on(tmp_path):
         assert again.welcome.resumed
         again.sequence = 10
         assert again.store(get=store_pb2.GetOperation(key="k")).value == b"kept"
+
+
+def test_a_coordinator_that_keeps_nothing_says_so_to_whoever_starts_it_by_hand(tmp_path):
+    for more, says in ((["--listen", "127.0.0.1:0"], True), (["--listen", "127.0.0.1:0", "--data-dir", str(tmp_path)], False)):
+        command = [sys.executable, "-m", "ferrorpc_coordinator", *more]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            process.stdout.readline()
+            process.terminate()
+            assert ("in memory" in process.stderr.read()) is says
