@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 def main() -> int:
     """Returns the coordinator's exit code."""
-    command = [sys.executable, "-P", "-m", "ferrorpc_coordinator", *sys.argv[1:]]
+    command = [sys.executable, "-P", "-m", "ferrorpc_coordinator", "--transient", *sys.argv[1:]]
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
     signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
     ended = os.pidfd_open(child.pid)

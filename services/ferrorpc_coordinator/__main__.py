@@ -39,12 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a coordinator; returns the exit code."""
     arguments = _parser().parse_args(argv)
     try:
-        config = Config({name: value for name, value in vars(arguments).items() if name != "announce_fd"})
+        config = Config({name: value for name, value in vars(arguments).items() if name not in ("announce_fd", "transient")})
         set_up_logging(config)
         options = options_from(config)
-        asyncio.run(
-            serve(options, lambda announcement: _announce(announcement, arguments.announce_fd, options.data_dir is not None))
-        )
+        forgets = options.data_dir is None and not arguments.transient
+        asyncio.run(serve(options, lambda announcement: _announce(announcement, arguments.announce_fd, forgets)))
     except (ConfigError, AuthenticationError) as error:
         sys.stderr.write(f"ferrorpc coordinator: {error}\n")
         return EXIT_CONFIG
@@ -112,12 +111,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR")
     parser.add_argument("--log-format", metavar="FORMAT", help="text or json")
     parser.add_argument(
+        "--transient", action="store_true", default=False, help="it ends with who starts it: no word that nothing is kept"
+    )
+    parser.add_argument(
         "--announce-fd", metavar="N", type=int, default=None, help="also write the ready line to this descriptor"
     )
     return parser
 
 
-def _announce(announcement: Announcement, descriptor: int | None, durable: bool) -> None:
+def _announce(announcement: Announcement, descriptor: int | None, forgets: bool) -> None:
     http = f" http {announcement.http_address}" if announcement.http_address else ""
     line = f"listening {announcement.address} cluster {announcement.cluster_id}{http}\n"
     try:
@@ -131,9 +133,8 @@ def _announce(announcement: Announcement, descriptor: int | None, durable: bool)
         logger.warning("%s (but nobody could be told: %s)", line.strip(), error.strerror)
     page = f"; status page at {announcement.page}" if announcement.page else ""
     logger.info("epoch %d%s", announcement.epoch, page)
-    if not durable:
-        by_hand = descriptor is None  # a program that starts one as its child knows
-        logger.log(logging.WARNING if by_hand else logging.INFO, "all is in memory: without --data-dir a restart forgets it")
+    if forgets:
+        logger.warning("all is in memory: without --data-dir a restart forgets it")
 
 
 def _tls(config: Config) -> TlsFiles | None:

@@ -35,7 +35,7 @@ def coordinator_process(*, durable: bool) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="ferrorpc-bench-") as directory:
         kept = ["--data-dir", directory] if durable else []
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
-        command = [sys.executable, "-m", "ferrorpc_coordinator", "--listen", "127.0.0.1:0", *kept]
+        command = [sys.executable, "-m", "ferrorpc_coordinator", "--transient", "--listen", "127.0.0.1:0", *kept]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             try:
                 yield _address(process)
