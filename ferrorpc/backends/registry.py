@@ -42,18 +42,29 @@ class Place:
 Factory: TypeAlias = Callable[[Place], Backend]
 
 
-def create(name: str, place: Place) -> Backend:
-    """The backend with this name; "auto" chooses.
+def check(name: str, source: str) -> None:
+    """Whether there is a backend with this name, before a job is joined for it.
+
+    Args:
+        source: where the name came from.
 
     Raises:
-        BackendUnavailableError: there is none, or it cannot work here; the hint says what can.
+        ConfigError: there is none.
     """
-    if name == "auto":
-        name = _best(place)
-    factory = _factories.get(name)
-    if factory is None:
-        raise BackendUnavailableError(f"no backend is called {name!r}", f"use one of: {', '.join(names())}")
-    return factory(place)
+    if name not in names():
+        raise ConfigError(
+            f"backend={name!r} (from {source}) is not one of {', '.join(names())}",
+            hint="for a backend of your own call ferrorpc.backends.registry.register() first",
+        )
+
+
+def create(name: str, place: Place) -> Backend:
+    """The backend with this name, which `check` knows; "auto" chooses.
+
+    Raises:
+        BackendUnavailableError: it cannot work here; the hint says what can.
+    """
+    return _factories[_best(place) if name == "auto" else name](place)
 
 
 def register(name: str, factory: Factory) -> None:

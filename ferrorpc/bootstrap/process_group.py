@@ -41,8 +41,8 @@ def init_process_group(
 
     Args:
         backend: who performs operations: "auto", "grpc", "nccl" (arrays on GPUs, by NCCL), "hybrid" (those by NCCL, the
-            others as with "grpc"), or the name of a registered one. "auto" is "hybrid" where the program has imported CuPy and
-            every rank has a GPU of its own, else "grpc".
+            others as with "grpc"), or a name that `ferrorpc.backends.registry.register` was given. "auto" is "hybrid" where the
+            program has imported CuPy and every rank has a GPU of its own, else "grpc".
         transport: how tensors travel: "auto" (through memory between ranks of one host, else over gRPC), "grpc", or
             "shared_memory" where all ranks must be on one host.
         timeout: seconds for the rendezvous and for each operation; None for FERRORPC_TIMEOUT, else 60.
@@ -66,6 +66,7 @@ def init_process_group(
     config = Config(arguments)
     set_up_logging(config)
     set_up_telemetry(config)
+    registry.check(config["backend"], config.source("backend"))
     asked = asked_for(config["algorithm"] or ())
     place = detect(os.environ, config)
     _log.info("place in the job taken from %s: %s", place.source, place)

@@ -42,7 +42,7 @@ def test_world_sizes() -> None:
         ("FERRORPC_WORLD_SIZE", "4:2"),
         ("FERRORPC_COORDINATOR", "nowhere"),
         ("FERRORPC_COORDINATOR", "host:99999"),
-        ("FERRORPC_BACKEND", "mpi"),
+        ("FERRORPC_TRANSPORT", "pigeon"),
         ("FERRORPC_PORT", "70000"),
         ("FERRORPC_HTTP_PORT", "-1"),
         ("FERRORPC_RANK_HINT", "first"),

@@ -22,6 +22,8 @@ _LINE_BYTES_MAX: Final = 64 * 1024
 """A longer line is cut: a worker that never writes a newline must not fill the launcher's memory."""
 _PROGRESS_SECONDS: Final = 10.0
 _LOOK_MILLISECONDS: Final = 200
+_COLUMNS: Final = 80
+"""Of a terminal that does not say, as those of some containers and editors."""
 _COLOURS: Final = (b"36", b"33", b"35", b"32", b"34", b"31")
 _ESCAPES: Final = re.compile(rb"\x1b\[[0-9;]*m")
 _CLEAR_LINE: Final = b"\r\x1b[2K"
@@ -157,7 +159,7 @@ class Console:
 
 def _columns(terminal: IO[bytes]) -> int:
     try:
-        return os.get_terminal_size(terminal.fileno()).columns
+        return os.get_terminal_size(terminal.fileno()).columns or _COLUMNS
     except OSError:  # it was closed
         return 0
 

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import ferrorpc
 from ferrorpc.backends import registry
 from ferrorpc.backends.registry import TRANSPORTS, Place, create, names, register
+from ferrorpc.backends.simulated import Lanes, SimulatedBackend
 from ferrorpc.coordination.local import LocalWorld
 from ferrorpc.errors import BackendUnavailableError, ConfigError
 from ferrorpc.group import ProcessGroup
@@ -39,7 +41,6 @@ def test_a_script_that_asks_for_grpc_runs_alone_too(transport: str) -> None:
     [
         ("nccl", place(), "GPU arrays need CuPy, which cannot be imported", "pip install 'ferrorpc[gpu]'"),
         ("hybrid", place(), "GPU arrays need CuPy, which cannot be imported", "'ferrorpc[gpu-cuda13]'"),
-        ("gloo", place(), "no backend is called 'gloo'", "auto, grpc, simulated, nccl, hybrid"),
         ("simulated", place(2), "this job has 2", "run_world"),
         ("auto", place(2), "this job has 2", "run_world"),
         ("grpc", place(2), "this job has 2", "run_world"),
@@ -66,3 +67,25 @@ def test_a_third_party_registers_its_own_backend_under_a_free_name(monkeypatch: 
     for taken in ("carrier", "grpc", "auto"):
         with pytest.raises(ConfigError, match=taken):
             register(taken, lambda where: made)  # type: ignore[arg-type,return-value]
+
+
+def test_a_registered_backend_is_what_a_job_asks_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+
+    class Carrier(SimulatedBackend):
+        name = "carrier"
+
+    register("carrier", lambda where: Carrier(where.session, Lanes(where.session.clock, None, 0), where.timeout))  # type: ignore[arg-type]
+    with ferrorpc.init_process_group("carrier") as group:
+        assert group.backend == "carrier"
+        assert group.all_reduce(np.arange(3)).tolist() == [0, 1, 2]
+    monkeypatch.setenv("FERRORPC_BACKEND", "carrier")
+    with ferrorpc.init_process_group() as group:
+        assert group.backend == "carrier"
+
+
+def test_a_backend_that_nobody_registered_is_refused_before_a_job_is_joined() -> None:
+    with pytest.raises(
+        ConfigError, match=r"backend='gloo' \(from argument\) is not one of auto, grpc, simulated, nccl, hybrid"
+    ):
+        ferrorpc.init_process_group("gloo", coordinator="nowhere.invalid:1")

@@ -94,13 +94,14 @@ def test_a_terminal_gets_colours_unless_no_color_is_set(sinks):
     assert Console(out, err, {"TERM": "dumb"}).prefix("0", 0) == b"0: "
 
 
-def test_a_progress_bar_stays_at_the_bottom_of_a_terminal(sinks):
+@pytest.mark.parametrize("columns", [80, 0], ids=["80", "it_does_not_say"])
+def test_a_progress_bar_stays_at_the_bottom_of_a_terminal(sinks, columns):
     screen = sinks(terminal=True)
     import fcntl
     import struct
     import termios
 
-    fcntl.ioctl(screen.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    fcntl.ioctl(screen.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     console = Console(screen, screen, {"NO_COLOR": "1"})
     bar = WorkerStream(console, 2, b"0: ", shown=True, log=None)
     other = WorkerStream(console, 1, b"1: ", shown=True, log=None)
