@@ -100,18 +100,24 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
         elif not execution.advance():
             execution.attend()
             _wait(execution, parker)
-    except (FerroError, MemoryError) as error:
-        failure = error if isinstance(error, FerroError) else no_room(execution, error)
-        if not breaks(execution, failure):
+    except FerroError as error:
+        if not breaks(execution, error):
             raise
-        cause = guard.latch.cause
-        raise (verdict(guard, failure, abort, parker) if cause is None else cause.again()) from None
+        raise _first_cause(guard, error, abort, parker) from None
+    except MemoryError as error:
+        raise _first_cause(guard, no_room(execution, error), abort, parker) from None
     except Exception as bug:
         abort(FerroError(f"{execution.label}: {bug!r}"))
         raise
     finally:
         execution.finish()
     return execution.results
+
+
+def _first_cause(guard: Guard, error: FerroError, abort: Callable[[FerroError], None], parker: Parker) -> FerroError:
+    """What a failed operation raises. Found here, since a frame that refers to what it raises keeps the arrays in a circle."""
+    cause = guard.latch.cause
+    return verdict(guard, error, abort, parker) if cause is None else cause.again()
 
 
 def _wait(execution: Execution, parker: Parker) -> None:

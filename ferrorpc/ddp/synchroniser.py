@@ -314,8 +314,8 @@ class SynchronizerStep(Generic[Tree]):
 
 def _outline(leaf: Any) -> Any:
     """A spec for what has a shape and a dtype but no elements, such as jax.ShapeDtypeStruct; anything else as it is."""
-    has_elements = isinstance(leaf, TensorSpec) or hasattr(leaf, "__dlpack__") or hasattr(leaf, "__array__")
-    if has_elements or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+    is_array = kind_of(leaf) is not NUMPY or hasattr(leaf, "__dlpack__") or hasattr(leaf, "__array__")
+    if is_array or isinstance(leaf, TensorSpec) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return leaf
     return TensorSpec(dtype_given(leaf.dtype), tuple(leaf.shape))
 
