@@ -80,10 +80,11 @@ class Bare(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: (batch, ...), of which only the count matters. Returns (batch, 2): two guesses that are always alike."""
-        firsts = [each.reshape(-1)[0] for each in self.model.parameters()]
+        firsts = (each.reshape(-1)[0] for each in self.model.parameters())
         if not self._waits:
-            return torch.stack(firsts).sum().expand(len(rows), 2)
+            return torch.stack(list(firsts)).sum().expand(len(rows), 2)
         total = torch.zeros(())
+        # Each is looked up just before it is added: autograd goes back in this order, so gradients come one wait after another.
         for first, seconds in zip(firsts, self._waits, strict=True):
             total = OnDevice.apply(total + first, seconds)
         return total.expand(len(rows), 2)
