@@ -120,9 +120,11 @@ class Page:
         self._text(found)
 
     def _text(self, found: Any) -> None:
-        if found.docstring is not None:
-            for section in found.docstring.parsed:
-                self.lines += ["", *_section(section)]
+        in_list = False
+        for section in found.docstring.parsed if found.docstring is not None else ():
+            is_list = section.kind is not griffe.DocstringSectionKind.text
+            self.lines += [*([] if in_list and is_list else [""]), *_section(section)]
+            in_list = is_list
 
     def _errors(self) -> None:
         """As a tree of classes, each with what it carries."""
