@@ -4,7 +4,7 @@ Of OpenTelemetry only the API is used: where they go is what the program, or `op
 and stable: they can be grouped; what is peculiar to one call is in its attributes. Switched off (the default) it costs one
 comparison.
 
-    span       "ferrorpc all_reduce"              rank, size, generation of the group, and the operation in full
+    span       "ferrorpc all_reduce"              rank in group and world, size, generation, the call in full
     histogram  ferrorpc.operation.duration, s     by operation and whether it went well
     histogram  ferrorpc.step.duration, s          of training steps, by part: compute, exposed and hidden communication
 """

@@ -11,6 +11,7 @@ whose end a bracket may be missing then, which both viewers accept.
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import socket
@@ -29,7 +30,7 @@ _NO_RANK: Final = -1
 
 
 class TraceFile:
-    """What one process writes, into `<host>-<pid>.json`. The numbers of its processes are ranks.
+    """What one process writes, into `<host>-<pid>.json`. The numbers of its processes are world ranks.
 
     Args:
         directory: made if it is missing.
@@ -51,7 +52,7 @@ class TraceFile:
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._opening = "["
-        self._spans = 0
+        self._numbers = itertools.count(1)
         self._rank = _NO_RANK
         self._epoch = time.time() - time.monotonic()
         self._flushed = time.monotonic()
@@ -65,12 +66,11 @@ class TraceFile:
 
     def begin(self, label: str, attributes: Mapping[str, Any]) -> Mapping[str, Any]:
         """An operation begins now; what is returned goes to `end`."""
-        self._spans += 1
         span = {
             "cat": "operation",
-            "id2": {"local": str(self._spans)},
+            "id2": {"local": str(next(self._numbers))},
             "tid": 0,
-            "pid": attributes["ferrorpc.rank"],
+            "pid": attributes["ferrorpc.world_rank"],
             "name": label.partition("(")[0],
         }
         self._write({**span, "ph": "b", "ts": self._now(), "args": {"operation": label, **attributes}})

@@ -59,12 +59,15 @@ def check(name: str, source: str) -> None:
 
 
 def create(name: str, place: Place) -> Backend:
-    """The backend with this name, which `check` knows; "auto" chooses.
+    """The backend with this name; "auto" chooses.
 
     Raises:
-        BackendUnavailableError: it cannot work here; the hint says what can.
+        BackendUnavailableError: there is none, or it cannot work here; the hint says what can.
     """
-    return _factories[_best(place) if name == "auto" else name](place)
+    factory = _factories.get(_best(place) if name == "auto" else name)
+    if factory is None:
+        raise BackendUnavailableError(f"no backend is called {name!r}", f"use one of: {', '.join(names())}")
+    return factory(place)
 
 
 def register(name: str, factory: Factory) -> None:

@@ -223,6 +223,18 @@ def shared_memory(config: Config, environment: Mapping[str, str]) -> Findings:
         yield Finding("ok", "shared memory", "ranks of this host and user share memory")
 
 
+def backend(config: Config, environment: Mapping[str, str]) -> Findings:
+    """Whether the backend that is asked for is one of ferrorpc's own."""
+    from ferrorpc.backends import registry
+
+    chosen, known = config["backend"], registry.names()
+    if chosen in known:
+        yield Finding("ok", "backend", chosen)
+    else:
+        fix = "correct FERRORPC_BACKEND, unless the script registers it"
+        yield Finding("note", "backend", f"{chosen!r} is none of {', '.join(known)}", fix)
+
+
 def gpu(config: Config, environment: Mapping[str, str]) -> Findings:
     """GPUs, and what would use them."""
     devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
@@ -279,6 +291,7 @@ LOOKS: Final[dict[str, Look]] = {
     "ports": ports,
     "clock": clock,
     "shared memory": shared_memory,
+    "backend": backend,
     "GPU": gpu,
 }
 """Topic -> its examination, in the order they are shown."""

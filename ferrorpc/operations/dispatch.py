@@ -172,7 +172,12 @@ class Dispatch:
             return None
         backend, session, label = self.backend, self.backend.session, execution.label
         generation = 1 if session is None else session.membership.assignment.generation
-        names = {"ferrorpc.rank": backend.rank, "ferrorpc.size": backend.size, "ferrorpc.generation": generation}
+        names = {
+            "ferrorpc.rank": backend.rank,
+            "ferrorpc.world_rank": backend.world_ranks[backend.rank],
+            "ferrorpc.size": backend.size,
+            "ferrorpc.generation": generation,
+        }
         span, began = tell.begin(label, names), backend.clock.now()
         return lambda failure: tell.end(span, label, backend.clock.now() - began, failure)
 

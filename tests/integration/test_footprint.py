@@ -117,6 +117,15 @@ group.close()
 """
 
 
+def numbers_of_two(tmp_path: Path, script: str) -> list[int]:
+    """What each of two ranks prints."""
+    result = run("-n", "2", write_script(tmp_path, script), timeout=120)
+    assert result.returncode == 0, result.stderr
+    numbers = [int(line.split()[1]) for line in result.stdout.splitlines()]
+    assert len(numbers) == 2
+    return numbers
+
+
 @pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
 def test_an_idle_group_takes_hardly_any_processor_time(transport: str, tmp_path: Path) -> None:
     """Beats and keepalives are some thousandths of a processor; a thread that polls would be far more."""
@@ -129,23 +138,13 @@ def test_an_idle_group_takes_hardly_any_processor_time(transport: str, tmp_path:
 
 def test_ten_thousand_operations_leave_no_memory_behind(tmp_path: Path) -> None:
     """Through shared memory and as messages in it. gRPC's own allocations come and go by some MiB."""
-    result = run("-n", "2", write_script(tmp_path, BUSY), timeout=120)
-    assert result.returncode == 0, result.stderr
-    grown = [int(line.split()[1]) for line in result.stdout.splitlines()]
-    assert len(grown) == 2
-    assert max(grown) < 2 << 20
+    assert max(numbers_of_two(tmp_path, BUSY)) < 2 << 20
 
 
 def test_synchronisers_and_subgroups_that_are_over_give_their_shared_memory_back(tmp_path: Path) -> None:
-    result = run("-n", "2", write_script(tmp_path, SHORT_LIVED))
-    assert result.returncode == 0, result.stderr
-    grown = [int(line.split()[1]) for line in result.stdout.splitlines()]
-    assert len(grown) == 2
-    assert max(grown) < 128 << 10
+    assert max(numbers_of_two(tmp_path, SHORT_LIVED)) < 128 << 10
 
 
 def test_generations_that_were_broken_off_within_a_step_leave_no_mapping(tmp_path: Path) -> None:
     """Only this rank's own segment and its neighbour's are there."""
-    result = run("-n", "2", write_script(tmp_path, BROKEN_OFF))
-    assert result.returncode == 0, result.stderr
-    assert [line.split()[1] for line in result.stdout.splitlines()] == ["2", "2"]
+    assert numbers_of_two(tmp_path, BROKEN_OFF) == [2, 2]

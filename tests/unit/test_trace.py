@@ -51,6 +51,17 @@ def test_every_operation_of_every_rank_begins_and_ends(traced) -> None:
     assert names == {"rank 0", "rank 1"}
 
 
+def test_operations_of_a_subgroup_are_told_of_their_process(traced) -> None:
+    """Whose rank in the subgroup is another one."""
+
+    def work(group) -> None:
+        group.subgroup([1, 0]).gather(np.full(2, group.rank))
+
+    run_world(2, work)
+    gathers = [event for event in traced() if event["ph"] == "b" and event["name"] == "gather"]
+    assert {(event["pid"], event["args"]["ferrorpc.rank"]) for event in gathers} == {(0, 1), (1, 0)}
+
+
 def test_a_failure_is_at_the_end_of_its_span(traced) -> None:
     def work(group) -> None:
         if group.rank == 0:

@@ -14,6 +14,7 @@ Idea. Single-writer flags whose values only grow, instead of states that are set
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 from collections import Counter, deque
@@ -307,7 +308,9 @@ class Bank:
         """
         for doubt in tuple(self.doubts):
             doubt.settle()
-        self.doubts[:] = [doubt for doubt in self.doubts if not doubt.is_over]
+            if doubt.is_over:
+                with contextlib.suppress(ValueError):  # another thread has taken it off already
+                    self.doubts.remove(doubt)
         if self.doubts:
             for channel in self.channels:
                 channel.signed = 0

@@ -41,6 +41,7 @@ def test_a_script_that_asks_for_grpc_runs_alone_too(transport: str) -> None:
     [
         ("nccl", place(), "GPU arrays need CuPy, which cannot be imported", "pip install 'ferrorpc[gpu]'"),
         ("hybrid", place(), "GPU arrays need CuPy, which cannot be imported", "'ferrorpc[gpu-cuda13]'"),
+        ("gloo", place(), "no backend is called 'gloo'", "auto, grpc, simulated, nccl, hybrid"),
         ("simulated", place(2), "this job has 2", "run_world"),
         ("auto", place(2), "this job has 2", "run_world"),
         ("grpc", place(2), "this job has 2", "run_world"),
@@ -84,8 +85,11 @@ def test_a_registered_backend_is_what_a_job_asks_for_by_name(monkeypatch: pytest
         assert group.backend == "carrier"
 
 
-def test_a_backend_that_nobody_registered_is_refused_before_a_job_is_joined() -> None:
+def test_a_backend_that_nobody_registered_is_refused_before_a_job_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match=r"backend='gloo' \(from argument\) is not one of auto, grpc, simulated, nccl, hybrid"
     ):
         ferrorpc.init_process_group("gloo", coordinator="nowhere.invalid:1")
+    monkeypatch.setenv("FERRORPC_BACKEND", "mpi")
+    with pytest.raises(ConfigError, match=r"backend='mpi' \(from FERRORPC_BACKEND\) is not one of auto"):
+        ferrorpc.init_process_group(coordinator="nowhere.invalid:1")

@@ -77,6 +77,13 @@ def test_shared_memory_is_as_the_lane_sees_it(monkeypatch, reason, state):
     assert reason in one.text
 
 
+def test_a_backend_that_only_the_script_may_know_is_noted():
+    (one,) = found("backend", backend="mpi")
+    assert one.state == "note"
+    assert "'mpi' is none of auto, grpc" in one.text
+    assert states("backend") == ["ok"]
+
+
 def test_certificates_are_looked_at(tmp_path):
     pytest.importorskip("cryptography")
     from tests.certificates import Issuer, settings
