@@ -7,8 +7,8 @@ import ferrorpc
 
 assert ferrorpc.__all__
 
-# A shell starts what runs in its background with these ignored, which processes hand on to those they start.
-for number in (signal.SIGINT, signal.SIGQUIT):
+# A shell starts what runs in its background with these ignored, and so does nohup; processes hand that on to those they start.
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
 

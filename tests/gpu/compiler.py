@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import struct
+from typing import Any, Final
 
 import pytest
 
 from ferrorpc.kernels.cuda.program import OPTIONS, source
+
+_SECTION_HEADER: Final = struct.Struct("<IIQQQQ")
+"""Of ELF64: name, type, flags, address, offset, size; more follows."""
 
 
 def compiled(architecture: str, *more: str) -> bytes:
@@ -26,6 +30,16 @@ def compiled(architecture: str, *more: str) -> bytes:
     image = _filled(nvrtc, program, "CUBIN")
     nvrtc.nvrtcDestroyProgram(program)
     return image
+
+
+def machine_code(image: bytes) -> dict[str, bytes]:
+    """The instructions of each kernel in a cubin, by section. What else it holds tells with which options it was made, too."""
+    (table,) = struct.unpack_from("<Q", image, 40)
+    entry, count, names = struct.unpack_from("<HHH", image, 58)
+    headers = [_SECTION_HEADER.unpack_from(image, table + entry * index) for index in range(count)]
+    texts = headers[names][4]
+    named = {image[texts + header[0] :].partition(b"\0")[0].decode(): header for header in headers}
+    return {name: image[header[4] : header[4] + header[5]] for name, header in named.items() if name.startswith(".text.")}
 
 
 def _filled(nvrtc: Any, program: Any, what: str) -> bytes:
