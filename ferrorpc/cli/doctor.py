@@ -24,6 +24,7 @@ import click
 from ferrorpc.cli.client import address_of
 from ferrorpc.config import Config
 from ferrorpc.errors import FerroError
+from ferrorpc.wire import options as wire_options
 
 if TYPE_CHECKING:
     from ferrorpc.wire.tls import TlsFiles
@@ -79,13 +80,17 @@ def examine(config: Config, environment: Mapping[str, str]) -> list[Finding]:
 
 def versions(config: Config, environment: Mapping[str, str]) -> Findings:
     """What ferrorpc stands on."""
-    parts = [f"python {platform.python_version()}"]
+    found = {"python": platform.python_version()}
     for package in ("ferrorpc", "grpcio", "protobuf", "numpy"):
         try:
-            parts.append(f"{package} {version(package)}")
+            found[package] = version(package)
         except PackageNotFoundError:
             yield Finding("bad", "versions", f"{package} is not installed as a package", f"pip install {package}")
-    yield Finding("ok", "versions", ", ".join(parts))
+    yield Finding("ok", "versions", ", ".join(f"{name} {number}" for name, number in found.items()))
+    if "grpcio" in found and not wire_options.bounds_floods(found["grpcio"]):
+        since = ".".join(map(str, wire_options.FLOODS_BOUNDED_SINCE))
+        what = "this grpcio's servers let strangers who reach their ports fill the memory with pings"
+        yield Finding("note", "versions", what, f"pip install 'grpcio>={since}'")
 
 
 def names(config: Config, environment: Mapping[str, str]) -> Findings:

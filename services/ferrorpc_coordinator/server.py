@@ -98,6 +98,19 @@ def require_safe(options: Options) -> None:
     )
 
 
+def warn_of_floods(options: Options, grpcio_version: str) -> None:
+    """Says so where strangers get as far as gRPC, and this gRPC's memory is theirs to fill."""
+    members_only = options.tls is not None and options.tls.authority is not None
+    if members_only or _is_loopback(_host_of(options)) or wire_options.bounds_floods(grpcio_version):
+        return
+    logging.getLogger("ferrorpc.coordinator").warning(
+        "anyone who reaches %s can fill this process's memory with pings, because grpcio is %s; try: pip install 'grpcio>=%s'",
+        options.listen,
+        grpcio_version,
+        ".".join(map(str, wire_options.FLOODS_BOUNDED_SINCE)),
+    )
+
+
 async def serve(options: Options, announce: Callable[[Announcement], None]) -> None:
     """Runs a coordinator until SIGTERM or SIGINT, then drains it.
 
@@ -105,6 +118,7 @@ async def serve(options: Options, announce: Callable[[Announcement], None]) -> N
         ConfigError: it cannot start as told.
     """
     require_safe(options)
+    warn_of_floods(options, grpc.__version__)
     journal = Journal.open(options.data_dir) if options.data_dir is not None else None
     try:
         rows = journal.rows() if journal is not None else []

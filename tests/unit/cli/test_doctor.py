@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from ferrorpc.cli import doctor
 from ferrorpc.cli.doctor import examine
 from ferrorpc.cli.main import run
 from ferrorpc.config import Config
@@ -32,6 +33,14 @@ def test_every_finding_that_is_bad_says_what_to_do(nobody):
     bad = [one for one in examine(Config(settings, {}), {}) if one.state == "bad"]
     assert len(bad) >= 2
     assert all(one.fix and "\n" not in str(one) for one in bad)
+
+
+@pytest.mark.parametrize(("grpcio", "notes"), [("1.81.2", 1), ("1.82.0", 0)])
+def test_a_grpcio_that_bounds_no_floods_is_noted(monkeypatch, grpcio, notes):
+    monkeypatch.setattr(doctor, "version", lambda package: grpcio if package == "grpcio" else "1")
+    noted = [one for one in found("versions") if one.state == "note"]
+    assert len(noted) == notes
+    assert all("grpcio>=1.82" in one.fix for one in noted)
 
 
 def test_a_coordinator_that_is_not_there_is_bad_and_the_exit_code_says_so(nobody, capsys):

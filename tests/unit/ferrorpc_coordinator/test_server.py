@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from ferrorpc_coordinator.state.access import Access
 from ferrorpc_coordinator.state.settings import Settings
 
 from ferrorpc.errors import ConfigError
+from ferrorpc.wire.tls import TlsFiles
 
 OPTIONS = server.Options("127.0.0.1:0", Settings(), data_dir=Path("data"))
 
@@ -26,3 +28,22 @@ def test_an_empty_journal_is_not_blamed_for_what_fails_without_it(monkeypatch):
     monkeypatch.setattr(server, "_mint", mint)
     with pytest.raises(OSError, match="no entropy"):
         server._recovered(OPTIONS, [], Access(()))
+
+
+MEMBERS_ONLY = TlsFiles("ca", "certificate", "key")
+FOR_ANYONE = TlsFiles(None, "certificate", "key")
+
+
+@pytest.mark.parametrize(
+    ("listen", "tls", "grpcio", "told"),
+    [
+        ("0.0.0.0:0", None, "1.81.2", True),
+        ("0.0.0.0:0", FOR_ANYONE, "1.81.2", True),
+        ("0.0.0.0:0", MEMBERS_ONLY, "1.81.2", False),
+        ("127.0.0.1:0", None, "1.81.2", False),
+        ("0.0.0.0:0", None, "1.82.0", False),
+    ],
+)
+def test_who_can_be_flooded_by_strangers_is_told(caplog, listen, tls, grpcio, told):
+    server.warn_of_floods(replace(OPTIONS, listen=listen, tls=tls), grpcio)
+    assert ["grpcio is 1.81.2; try: pip install 'grpcio>=1.82'" in one for one in caplog.messages] == [True] * told

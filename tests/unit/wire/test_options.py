@@ -27,3 +27,11 @@ def test_a_channel_never_waits_longer_than_a_second_to_dial_again(channel) -> No
     assert rows["grpc.initial_reconnect_backoff_ms"] <= 100
     assert rows["grpc.max_reconnect_backoff_ms"] <= 1000
     assert rows["grpc.min_reconnect_backoff_ms"] <= 3000  # this one is the connect timeout as well
+
+
+@pytest.mark.parametrize(
+    ("version", "bounded"),
+    [("1.76.0", False), ("1.81.2", False), ("1.82.0rc1", True), ("1.85.1", True), ("1.100.0", True), ("2.0.0.dev0", True)],
+)
+def test_which_grpcio_bounds_floods(version, bounded) -> None:
+    assert options.bounds_floods(version) is bounded
