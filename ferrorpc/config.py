@@ -89,8 +89,8 @@ def port(text: str) -> int:
 def host_port(text: str) -> str:
     """ "host:port"; an IPv6 host in brackets."""
     host, _, number = text.rpartition(":")
-    if not host or not number.isdecimal() or int(number) > 65535:
-        raise ValueError("expected HOST:PORT")
+    if not host or not number.isdecimal() or int(number) > 65535 or (":" in host and not host.startswith("[")):
+        raise ValueError("expected HOST:PORT, an IPv6 host in brackets")
     return text
 
 

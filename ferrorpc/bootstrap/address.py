@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import socket
 import time
@@ -10,34 +9,13 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
+from ferrorpc.wire.address import is_loopback, is_wildcard, split_address
 from ferrorpc.wire.tls import TlsFiles
 
 _RETRY_SECONDS: Final = 0.25
 _TELL_SECONDS: Final = 5.0
 _TELL_FACTOR: Final = 3.0
 _log = logging.getLogger("ferrorpc.bootstrap")
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """host:port as host and port, an IPv6 host without its brackets."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches that host. Names are not looked up."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-
-
-def is_wildcard(host: str) -> bool:
-    """Whether listening there is listening on every address."""
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
 
 
 def advertised_host(coordinator: str, config: Mapping[str, Any]) -> str:

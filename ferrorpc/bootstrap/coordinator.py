@@ -11,9 +11,9 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
-from ferrorpc.bootstrap.address import is_loopback, split_address
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError
+from ferrorpc.wire.address import is_loopback, join_address, split_address
 
 START_SECONDS: Final = 30.0
 _FLAGS: Final = (
@@ -44,7 +44,7 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
     if address in _running:
         return
     host, port = split_address(address)
-    listen = address if is_loopback(host) else f"{config['bind']}:{port}"
+    listen = address if is_loopback(host) else join_address(config["bind"], port)
     if not is_loopback(host) and is_loopback(config["bind"]):
         raise ConfigError(
             f"rank 0 is at {host}, but FERRORPC_BIND={config['bind']} would hide its coordinator from the other nodes",

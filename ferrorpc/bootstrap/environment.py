@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ferrorpc.errors import ConfigError
+from ferrorpc.wire.address import join_address
 
 Environment = Mapping[str, str]
 
@@ -103,7 +104,7 @@ def own_coordinator(place: Place, port: int) -> str:
     host = "127.0.0.1" if place.one_node else place.master
     if not host:
         raise ConfigError(f"nothing in {place.source} says where rank 0 is", hint="set FERRORPC_COORDINATOR, or MASTER_ADDR")
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join_address(host, port)
 
 
 def _own(world: tuple[int, int], launched: Place | None, hint: int | None) -> Place:

@@ -25,6 +25,7 @@ from ferrorpc.cli.client import address_of
 from ferrorpc.config import Config
 from ferrorpc.errors import FerroError
 from ferrorpc.wire import options as wire_options
+from ferrorpc.wire.address import split_address
 
 if TYPE_CHECKING:
     from ferrorpc.wire.tls import TlsFiles
@@ -95,8 +96,6 @@ def versions(config: Config, environment: Mapping[str, str]) -> Findings:
 
 def names(config: Config, environment: Mapping[str, str]) -> Findings:
     """Whether the names that a member needs lead somewhere."""
-    from ferrorpc.bootstrap.address import split_address
-
     wanted = {socket.gethostname(): "this host's own name"}
     if config["coordinator"]:
         wanted[split_address(config["coordinator"])[0]] = "the coordinator's host"
@@ -127,7 +126,7 @@ def proxies(config: Config, environment: Mapping[str, str]) -> Findings:
 
 def ports(config: Config, environment: Mapping[str, str]) -> Findings:
     """Whether peers could reach a worker here: a port is opened where workers listen and dialled as it would be advertised."""
-    from ferrorpc.bootstrap.address import advertised_host, require_private, split_address
+    from ferrorpc.bootstrap.address import advertised_host, require_private
     from ferrorpc.wire.tls import TlsFiles
 
     require_private(config, TlsFiles.of(config))

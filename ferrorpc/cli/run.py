@@ -27,6 +27,7 @@ from ferrorpc.cli.launcher.plan import (
 )
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError
+from ferrorpc.wire.address import split_address
 
 
 def _spellings(name: str, *more: str) -> tuple[str, ...]:
@@ -185,7 +186,7 @@ def make_plan(
     if http_port is not None and not owns:
         raise ConfigError(f"--http-port with a coordinator at {address}", hint="give --http-port to `ferrorpc coordinator`")
     single = node_span == (1, 1)
-    master = master_addr or (LOOPBACK if single else address.rpartition(":")[0])
+    master = master_addr or (LOOPBACK if single else split_address(address)[0])
     port = master_port or (free_port(besides=address) if single else DEFAULT_MASTER_PORT)
     world_span = world_range(world, node_span, count)
     return Plan(

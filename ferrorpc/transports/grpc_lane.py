@@ -21,6 +21,7 @@ from ferrorpc.guard import Clock
 from ferrorpc.transports.grpc_outbox import Outbox
 from ferrorpc.transports.grpc_server import METHOD
 from ferrorpc.v1 import transport_pb2
+from ferrorpc.wire.address import split_address
 
 REDIAL_SECONDS: Final = 0.25
 REFUSED_SECONDS: Final = 2.0
@@ -150,9 +151,8 @@ class Lane:
 
 def _nobody_listens(address: str) -> bool:
     """Whether the machine at this address is there and says that the port is closed."""
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), REDIAL_SECONDS).close()
+        socket.create_connection(split_address(address), REDIAL_SECONDS).close()
     except ConnectionRefusedError:
         return True
     except OSError:

@@ -37,6 +37,7 @@ from ferrorpc.transports.grpc_threads import ThreadPerCall
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
+from ferrorpc.wire.address import join_address
 from ferrorpc.wire.handshake import diagnose
 from ferrorpc.wire.identity import Role, described, peer_identities
 from ferrorpc.wire.refusals import Refusals, shown
@@ -130,12 +131,12 @@ class WorkerServer:
             maximum_concurrent_rpcs=STREAMS_MAX,
         )
         self._server.add_generic_rpc_handlers((_Method(self._stream),))
-        self.address = f"{_bracketed(advertise_host)}:{self._listen(bind_host)}"
+        self.address = join_address(advertise_host, self._listen(bind_host))
         self._server.start()
         _exits.add(self)
 
     def _listen(self, bind_host: str) -> int:
-        listen = f"{_bracketed(bind_host)}:0"
+        listen = join_address(bind_host, 0)
         try:
             if self._tls is None:
                 return self._server.add_insecure_port(listen)
@@ -258,10 +259,6 @@ class WorkerServer:
                 f"of {mine.size}"
             )
         return seat
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 _exits: Final[weakref.WeakSet[WorkerServer]] = weakref.WeakSet()

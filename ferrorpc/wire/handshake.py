@@ -7,6 +7,7 @@ import ssl
 from typing import Final
 
 from ferrorpc.errors import AuthenticationError, FerroError
+from ferrorpc.wire.address import split_address
 from ferrorpc.wire.identity import Role, server_name
 from ferrorpc.wire.tls import TlsFiles
 
@@ -41,8 +42,7 @@ def diagnose(address: str, tls: TlsFiles | None, job: str, role: Role) -> FerroE
         return error
     except OSError:
         return None
-    host, _, _ = address.rpartition(":")
-    name = server_name(job, role) if tls.mutual else host.strip("[]")
+    name = server_name(job, role) if tls.mutual else split_address(address)[0]
     try:
         # Twice: a server that ended at this moment would have hung up as well, and does not listen any more.
         return _try(address, context, name, tls) and _try(address, context, name, tls)
@@ -93,5 +93,4 @@ def _speaks_tls(address: str) -> FerroError | None:
 
 
 def _dial(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host.strip("[]"), int(port)), SECONDS)
+    return socket.create_connection(split_address(address), SECONDS)

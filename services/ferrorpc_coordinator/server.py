@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import secrets
 import signal
@@ -24,6 +23,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire import options as wire_options
+from ferrorpc.wire.address import is_loopback, join_address, split_address
 from ferrorpc.wire.tls import TlsFiles
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.health import Health
@@ -78,7 +78,7 @@ class Announcement:
 
 def require_safe(options: Options) -> None:
     """Raises ConfigError where anyone on the network could reach a coordinator that protects nothing."""
-    if options.insecure or _is_loopback(_host_of(options)):
+    if options.insecure or is_loopback(_host_of(options)):
         return
     if options.tls is not None:
         if options.tls.authority is None and not options.grants:
@@ -101,7 +101,7 @@ def require_safe(options: Options) -> None:
 def warn_of_floods(options: Options, grpcio_version: str) -> None:
     """Says so where strangers get as far as gRPC, and this gRPC's memory is theirs to fill."""
     members_only = options.tls is not None and options.tls.authority is not None
-    if members_only or _is_loopback(_host_of(options)) or wire_options.bounds_floods(grpcio_version):
+    if members_only or is_loopback(_host_of(options)) or wire_options.bounds_floods(grpcio_version):
         return
     logging.getLogger("ferrorpc.coordinator").warning(
         "anyone who reaches %s can fill this process's memory with pings, because grpcio is %s; try: pip install 'grpcio>=%s'",
@@ -163,7 +163,7 @@ class _Service:
             self._http = self._start_http()
             if self._options.token_file is not None:
                 self._tokens = asyncio.create_task(TokenFile(self._options.token_file, self._access).watch())
-            http_address = f"{_host_of(self._options)}:{self._http.port}" if self._http is not None else ""
+            http_address = join_address(_host_of(self._options), self._http.port) if self._http is not None else ""
             page = f"{'http' if self._options.tls is None else 'https'}://{http_address}" if http_address else ""
             announce(Announcement(self._address, self._coordinator.cluster_id, self._coordinator.epoch, http_address, page))
             await self._or_failure(self._stopping.wait())
@@ -206,7 +206,7 @@ class _Service:
             return None
         collector = Collector(self._counters, self._gauges)
         source = Source(self._coordinator, collector, lambda: not self._stopping.is_set(), self._access)
-        return HttpServer.start(source, _host_of(self._options).strip("[]"), self._options.http_port, self._options.tls)
+        return HttpServer.start(source, _host_of(self._options), self._options.http_port, self._options.tls)
 
     def _gauges(self) -> Gauges:
         journal, settings = self._journal, self._options.settings
@@ -241,20 +241,11 @@ def _bind(server: grpc.aio.Server, options: Options) -> str:
             f"cannot listen on {options.listen}: the port is in use, or the host is not an address of this machine",
             hint="stop what uses it (perhaps another coordinator), or give another --listen",
         ) from None
-    return f"{_host_of(options)}:{port}"
+    return join_address(_host_of(options), port)
 
 
 def _host_of(options: Options) -> str:
-    return options.listen.rpartition(":")[0]
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    return split_address(options.listen)[0]
 
 
 def _mint() -> str:

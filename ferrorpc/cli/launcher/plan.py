@@ -172,10 +172,18 @@ def place(
 
 
 def free_port(besides: str = "") -> int:
-    """A port of the loopback that nobody listens on, nor is about to on the address `besides`."""
+    """A port of the loopback that nobody listens on, nor is about to on the address `besides`.
+
+    Raises:
+        ConfigError: this machine has no such address, as a sandbox may.
+    """
     while True:
         with socket.socket() as probe:
-            probe.bind((LOOPBACK, 0))
+            try:
+                probe.bind((LOOPBACK, 0))
+            except OSError as error:
+                hint = "bring the loopback interface up (ip link set lo up), with its IPv4 address"
+                raise ConfigError(f"nothing can listen on {LOOPBACK}: {error.strerror}", hint=hint) from None
             port: int = probe.getsockname()[1]
         if not besides.endswith(f":{port}"):
             return port

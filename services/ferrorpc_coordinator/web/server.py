@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from ferrorpc.errors import ConfigError
+from ferrorpc.wire.address import is_loopback, join_address
 from ferrorpc.wire.tls import TlsFiles
 from ferrorpc_coordinator.web.feed import Feed
 from ferrorpc_coordinator.web.source import Source
@@ -72,7 +73,7 @@ class HttpServer:
         context = None if tls is None else tls.server_context()
         feed = Feed(source)
         config = uvicorn.Config(
-            Page(source, feed).application(loopback=_is_loopback(listening)),
+            Page(source, feed).application(loopback=is_loopback(listening.getsockname()[0])),
             http=PatientProtocol,
             lifespan="off",
             log_config=None,
@@ -107,11 +108,6 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         raise ConfigError(
-            f"the HTTP port {host}:{port} cannot be used: {error.strerror}", hint="give another --http-port"
+            f"the HTTP port {join_address(host, port)} cannot be used: {error.strerror}", hint="give another --http-port"
         ) from None
     return listening
-
-
-def _is_loopback(listening: socket.socket) -> bool:
-    host: str = listening.getsockname()[0]
-    return host == "::1" or host.startswith("127.")

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from ferrorpc.bootstrap.address import advertised_host, is_loopback, is_wildcard, local_address_towards, split_address
+from ferrorpc.bootstrap.address import advertised_host, local_address_towards
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
 
@@ -49,19 +49,6 @@ def test_a_name_that_leads_nowhere_is_tried_again_until_the_timeout():
     with pytest.raises(CoordinatorUnavailableError, match="nowhere"):
         local_address_towards("coordinator.invalid:29700", 0.6)
     assert time.monotonic() - started >= 0.6
-
-
-def test_hosts_are_read_as_they_are_written():
-    assert split_address("[fe80::1]:29700") == ("fe80::1", 29700)
-    assert [is_loopback(host) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost", "10.0.0.1", "gpu7")] == [
-        True,
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]
-    assert [is_wildcard(host) for host in ("0.0.0.0", "::", "10.0.0.1", "gpu7")] == [True, True, False, False]
 
 
 def test_a_name_that_is_not_known_yet_is_told_of_while_it_is_waited_for(monkeypatch, caplog):

@@ -42,6 +42,7 @@ def test_one_that_never_ends_its_line_is_waited_for_no_longer_than_starting_take
         ("127.0.0.1:4711", "127.0.0.1", "127.0.0.1:4711"),
         ("127.0.0.1:4711", "0.0.0.0", "127.0.0.1:4711"),  # a job of one node is nobody else's business
         ("10.0.0.1:4711", "0.0.0.0", "0.0.0.0:4711"),
+        ("[fd00::1]:4711", "::", "[::]:4711"),
     ],
 )
 def test_it_listens_beyond_loopback_only_where_other_nodes_need_it(

@@ -83,6 +83,7 @@ def test_a_given_coordinator_is_used_unless_standalone_is_asked_for():
         ((2, 2), 0, None, "need one coordinator"),
         ((2, 2), 2, "h:1", "--node-rank 2"),
         ((1, 1), None, "nonsense", "expected HOST:PORT"),
+        ((1, 1), None, "fd00::1:29700", "an IPv6 host in brackets"),
     ],
 )
 def test_nodes_that_cannot_find_each_other_are_refused(nodes, node_rank, coordinator, complaint):
@@ -93,6 +94,12 @@ def test_nodes_that_cannot_find_each_other_are_refused(nodes, node_rank, coordin
 def test_a_free_port_differs_from_the_one_that_is_taken_next():
     first = free_port()
     assert free_port(besides=f"127.0.0.1:{first}") != first
+
+
+def test_a_machine_without_a_loopback_is_told_so(monkeypatch):
+    monkeypatch.setattr("ferrorpc.cli.launcher.plan.LOOPBACK", "192.0.2.1")  # of the documentation's network: nobody has it
+    with pytest.raises(ConfigError, match=r"nothing can listen on 192\.0\.2\.1"):
+        free_port()
 
 
 def test_the_coordinator_and_torchs_store_get_different_ports(script):

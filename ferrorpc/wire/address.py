@@ -1,0 +1,32 @@
+"""Addresses, host:port, as people write them and as sockets want them."""
+
+from __future__ import annotations
+
+import ipaddress
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """host:port as host and port, an IPv6 host without its brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port; an IPv6 host gets its brackets, if it has none."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches that host. Names are not looked up."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether listening there is listening on every address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False

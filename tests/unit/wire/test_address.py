@@ -1,0 +1,35 @@
+"""Addresses as people write them."""
+
+import pytest
+
+from ferrorpc.wire.address import is_loopback, is_wildcard, join_address, split_address
+
+
+@pytest.mark.parametrize(
+    ("host", "address"), [("gpu7", "gpu7:29700"), ("10.0.0.1", "10.0.0.1:29700"), ("fe80::1", "[fe80::1]:29700")]
+)
+def test_a_host_and_a_port_make_an_address_and_back(host, address):
+    assert join_address(host, 29700) == address
+    assert split_address(address) == (host, 29700)
+
+
+def test_a_host_that_has_its_brackets_gets_no_others():
+    assert join_address("[::]", 0) == "[::]:0"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost", "a.localhost"])
+def test_what_only_this_machine_reaches(host):
+    assert is_loopback(host)
+    assert not is_wildcard(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]"])
+def test_what_listens_everywhere(host):
+    assert is_wildcard(host)
+    assert not is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1", "gpu7", "localhost.example"])
+def test_what_others_reach(host):
+    assert not is_loopback(host)
+    assert not is_wildcard(host)
