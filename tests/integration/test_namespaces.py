@@ -4,11 +4,13 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from tests.integration.lane_processes import PeerHandle, peers
+from tests.integration.launching import environment
 
 pytestmark = [
     pytest.mark.root,
@@ -17,6 +19,7 @@ pytestmark = [
 ]
 
 HOSTS = ("10.213.7.1", "10.213.7.2")
+HOSTS_IPV6 = ("fd00:213::1", "fd00:213::2")
 NAMES = (f"ferrorpc-a-{os.getpid()}", f"ferrorpc-b-{os.getpid()}")
 
 
@@ -38,6 +41,8 @@ def namespaces() -> Iterator[tuple[str, str]]:
             ip("-n", name, "address", "add", f"{host}/24", "dev", "veth0")
             ip("-n", name, "link", "set", "veth0", "up")
             ip("-n", name, "link", "set", "lo", "up")
+        for name, host in zip(NAMES, HOSTS_IPV6, strict=True):
+            ip("-n", name, "address", "add", f"{host}/64", "dev", "veth0", "nodad")
         yield NAMES
     finally:
         for name in NAMES:
@@ -68,3 +73,24 @@ def test_a_cut_cable_is_told_on_both_sides_within_five_seconds(namespaces: tuple
         ip("-n", namespaces[0], "link", "set", "veth0", "down")
         first.hear("lost 1", seconds=5.0)
         second.hear("lost 0", seconds=5.0)
+
+
+def test_a_world_that_is_reached_by_ipv6(namespaces: tuple[str, str]) -> None:
+    """As under torchrun: rank 0 starts the coordinator, and nobody names an IPv4 address."""
+    script = (
+        "import ferrorpc, numpy\n"
+        "with ferrorpc.init_process_group(timeout=30) as group:\n"
+        "    print(group.all_reduce(numpy.arange(3) + group.rank).tolist())"
+    )
+    place = {"MASTER_ADDR": HOSTS_IPV6[0], "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+    settings = {"FERRORPC_BIND": "::", "FERRORPC_INSECURE": "1", "FERRORPC_TRANSPORT": "grpc"}
+    ranks = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, sys.executable, "-c", script],
+            env={**environment(), **place, **settings, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, name in enumerate(namespaces)
+    ]
+    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["[1, 3, 5]\n"] * 2

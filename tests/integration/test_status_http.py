@@ -3,6 +3,7 @@
 import base64
 import http.client
 import json
+import socket
 import subprocess
 import sys
 
@@ -207,3 +208,11 @@ def test_without_the_extra_a_coordinator_with_an_http_port_says_what_to_install(
     assert result.returncode == 64
     assert "needs starlette" in result.stderr
     assert "ferrorpc[ui]" in result.stderr
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_all_addresses_are_those_of_both_families():
+    """A pod of a cluster without IPv4 is asked at its IPv6 address, by gRPC and by HTTP."""
+    with coordinator("--http-port", "0", "--insecure", listen="0.0.0.0:0") as process:
+        port = process.http_address.rpartition(":")[2]
+        assert [Http(f"{host}:{port}").ask("/healthz")[0] for host in ("127.0.0.1", "[::1]")] == [200, 200]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from ferrorpc.errors import ConfigError
-from ferrorpc.wire.address import is_loopback, join_address
+from ferrorpc.wire.address import is_loopback, is_wildcard, join_address
 from ferrorpc.wire.tls import TlsFiles
 from ferrorpc_coordinator.web.feed import Feed
 from ferrorpc_coordinator.web.source import Source
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 STOP_SECONDS: Final = 1.0
 HANDSHAKE_SECONDS: Final = 5.0
 """How long a connection may take for its TLS handshake, before which it counts nowhere."""
-
-
+_BACKLOG: Final = 128
 _NEEDED: Final = ("prometheus_client", "starlette", "uvicorn")
 
 
@@ -99,15 +98,14 @@ class HttpServer:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    """As gRPC does with its own port: a wildcard of either family stands for both, or pods without IPv4 were never ready."""
+    if is_wildcard(host) and socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(("::", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-        listening.listen(128)
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        listening.close()
         raise ConfigError(
             f"the HTTP port {join_address(host, port)} cannot be used: {error.strerror}", hint="give another --http-port"
         ) from None
-    return listening
