@@ -65,8 +65,8 @@ def run(arguments: list[str]) -> int:
     except FerroError as error:
         click.echo(f"ferrorpc: {error}", err=True)
         return EXIT_RETRY if error.retryable else EXIT_CONFIG if isinstance(error, ConfigError | BackendUnavailableError) else 1
-    except BrokenPipeError:
-        return EXIT_PIPE  # nobody reads any more: `ferrorpc config | head`
+    except SystemExit as end:  # click's word: 0 after a shell's completion, 1 where nobody reads any more (`| head`)
+        return EXIT_PIPE if end.code else 0
     except OSError as error:
         if error.filename is None and error.errno != errno.ENOSPC:
             raise

@@ -153,6 +153,11 @@ def test_modules_and_programs_run_too(tmp_path):
     assert result.stdout == "0: 0 of 1\n"
 
 
+def test_a_program_whose_reader_goes_away_ends_as_in_any_shell():
+    result = run("-n", "1", "--no-python", "bash", "-c", "yes | head -1; echo ${PIPESTATUS[@]}")
+    assert (result.stdout, result.stderr) == ("0: y\n0: 141 0\n", ""), "SIGPIPE must not stay ignored, as Python has it"
+
+
 def test_dry_run_shows_what_would_be_set_and_runs_nothing(tmp_path):
     result = run("-n", "2", "--dry-run", write_script(tmp_path, "raise SystemExit(9)"))
     assert result.returncode == 0
@@ -216,10 +221,11 @@ def test_numbers_that_mean_nothing_are_refused(tmp_path, flags):
     assert "Traceback" not in result.stderr
 
 
-def test_more_workers_than_the_machine_allows_are_refused_in_words(tmp_path):
+@pytest.mark.parametrize("descriptors", [30, 10], ids=["at a worker", "at the guard process"])
+def test_more_processes_than_the_machine_allows_are_refused_in_words(tmp_path, descriptors):
     script = write_script(tmp_path, "import time; time.sleep(60)")
     command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "100", script]
-    limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))  # noqa: E731
+    limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))  # noqa: E731
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, preexec_fn=limit, check=False)
     assert done.returncode == 64
     assert "no other can be started: Too many open files" in done.stderr

@@ -76,6 +76,17 @@ def test_a_signal_reaches_whole_groups_and_gives_128_plus_n(family, number):
     assert wait_until_gone(pids) == []
 
 
+def test_signals_that_were_blocked_where_the_launcher_was_started_reach_it(family):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
+    try:
+        launcher, pids = family("obedient")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=15) == 128 + signal.SIGTERM
+    assert wait_until_gone(pids) == []
+
+
 def test_the_second_signal_kills_the_stubborn(family):
     launcher, pids = family("stubborn")
     launcher.send_signal(signal.SIGTERM)

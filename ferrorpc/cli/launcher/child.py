@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -67,14 +67,20 @@ class Child:
                 self.returncode = result.si_status if exited else -result.si_status
         return self.returncode
 
-    def send(self, number: int) -> None:
-        """Sends a signal to the whole group. A stopped process is woken up to take one that asks it to end."""
+    def send(self, number: int) -> bool:
+        """Sends a signal to the whole group. A stopped process is woken up to take one that asks it to end.
+
+        Returns whether that is allowed: a group that became another user's (sudo) has to end by itself.
+        """
         try:
             os.killpg(self.pid, number)
             if number in STOPS:
                 os.killpg(self.pid, signal.SIGCONT)
         except ProcessLookupError:
-            return  # the group is empty
+            return True  # the group is empty
+        except PermissionError:
+            return False
+        return True
 
     def reap(self) -> None:
         """Gives its process id back. Only when the group was killed or is known to be empty."""
@@ -89,17 +95,21 @@ class Nursery:
 
     Args:
         directories: temporary directories that go with the launcher.
+
+    Raises:
+        ConfigError: the machine gives no more processes or descriptors.
     """
 
     def __init__(self, directories: Sequence[Path] = ()) -> None:
         self._children: list[Child] = []
-        self._guardian = subprocess.Popen(
-            [*_ISOLATED_PYTHON, guardian.__file__, *map(str, directories)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-            bufsize=0,
-        )
+        with self._starting():
+            self._guardian = subprocess.Popen(
+                [*_ISOLATED_PYTHON, guardian.__file__, *map(str, directories)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+                bufsize=0,
+            )
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], *, stdin: int = subprocess.DEVNULL) -> Child:
         """A new child. To be called on the main thread: the shim's death signal follows the thread that started it.
@@ -107,13 +117,8 @@ class Nursery:
         Raises:
             ConfigError: the machine gives no more processes or descriptors.
         """
-        try:
+        with self._starting():
             child = Child(command, environment, stdin=stdin)
-        except OSError as error:
-            raise ConfigError(
-                f"beside {len(self._children)} processes no other can be started: {error.strerror}",
-                hint="ask for fewer workers, or allow more descriptors and processes (ulimit -n, ulimit -u)",
-            ) from None
         self._children.append(child)
         self._tell(f"+{child.pid}\n")
         return child
@@ -124,6 +129,16 @@ class Nursery:
         self._tell(f"-{child.pid}\n")
         self._children.remove(child)
         child.reap()
+
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"beside {len(self._children)} processes no other can be started: {error.strerror}",
+                hint="ask for fewer workers, or allow more descriptors and processes (ulimit -n, ulimit -u)",
+            ) from None
 
     def _tell(self, line: str) -> None:
         assert self._guardian.stdin is not None

@@ -29,8 +29,8 @@ def clear(groups: Iterable[int], directories: Iterable[str]) -> None:
     for group in groups:
         try:
             os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            continue  # it ended on its own
+        except (ProcessLookupError, PermissionError):
+            continue  # it ended on its own, or runs as another user
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
 

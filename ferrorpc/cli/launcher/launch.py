@@ -24,6 +24,7 @@ from ferrorpc.cli.launcher.output import Console, WorkerStream
 from ferrorpc.cli.launcher.pipes import Pipes
 from ferrorpc.cli.launcher.plan import Plan
 from ferrorpc.cli.launcher.signals import STOPS, SignalInbox, describe
+from ferrorpc.errors import ConfigError
 
 _WARM_UP_SECONDS: Final = 2.0
 """A job that lives this long gets its reporter started before there is anything to report, and is told of how to watch it."""
@@ -45,8 +46,17 @@ class Worker:
 
 
 def launch(plan: Plan, console: Console, environment: Mapping[str, str]) -> int:
-    """Runs a plan from its first process to its last. Returns the exit code."""
-    directory = Path(tempfile.mkdtemp(prefix="ferrorpc-"))
+    """Runs a plan from its first process to its last. Returns the exit code.
+
+    Raises:
+        ConfigError: the machine gives too few processes or descriptors, or no temporary directory.
+    """
+    try:
+        directory = Path(tempfile.mkdtemp(prefix="ferrorpc-"))
+    except OSError as error:
+        raise ConfigError(
+            f"no temporary directory can be made: {error.strerror}", hint="set TMPDIR to a directory that can be written in"
+        ) from None
     with SignalInbox(console.hurry) as inbox, Nursery([directory]) as nursery:
         try:
             return _Launch(plan, console, environment, inbox, nursery, directory).run()
@@ -175,8 +185,8 @@ class _Launch:
             self._spawn(start)
 
     def _signal(self, worker: int, number: int) -> None:
-        if worker in self._workers:
-            self._workers[worker].child.send(number)
+        if worker in self._workers and not self._workers[worker].child.send(number):
+            self._console.say(f"rank {self._labels[worker]} runs as another user and takes no {describe(-number)} from here")
 
     # -- workers ---------------------------------------------------------------------------------------------------------
 

@@ -38,6 +38,8 @@ class LineBuffer:
     def feed(self, data: bytes) -> list[bytes]:
         """The lines that `data` completes, without their ends."""
         *lines, rest = (self._held + data).split(b"\n")
+        if b"\r" in rest:  # what was overwritten is not kept, so that no progress ever becomes too long
+            rest = b"\r" + _visible(rest) + b"\r" * rest.endswith(b"\r")
         while len(rest) > _LINE_BYTES_MAX:
             lines.append(rest[:_LINE_BYTES_MAX])
             rest = rest[_LINE_BYTES_MAX:]

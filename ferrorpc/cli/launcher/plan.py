@@ -97,7 +97,7 @@ def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple
     if module:
         return (sys.executable, "-m", *target)
     if not Path(target[0]).exists():
-        raise ConfigError(f"there is no file {target[0]!r}", hint=f"check the path; this is {os.getcwd()}")
+        raise ConfigError(f"there is no file {target[0]!r}", hint=f"check the path; this is {_here()}")
     return (sys.executable, *target)
 
 
@@ -187,6 +187,13 @@ def free_port(besides: str = "") -> int:
             port: int = probe.getsockname()[1]
         if not besides.endswith(f":{port}"):
             return port
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "a directory that is there no longer"
 
 
 def _visible_devices() -> int:

@@ -12,6 +12,8 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
+"""From its start on, also for what it becomes: `yes | head` in a shell script would end otherwise than it does elsewhere."""
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 
@@ -21,6 +23,8 @@ def become(launcher_pid: int, command: list[str]) -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher_pid:
         return 128 + signal.SIGKILL  # the launcher ended before the line above: nobody would send the signal
+    for number in IGNORED_BY_PYTHON:
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
     except FileNotFoundError:

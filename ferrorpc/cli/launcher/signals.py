@@ -15,7 +15,8 @@ PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class SignalInbox:
-    """Collects signals while it is open. A signal that was ignored before (nohup, `&`) stays ignored.
+    """Collects signals while it is open. A signal that was ignored before (nohup, `&`) stays ignored; one that was blocked
+    is let through, here and in all children: without SIGCHLD no exit would be seen, without SIGTERM no stop.
 
     Args:
         on_stop: called at once where one of STOPS comes, whatever the main thread is at.
@@ -28,6 +29,7 @@ class SignalInbox:
         self._writer.setblocking(False)
         self._before: dict[int, signal._HANDLER] = {}
         self._wakeup_before = -1
+        self._mask_before: set[int] = set()
 
     def fileno(self) -> int:
         """For select: readable when a signal came."""
@@ -42,14 +44,17 @@ class SignalInbox:
 
     def __enter__(self) -> SignalInbox:
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in (*STOPS, *PASSED_ON, signal.SIGCHLD):
+        signals = (*STOPS, *PASSED_ON, signal.SIGCHLD)
+        for number in signals:
             if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
+        self._mask_before = signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask_before)
         signal.set_wakeup_fd(self._wakeup_before)
         self._reader.close()
         self._writer.close()

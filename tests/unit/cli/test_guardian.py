@@ -12,6 +12,21 @@ def test_groups_that_were_taken_back_are_not_listed():
     assert watch(["+10\n", "+11\n", "-10\n", "+12\n"]) == {11, 12}
 
 
+def test_a_group_that_runs_as_another_user_keeps_nothing_else_from_being_cleared(tmp_path, monkeypatch):
+    killed = []
+
+    def killpg(group, number):
+        if group == 1:
+            raise PermissionError
+        killed.append(group)
+
+    monkeypatch.setattr(os, "killpg", killpg)
+    directory = tmp_path / "journal"
+    directory.mkdir()
+    clear([1, 2], [str(directory)])
+    assert (killed, directory.exists()) == ([2], False)
+
+
 def test_clear_kills_whole_groups_and_removes_directories(tmp_path):
     directory = tmp_path / "journal"
     directory.mkdir()

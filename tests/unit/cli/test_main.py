@@ -1,8 +1,11 @@
 """The group of commands: quick to show its help, and precise about exit codes."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import version
 
 import pytest
@@ -130,13 +133,31 @@ def test_a_file_that_cannot_be_written_is_64_and_named_without_a_traceback(capfd
     assert capfd.readouterr().err.startswith(f"ferrorpc: {path}: No such file or directory\ntry: ")
 
 
-def test_a_reader_that_goes_away_is_no_error(monkeypatch, capfd):
-    def gone(*arguments, **options):
-        raise BrokenPipeError
+@pytest.mark.parametrize("arguments", [["config"], ["plan", "--help"]])
+def test_a_reader_that_goes_away_is_no_error(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "ferrorpc", *arguments]
+    with open(writer, "wb") as nobody:
+        result = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (128 + 13, b"")
 
-    monkeypatch.setattr(cli, "main", gone)
-    assert run(["config"]) == 141
-    assert capfd.readouterr().err == ""
+
+def test_a_shell_gets_its_completion(monkeypatch, capfd):
+    monkeypatch.setenv("_FERRORPC_COMPLETE", "bash_source")
+    assert run([]) == 0
+    assert "_ferrorpc_completion" in capfd.readouterr().out
+
+
+def test_a_machine_without_room_for_temporary_files_is_64_and_says_where_it_is_looked_for(monkeypatch, capfd):
+    def nowhere(**names):
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", nowhere)
+    assert run(["run", "--no-python", "true"]) == 64
+    err = capfd.readouterr().err
+    assert "found in ['/tmp']" in err
+    assert "TMPDIR" in err
 
 
 def test_help_of_the_coordinator_shows_the_services_own_options():

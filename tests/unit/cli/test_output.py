@@ -74,6 +74,16 @@ def test_a_line_without_end_is_cut_instead_of_kept():
     assert buffer.finish() == [b"x" * 5]
 
 
+def test_a_progress_bar_that_runs_for_hours_never_becomes_a_line():
+    buffer = LineBuffer()
+    assert [line for step in range(3000) for line in buffer.feed(b"\r" + b"%4d " % step + b"#" * 75)] == []
+    assert buffer.progress == b"2999 " + b"#" * 75
+    assert buffer.feed(b"\r") == []
+    assert buffer.progress == b"2999 " + b"#" * 75
+    assert buffer.feed(b"\rdone\n") == [b"done"]
+    assert buffer.feed(b"\r50%" * (1 << 15)) == [], "in whatever pieces it comes"
+
+
 def test_empty_lines_stay_empty_lines():
     assert LineBuffer().feed(b"a\n\nb\n") == [b"a", b"", b"b"]
 

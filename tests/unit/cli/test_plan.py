@@ -48,6 +48,15 @@ def test_what_cannot_be_run_is_refused(target, flags, complaint):
         command_of(target, **flags)
 
 
+def test_a_missing_script_is_told_of_where_the_working_directory_is_gone_too(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match="no file"):
+        command_of(["train.py"], module=False, no_python=False)
+
+
 def test_process_counts(monkeypatch):
     assert process_count("3") == 3
     assert process_count("cpu") == len(os.sched_getaffinity(0))
