@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from tests.integration.launching import environment, run, start, write_script
+from tests.integration.launching import environment, read_numbers, run, start, write_script
 from tests.waiting import eventually
 
 
@@ -105,6 +105,12 @@ def test_a_traceback_of_a_worker_is_shown_and_its_code_kept(tmp_path):
     assert "ferrorpc:   | ValueError: bad batch" in result.stderr
 
 
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(1)", 75), ("os.kill(os.getpid(), 9)", 128 + 9)])
+def test_who_says_that_it_lost_a_member_is_a_victim_unless_a_signal_ended_it(tmp_path, end, code):
+    body = f"import os, sys; print('ferrorpc.errors.PeerLostError: rank 9 was lost', file=sys.stderr); {end}"
+    assert run("-n", "1", write_script(tmp_path, body)).returncode == code
+
+
 def test_a_gang_is_restarted_until_it_ends_well(tmp_path):
     script = write_script(
         tmp_path,
@@ -118,10 +124,67 @@ def test_a_gang_is_restarted_until_it_ends_well(tmp_path):
             time.sleep(60)
         """,
     )
-    result = run("-n", "2", "--max-restarts", "3", "--grace", "0.2", script)
+    logs = tmp_path / "logs"
+    result = run("-n", "2", "--max-restarts", "3", "--grace", "0.2", "--log-dir", str(logs), "--job", "j", script)
     assert result.returncode == 0, result.stderr
+    assert [(logs / f"j/attempt{attempt}/rank1.log").read_text() for attempt in range(3)] == [
+        f"attempt {attempt}\n" for attempt in range(3)
+    ]
     assert sorted(result.stdout.splitlines()) == [f"{rank}: attempt {attempt}" for rank in range(2) for attempt in range(3)]
     assert "ferrorpc: restart 2 of 3: rank 0, 1" in result.stderr
+
+
+def test_nothing_of_a_failed_worker_is_left_when_it_is_started_again(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, subprocess, sys, time
+        note = f"{sys.argv[1]}/child"
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            child = subprocess.Popen(["sleep", "60"])
+            open(note, "w").write(str(child.pid))
+            print("half a line", end="")
+            sys.exit(1)
+        try:
+            state = open(f"/proc/{open(note).read()}/stat").read().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            state = "gone"
+        print(state)
+        """,
+    )
+    result = run("-n", "1", "--max-restarts", "1", script, str(tmp_path), timeout=30)
+    assert (result.returncode, result.stdout.splitlines()[0]) == (0, "0: half a line"), result.stderr
+    assert result.stdout.splitlines()[1] in ("0: gone", "0: Z")
+
+
+def test_a_stop_ends_a_restart_that_waits_for_an_unreachable_coordinator(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, sys, time
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            open(f"{sys.argv[1]}/ended", "w").write("1\\n")
+            sys.exit(1)
+        time.sleep(60)
+        """,
+    )
+    flags = ("--coordinator", "127.0.0.1:1", "--max-restarts", "1", "--shutdown-timeout", "60")
+    launcher = start("-n", "1", *flags, script, str(tmp_path))
+    try:
+        read_numbers(tmp_path, "ended", 1)
+        time.sleep(0.4)  # until the launcher has seen the end: its restart may now wait a second for the report's answer
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(timeout=20) == 128 + signal.SIGTERM
+    finally:
+        launcher.kill()
+        launcher.communicate(timeout=30)
+
+
+def test_workers_do_not_share_what_is_typed(tmp_path):
+    script = write_script(tmp_path, "import sys; print(repr(sys.stdin.read()))")
+    command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "2", script]
+    done = subprocess.run(command, env=environment(), input="typed\n", capture_output=True, text=True, timeout=60, check=False)
+    assert sorted(done.stdout.splitlines()) == ["0: ''", "1: ''"]
 
 
 def test_with_restart_worker_the_others_keep_running(tmp_path):

@@ -134,6 +134,16 @@ def test_a_coordinator_that_cannot_be_configured_ends_the_job_with_64_and_says_w
     assert "started again" not in result.stderr, "it would be told the same"
 
 
+def test_a_coordinator_that_fails_before_it_listens_ends_the_job_with_75(tmp_path):
+    write_script(tmp_path, "raise SystemExit(70)", name="ferrorpc_coordinator.py")
+    script = write_script(tmp_path, "import time; time.sleep(60)")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    result = run("-n", "1", script, PYTHONPATH=path, timeout=30)
+    assert result.returncode == 75
+    assert result.stderr.count("the coordinator ended (exit code 70); it is started again") == 2
+    assert "ferrorpc: the coordinator cannot start on 127.0.0.1:" in result.stderr
+
+
 def test_a_given_coordinator_is_used_and_none_is_started(tmp_path):
     service = subprocess.Popen(
         [sys.executable, "-m", "ferrorpc.cli.main", "coordinator", "--listen", "127.0.0.1:0"],

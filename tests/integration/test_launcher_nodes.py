@@ -19,7 +19,7 @@ SUM = """
     group = ferrorpc.init_process_group()
     total = group.all_reduce(np.full(2, group.rank + 1.0))
     print(json.dumps([group.rank, group.size, total.tolist()]))
-    if len(sys.argv) > 1 and group.rank == 3:
+    if len(sys.argv) > 1 and group.rank == group.size - 1:
         os.kill(os.getpid(), 9)
     if len(sys.argv) > 1:
         group.all_reduce(np.ones(2))
@@ -40,9 +40,9 @@ def coordinator():
     service.communicate(timeout=20)
 
 
-def two_nodes(coordinator, script, *arguments, nodes="2"):
-    """Runs two workers on each of two nodes; gives both launchers' codes, outputs and errors."""
-    flags = ("-n", "2", "--nnodes", nodes, "--coordinator", coordinator, "--job", "j")
+def two_nodes(coordinator, script, *arguments, nodes="2", workers="2"):
+    """Runs so many workers on each of two nodes; gives both launchers' codes, outputs and errors."""
+    flags = ("-n", workers, "--nnodes", nodes, "--coordinator", coordinator, "--job", "j")
     launchers = [start(*flags, "--node-rank", str(rank), script, *arguments) for rank in range(2)]
     try:
         return [(*launcher.communicate(timeout=60), launcher.returncode) for launcher in launchers]
@@ -78,6 +78,12 @@ def test_a_node_whose_members_lost_one_elsewhere_ends_with_75(tmp_path, coordina
     assert "it was the first of those that lost a member" in err
     assert re.search(r"ferrorpc:   \| ferrorpc.errors.PeerLostError: rank 3 \(node1-1 on .*\) was lost: .*SIGKILL", err), err
     assert "rank node1:3 ended with SIGKILL; it was the first to fail." in other_err
+
+
+def test_the_end_of_the_only_worker_of_a_node_is_reported_to_the_others(tmp_path, coordinator):
+    (_, err, first), (_, other_err, second) = two_nodes(coordinator, write_script(tmp_path, SUM), "fail", workers="1")
+    assert (first, second) == (75, 128 + 9), err + other_err
+    assert re.search(r"PeerLostError: rank 1 \(node1-0 on .*\) was lost: .*SIGKILL", err), err
 
 
 @pytest.mark.root

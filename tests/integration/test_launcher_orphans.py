@@ -46,11 +46,21 @@ def family(tmp_path):
         kill_all([pid for pid in pids if alive(pid)])
 
 
-@pytest.mark.parametrize("mode", ["obedient", "stubborn"])
-def test_kill_9_of_the_launcher_leaves_no_orphan(family, mode):
+@pytest.mark.parametrize(("mode", "kill"), [("obedient", os.kill), ("stubborn", os.kill), ("obedient", os.killpg)])
+def test_kill_9_of_the_launcher_or_of_its_group_leaves_no_orphan(family, mode, kill):
     launcher, pids = family(mode)
     helpers = children_of(launcher.pid)
     assert len(helpers) >= 4, "two workers, the coordinator and the guard process"
+    kill(launcher.pid, signal.SIGKILL)
+    assert wait_until_gone([*pids, *helpers]) == []
+
+
+def test_the_guard_process_outlives_signals_that_everybody_gets(family):
+    launcher, pids = family("stubborn")
+    helpers = children_of(launcher.pid)
+    (guard,) = [pid for pid, command in helpers.items() if "guardian.py" in command]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(guard, number)
     launcher.kill()
     assert wait_until_gone([*pids, *helpers]) == []
 
@@ -87,6 +97,26 @@ def test_signals_that_were_blocked_where_the_launcher_was_started_reach_it(famil
     assert wait_until_gone(pids) == []
 
 
+def test_a_signal_reaches_the_children_of_workers_as_itself(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("told" if child == 0 else 0))
+        child = os.fork()
+        open(f"{sys.argv[1]}/{'child' if child == 0 else 'parent'}", "w").write("1\\n")
+        if child:
+            os.waitpid(child, 0)
+        time.sleep(60)
+        """,
+    )
+    launcher = start("-n", "1", script, str(tmp_path))
+    read_numbers(tmp_path, "[cp]?*[dt]", 2)
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=20)
+    assert "0: told\n" in err
+
+
 def test_the_second_signal_kills_the_stubborn(family):
     launcher, pids = family("stubborn")
     launcher.send_signal(signal.SIGTERM)
@@ -108,8 +138,8 @@ def test_one_signal_kills_the_stubborn_after_the_shutdown_timeout(family):
 def test_a_stopped_worker_is_woken_to_be_ended(family):
     launcher, pids = family("obedient")
     os.kill(pids[0], signal.SIGSTOP)
-    launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(timeout=15) == 128 + signal.SIGTERM
+    launcher.send_signal(signal.SIGINT)  # which Python handles: the kernel itself ends who is stopped by one that is not
+    assert launcher.wait(timeout=15) == 128 + signal.SIGINT
     assert wait_until_gone(pids) == []
 
 

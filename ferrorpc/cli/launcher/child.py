@@ -27,7 +27,7 @@ class Child:
     given to a stranger, and signals to the group stay safe.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, stdin: int = subprocess.DEVNULL) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, stdin: int) -> None:
         self._process = subprocess.Popen(
             [*_ISOLATED_PYTHON, shim.__file__, str(os.getpid()), *command],
             env=dict(environment),

@@ -78,6 +78,12 @@ def test_an_elastic_world_leaves_ranks_to_the_coordinator():
     assert found["FERRORPC_RANK_HINT"] == "10"
 
 
+def test_without_a_node_rank_there_is_no_hint_either():
+    found = environment(nodes=(1, 3), world=(4, 12), node_rank=None)
+    assert {"RANK", "GROUP_RANK", "FERRORPC_RANK_HINT"} & set(found) == set()
+    assert found["LOCAL_RANK"] == "2"
+
+
 def test_what_an_outer_launcher_set_is_not_inherited_but_the_users_settings_are():
     base = {"TORCHELASTIC_USE_AGENT_STORE": "True", "FERRORPC_RANK_HINT": "3", "FERRORPC_LEASE": "9", "PATH": "/bin"}
     found = environment(base=base)

@@ -66,6 +66,28 @@ def test_exit_code_75_marks_a_victim():
     assert gang.first_failure.worker == 1
 
 
+def test_a_failure_counts_where_others_ended_well():
+    gang = running(3)
+    ends(gang, 0, 0, now=1.0)
+    ends(gang, 1, 3, now=2.0)
+    ends(gang, 2, 0, now=3.0)
+    assert gang.first_failure.worker == 1
+
+
+def test_who_lost_a_member_explains_those_that_had_to_be_stopped():
+    gang = running(2)
+    ends(gang, 1, 75, now=1.0)
+    gang.tick(6.0)
+    ends(gang, 0, -signal.SIGTERM, now=6.1)
+    assert gang.first_failure.worker == 1
+
+
+def test_a_signal_after_the_end_asks_for_nothing():
+    gang = running(1)
+    ends(gang, 0, 0)
+    assert [gang.signalled(signal.SIGTERM, 1.0) for _ in range(2)] == [[], []]
+
+
 def test_where_all_are_victims_the_earliest_stands_for_them():
     gang = running(2)
     ends(gang, 1, 75, now=1.0)
@@ -117,6 +139,13 @@ def test_with_scope_worker_the_failed_one_alone_is_replaced():
     assert gang.alive == {0, 1, 2}
     assert ends(gang, 2, 1, now=2.0) == [], "the budget is spent"
     assert gang.phase is Phase.FAILING
+
+
+def test_with_scope_worker_nobody_is_replaced_who_was_told_to_stop():
+    gang = running(2, max_restarts=5, scope="worker")
+    gang.signalled(signal.SIGTERM, 0.0)
+    assert ends(gang, 0, -signal.SIGTERM) == []
+    assert ends(gang, 1, -signal.SIGTERM) == [Done()]
 
 
 def test_bad_configuration_is_never_retried():

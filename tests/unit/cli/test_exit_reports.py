@@ -1,0 +1,53 @@
+"""Exit reports on their way to the coordinator, through a reporter that answers as it likes."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from ferrorpc.cli.launcher.exit_reports import ExitReports
+
+
+@pytest.fixture
+def reporter():
+    """A child whose standard input the test reads."""
+    reader, writer = os.pipe()
+    with open(writer, "wb", buffering=0) as stdin:
+        yield SimpleNamespace(reader=reader, stdin=stdin)
+
+
+@pytest.fixture
+def reports(reporter):
+    nursery = SimpleNamespace(start=lambda *arguments, **options: reporter)
+    found = ExitReports(nursery, "127.0.0.1:29700", "j", {})
+    found.start()
+    return found
+
+
+def test_each_report_is_a_line_and_counts_until_it_is_answered(reporter, reports):
+    reports.send("box-0", 1, "ValueError: two\nlines")
+    reports.send("box-1", -9, "")
+    lines = os.read(reporter.reader, 4096).decode().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"name": "box-0", "returncode": 1, "reason": "ValueError: two\nlines"},
+        {"name": "box-1", "returncode": -9, "reason": ""},
+    ]
+    assert reports.outstanding == 2
+    reports.answered(b"ok\nfai")
+    assert reports.outstanding == 1
+    reports.answered(b"led: nobody there\n")
+    assert reports.outstanding == 0
+    os.close(reporter.reader)
+
+
+def test_a_reporter_that_is_gone_owes_no_answer(reporter, reports):
+    reports.send("box-0", 1, "")
+    reports.answered(b"")
+    assert reports.outstanding == 0
+    reports.send("box-1", 1, "")
+    os.close(reporter.reader)
+    reports.send("box-2", 1, "")
+    assert reports.outstanding == 0
