@@ -64,12 +64,15 @@ def test_lines_are_whole_and_carry_their_rank(tmp_path):
 
 
 def test_only_the_ranks_asked_for_are_shown_and_all_are_logged(tmp_path):
-    script = write_script(tmp_path, "import os; print('rank', os.environ['RANK'])")
+    body = "import os; [os.write(number, b'%d of rank %s\\n' % (number, os.environb[b'RANK'])) for number in (1, 2)]"
+    script = write_script(tmp_path, body)
     result = run("-n", "3", "--ranks", "1", "--log-dir", str(tmp_path / "logs"), "--job", "j", script)
-    assert result.stdout == "1: rank 1\n"
+    assert (result.stdout, result.stderr) == ("1: 1 of rank 1\n", "1: 2 of rank 1\n")
     logs = sorted((tmp_path / "logs").rglob("*.log"))
     assert [str(path.relative_to(tmp_path)) for path in logs] == [f"logs/j/attempt0/rank{rank}.log" for rank in range(3)]
-    assert [path.read_text() for path in logs] == [f"rank {rank}\n" for rank in range(3)]
+    assert [set(path.read_text().splitlines()) for path in logs] == [
+        {f"{n} of rank {rank}" for n in (1, 2)} for rank in range(3)
+    ]
 
 
 def test_the_first_failing_rank_is_reported_last_with_its_words_and_its_exit_code(tmp_path):
@@ -155,6 +158,24 @@ def test_nothing_of_a_failed_worker_is_left_when_it_is_started_again(tmp_path):
     result = run("-n", "1", "--max-restarts", "1", script, str(tmp_path), timeout=30)
     assert (result.returncode, result.stdout.splitlines()[0]) == (0, "0: half a line"), result.stderr
     assert result.stdout.splitlines()[1] in ("0: gone", "0: Z")
+
+
+def test_workers_that_fail_together_are_started_again_once_their_reports_had_time_to_arrive(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, sys, time
+        is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        with open(f"{sys.argv[1]}/{'ended' if is_first else 'began'}{os.environ['RANK']}", "w") as file:
+            file.write(f"{time.monotonic_ns()}\\n")
+        sys.exit(1 if is_first else 0)
+        """,
+    )
+    flags = ("--coordinator", "127.0.0.1:1", "--max-restarts", "2", "--restart", "worker")
+    result = run("-n", "2", *flags, script, str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    ended, began = (read_numbers(tmp_path, f"{name}?", 2, timeout=0.1) for name in ("ended", "began"))
+    assert min(began) - max(ended) >= 1e9, "a report that nobody answers, and that would name the successor, has a second"
 
 
 def test_a_stop_ends_a_restart_that_waits_for_an_unreachable_coordinator(tmp_path):

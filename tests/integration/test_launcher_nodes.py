@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -42,7 +43,8 @@ def coordinator():
 
 def two_nodes(coordinator, script, *arguments, nodes="2", workers="2"):
     """Runs so many workers on each of two nodes; gives both launchers' codes, outputs and errors."""
-    flags = ("-n", workers, "--nnodes", nodes, "--coordinator", coordinator, "--job", "j")
+    logs = str(Path(script).parent / "logs")
+    flags = ("-n", workers, "--nnodes", nodes, "--coordinator", coordinator, "--job", "j", "--log-dir", logs)
     launchers = [start(*flags, "--node-rank", str(rank), script, *arguments) for rank in range(2)]
     try:
         return [(*launcher.communicate(timeout=60), launcher.returncode) for launcher in launchers]
@@ -60,10 +62,14 @@ def test_a_fixed_world_of_two_nodes_has_the_ranks_that_the_launchers_gave(tmp_pa
             f"node{node}:{rank}": [rank, 4, [10.0, 10.0]] for rank in (2 * node, 2 * node + 1)
         }
 
+    assert {path.name for path in (tmp_path / "logs/j/attempt0").iterdir()} == {f"rank{rank}.log" for rank in range(4)}
+
 
 def test_an_elastic_world_gives_ranks_to_whoever_comes(tmp_path, coordinator):
     ends = two_nodes(coordinator, write_script(tmp_path, SUM), nodes="1:2")
     assert [code for _, _, code in ends] == [0, 0], ends
+    names = {f"node{node}-{worker}.log" for node in range(2) for worker in range(2)}
+    assert {path.name for path in (tmp_path / "logs/j/attempt0").iterdir()} == names
     rows = [json.loads(line.partition(": ")[2]) for out, _, _ in ends for line in out.splitlines()]
     assert len(rows) == 4
     for rank, size, total in rows:  # a node that comes after the last call makes the next generation

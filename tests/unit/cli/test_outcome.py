@@ -2,8 +2,11 @@
 
 import signal
 
+import pytest
+
 from ferrorpc.cli.launcher.gang import Exit
 from ferrorpc.cli.launcher.outcome import crash_report, final_code, is_victim, last_exception, losses_line, reason, victims_line
+from ferrorpc.errors import GroupAbortedError, PeerLostError, StaleGenerationError
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "ValueError: bad batch"]
 LOST = [
@@ -35,6 +38,20 @@ def test_who_lost_a_member_is_a_victim():
     assert not is_victim([])
 
 
+@pytest.mark.parametrize("kind", [PeerLostError, GroupAbortedError, StaleGenerationError])
+def test_every_error_of_the_membership_makes_a_victim(kind):
+    assert is_victim([f"{kind.__module__}.{kind.__qualname__}: what happened"])
+
+
+def test_an_exception_that_says_very_much_is_cut():
+    assert last_exception([f"ValueError: {'x' * 5000}"]) == f"ValueError: {'x' * 388}"
+
+
+def test_interrupts_and_exits_are_exceptions_too():
+    assert last_exception(["KeyboardInterrupt: "]) == "KeyboardInterrupt: "
+    assert last_exception(["torch.distributed.elastic.SomeExit: 3"]) == "SomeExit: 3"
+
+
 def test_the_reason_is_the_exception_where_there_is_one():
     assert reason(1, TRACEBACK) == "ValueError: bad batch"
     assert [reason(3, []), reason(-9, TRACEBACK), reason(0, TRACEBACK)] == ["", "", ""]
@@ -61,6 +78,16 @@ def test_the_report_shows_the_first_failure_its_words_and_the_victims_in_one_lin
     ]
 
 
+def test_the_first_victim_is_called_so_and_others_are_told_in_order_of_rank():
+    text = crash_report(end(1, 75, victim=True), [end(2, 0), end(0, 0)], ["0", "1", "2"], ["one line"], None)
+    assert text.splitlines() == [
+        "rank 1 ended with exit code 75; it was the first of those that lost a member.",
+        "its last line on standard error:",
+        "  | one line",
+        "then: ranks 0, 2 ended well",
+    ]
+
+
 def test_a_silent_lonely_failure_is_reported_too():
     text = crash_report(end(0, -11), [], ["0"], [], None)
     assert text == "rank 0 ended with SIGSEGV; it was the first to fail.\nit wrote nothing on standard error."
@@ -73,3 +100,5 @@ def test_victims_who_ended_well_are_named_as_such():
 
 def test_losses_that_an_elastic_world_survived_are_told():
     assert losses_line([end(0, 0), end(1, -9)], ["0", "1"]) == "rank 1 ended with SIGKILL; the others finished without it"
+    lost = losses_line([end(0, 0), end(1, -9), end(2, 3)], ["0", "1", "2"])
+    assert lost == "rank 1 ended with SIGKILL; rank 2 ended with exit code 3; the others finished without them"
