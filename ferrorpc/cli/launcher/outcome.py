@@ -10,7 +10,7 @@ from ferrorpc.cli.launcher.gang import Exit
 from ferrorpc.cli.launcher.signals import describe, exit_code
 
 _MEMBERSHIP_ERRORS = ("PeerLostError", "GroupAbortedError", "StaleGenerationError")
-_EXCEPTION_LINE = re.compile(r"(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception|Interrupt|Exit)): ?(.*)|((?:[\w.]+\.)?[A-Z]\w*Error)")
+_EXCEPTION_LINE = re.compile(r"(?:[\w.]+\.)?((?:[A-Z]\w*)?(?:Error|Exception|Interrupt|Exit))(: ?.*)?")
 _REASON_CHARACTERS_MAX = 400
 
 
@@ -19,8 +19,7 @@ def last_exception(tail: Sequence[str]) -> str | None:
     for line in reversed(tail):
         match = _EXCEPTION_LINE.fullmatch(line)
         if match is not None:
-            text = f"{match[1]}: {match[2]}" if match[1] else match[3].rpartition(".")[2]
-            return text[:_REASON_CHARACTERS_MAX]
+            return (match[1] + (match[2] or ""))[:_REASON_CHARACTERS_MAX]
     return None
 
 

@@ -47,9 +47,11 @@ def test_an_exception_that_says_very_much_is_cut():
     assert last_exception([f"ValueError: {'x' * 5000}"]) == f"ValueError: {'x' * 388}"
 
 
-def test_interrupts_and_exits_are_exceptions_too():
-    assert last_exception(["KeyboardInterrupt: "]) == "KeyboardInterrupt: "
-    assert last_exception(["torch.distributed.elastic.SomeExit: 3"]) == "SomeExit: 3"
+def test_exceptions_that_are_not_called_errors_are_found_too():
+    assert last_exception(["training.DivergedException: loss is nan"]) == "DivergedException: loss is nan"
+    assert last_exception(["Exception: bad batch"]) == "Exception: bad batch"
+    assert last_exception(["click.exceptions.Exit: 3"]) == "Exit: 3"
+    assert last_exception(["KeyboardInterrupt"]) == "KeyboardInterrupt"
 
 
 def test_the_reason_is_the_exception_where_there_is_one():
