@@ -55,6 +55,15 @@ def test_kill_9_of_the_launcher_or_of_its_group_leaves_no_orphan(family, mode, k
     assert wait_until_gone([*pids, *helpers]) == []
 
 
+def test_without_a_guard_process_workers_still_end_with_the_launcher(family):
+    launcher, pids = family("stubborn")
+    helpers = children_of(launcher.pid)
+    (guard,) = [pid for pid, command in helpers.items() if "guardian.py" in command]
+    os.kill(guard, signal.SIGKILL)
+    launcher.kill()
+    assert wait_until_gone([*pids[:2], *helpers]) == []
+
+
 def test_the_guard_process_outlives_signals_that_everybody_gets(family):
     launcher, pids = family("stubborn")
     helpers = children_of(launcher.pid)
@@ -83,6 +92,18 @@ def test_a_signal_reaches_whole_groups_and_gives_128_plus_n(family, number):
     launcher, pids = family("obedient")
     launcher.send_signal(number)
     assert launcher.wait(timeout=15) == 128 + number
+    assert wait_until_gone(pids) == []
+
+
+def test_a_signal_that_was_ignored_where_the_launcher_was_started_stays_ignored(family):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as `nohup` and `&` in a script do
+    try:
+        launcher, pids = family("obedient")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    launcher.send_signal(signal.SIGINT)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(timeout=15) == 128 + signal.SIGTERM
     assert wait_until_gone(pids) == []
 
 
@@ -149,21 +170,22 @@ def test_what_a_worker_leaves_in_its_group_goes_with_the_launcher(family):
     assert wait_until_gone(pids) == []
 
 
-def test_usr1_is_passed_on_and_ends_nothing(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_signals_for_the_workers_alone_are_passed_on_and_end_nothing(tmp_path, number):
     script = write_script(
         tmp_path,
         """
         import os, signal, sys
-        signal.signal(signal.SIGUSR1, lambda *_: None)
+        signal.signal(int(sys.argv[2]), lambda *_: None)
         with open(f"{sys.argv[1]}/ready{os.environ['RANK']}", "w") as file:
             file.write("1\\n")
         signal.pause()
         print("got it")
         """,
     )
-    launcher = start("-n", "2", script, str(tmp_path))
+    launcher = start("-n", "2", script, str(tmp_path), str(int(number)))
     read_numbers(tmp_path, "ready*", 2)
-    launcher.send_signal(signal.SIGUSR1)
+    launcher.send_signal(number)
     out, _ = launcher.communicate(timeout=20)
     assert sorted(out.splitlines()) == ["0: got it", "1: got it"]
     assert launcher.returncode == 0

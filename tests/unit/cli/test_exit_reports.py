@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
 
+from ferrorpc.cli import client
 from ferrorpc.cli.launcher.exit_reports import ExitReports
+from ferrorpc.cli.launcher.reporter import serve
+from ferrorpc.errors import CoordinatorUnavailableError
 
 
 @pytest.fixture
@@ -30,17 +35,36 @@ def reports(reporter):
 def test_each_report_is_a_line_and_counts_until_it_is_answered(reporter, reports):
     reports.send("box-0", 1, "ValueError: two\nlines")
     reports.send("box-1", -9, "")
+    reports.send("box-2", 0, "")
     lines = os.read(reporter.reader, 4096).decode().splitlines()
     assert [json.loads(line) for line in lines] == [
         {"name": "box-0", "returncode": 1, "reason": "ValueError: two\nlines"},
         {"name": "box-1", "returncode": -9, "reason": ""},
+        {"name": "box-2", "returncode": 0, "reason": ""},
     ]
-    assert reports.outstanding == 2
-    reports.answered(b"ok\nfai")
+    assert reports.outstanding == 3
+    reports.answered(b"ok\nok\nfai")
     assert reports.outstanding == 1
     reports.answered(b"led: nobody there\n")
     assert reports.outstanding == 0
     os.close(reporter.reader)
+
+
+def test_the_reporter_answers_each_line_whatever_becomes_of_the_one_before(monkeypatch, capfd):
+    sent = []
+
+    def call(method, request, address, *, wait_for_ready):
+        assert wait_for_ready, "a coordinator that is being started again is waited for"
+        sent.append(request.request.exit)
+        if len(sent) == 1:
+            raise CoordinatorUnavailableError("nobody there")
+
+    lines = [{"name": f"box-{number}", "returncode": number, "reason": ""} for number in range(2)]
+    monkeypatch.setattr(client, "call", call)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(json.dumps(line) + "\n" for line in lines)))
+    serve("127.0.0.1:1", "j")
+    assert capfd.readouterr().out == "failed: nobody there\nok\n"
+    assert [(one.name, one.returncode) for one in sent] == [("box-0", 0), ("box-1", 1)]
 
 
 def test_a_reporter_that_is_gone_owes_no_answer(reporter, reports):

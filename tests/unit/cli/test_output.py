@@ -100,6 +100,7 @@ def test_each_line_carries_its_rank_and_no_colour_in_a_file(sinks):
 def test_a_terminal_gets_colours_unless_no_color_is_set(sinks):
     out, err = sinks(terminal=True), sinks()
     assert Console(out, err, {}).prefix("0", 0) == b"\x1b[36m0:\x1b[0m "
+    assert Console(out, err, {"NO_COLOR": ""}).prefix("13", 13) == b"\x1b[33m13:\x1b[0m ", "six colours do for all"
     assert Console(out, err, {"NO_COLOR": "1"}).prefix("0", 0) == b"0: "
     assert Console(out, err, {"TERM": "dumb"}).prefix("0", 0) == b"0: "
 
@@ -144,11 +145,11 @@ def test_the_tail_keeps_the_last_lines_even_of_workers_that_are_not_shown(sinks)
     out, err = sinks(), sinks()
     log = io.BytesIO()
     stream = WorkerStream(Console(out, err, {}), 2, b"0: ", shown=False, log=log)
-    stream.feed(b"".join(f"{n}\n".encode() for n in range(50)) + b"last", 0.0)
+    stream.feed(b"".join(f"{n}\n".encode() for n in range(50)) + b"    ^^^^~~~^^\n\n" + b"last", 0.0)
     stream.feed(b"", 0.0)
     assert stream.tail == [*(str(n) for n in range(51 - TAIL_LINES, 50)), "last"]
     assert err.text() == b""
-    assert log.getvalue().endswith(b"49\nlast")
+    assert log.getvalue().endswith(b"49\n    ^^^^~~~^^\n\nlast")
 
 
 def test_a_sink_that_does_not_block_is_waited_for(sinks):
@@ -198,6 +199,35 @@ def test_a_terminal_that_was_closed_ends_nothing(sinks):
         console.lines(1, b"0: ", [b"line"])
         console.progress(1, b"0: ", b"40 %", 0.0)
         console.close()
+
+
+def test_bytes_that_are_no_text_are_shown_as_they_came_and_told_as_well_as_can_be(sinks):
+    screen, err = sinks(terminal=True), sinks()
+    stream = WorkerStream(Console(screen, err, {"NO_COLOR": "1"}), 1, b"0: ", shown=True, log=None)
+    stream.feed(b"caf\xe9\n", 0.0)
+    assert screen.text() == b"0: caf\xe9\n"
+    assert stream.tail == ["caf\ufffd"]
+    stream.feed(b"\r\xff 5%", 0.0)
+    assert screen.text() == "\r\x1b[2K0: \ufffd 5%".encode()
+
+
+def test_the_end_leaves_no_progress_on_the_last_row(sinks):
+    screen = sinks(terminal=True)
+    console = Console(screen, screen, {"NO_COLOR": "1"})
+    console.progress(2, b"0: ", b"40 %", 0.0)
+    screen.text()
+    console.close()
+    assert screen.text() == b"\r\x1b[2K"
+
+
+def test_a_log_that_takes_a_little_at_a_time_gets_all_of_it(sinks):
+    class Narrow(io.BytesIO):
+        def write(self, data):
+            return super().write(data[:3])
+
+    log = Narrow()
+    WorkerStream(Console(sinks(), sinks(), {}), 1, b"0: ", shown=False, log=log).feed(b"eight by", 0.0)
+    assert log.getvalue() == b"eight by"
 
 
 def test_a_log_file_that_cannot_be_written_is_given_up_and_the_console_goes_on(sinks):

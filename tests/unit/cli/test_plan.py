@@ -62,6 +62,8 @@ def test_process_counts(monkeypatch):
     assert process_count("cpu") == len(os.sched_getaffinity(0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     assert process_count("gpu") == process_count("auto") == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, -1")
+    assert process_count("gpu") == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert process_count("auto") == process_count("cpu")
     with pytest.raises(ConfigError, match="no CUDA device"):
@@ -87,17 +89,19 @@ def test_a_given_coordinator_is_used_unless_standalone_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "node_rank", "coordinator", "complaint"),
+    ("nodes", "node_rank", "coordinator", "standalone", "complaint"),
     [
-        ((2, 2), 0, None, "need one coordinator"),
-        ((2, 2), 2, "h:1", "--node-rank 2"),
-        ((1, 1), None, "nonsense", "expected HOST:PORT"),
-        ((1, 1), None, "fd00::1:29700", "an IPv6 host in brackets"),
+        ((2, 2), 0, None, False, "need one coordinator"),
+        ((2, 2), 0, "h:1", True, "need one coordinator"),
+        ((2, 2), 2, "h:1", False, "--node-rank 2"),
+        ((2, 2), -1, "h:1", False, "--node-rank -1"),
+        ((1, 1), None, "nonsense", False, "expected HOST:PORT"),
+        ((1, 1), None, "fd00::1:29700", False, "an IPv6 host in brackets"),
     ],
 )
-def test_nodes_that_cannot_find_each_other_are_refused(nodes, node_rank, coordinator, complaint):
+def test_nodes_that_cannot_find_each_other_are_refused(nodes, node_rank, coordinator, standalone, complaint):
     with pytest.raises(ConfigError, match=complaint):
-        place(nodes, node_rank, coordinator, standalone=False)
+        place(nodes, node_rank, coordinator, standalone=standalone)
 
 
 def test_a_free_port_differs_from_the_one_that_is_taken_next():
@@ -109,6 +113,13 @@ def test_a_machine_without_a_loopback_is_told_so(monkeypatch):
     monkeypatch.setattr("ferrorpc.cli.launcher.plan.LOOPBACK", "192.0.2.1")  # of the documentation's network: nobody has it
     with pytest.raises(ConfigError, match=r"nothing can listen on 192\.0\.2\.1"):
         free_port()
+
+
+def test_flags_go_before_the_environment_and_before_what_would_be_chosen(script, monkeypatch):
+    monkeypatch.setenv("FERRORPC_COORDINATOR", "c:9")
+    monkeypatch.setenv("FERRORPC_JOB", "night")
+    plan = make_plan(target=(script,), coordinator="h:1", job="day", master_addr="m", master_port=7)
+    assert (plan.coordinator, plan.job, plan.master) == ("h:1", "day", ("m", 7))
 
 
 def test_the_coordinator_and_torchs_store_get_different_ports(script):
