@@ -160,12 +160,6 @@ def test_nothing_of_a_failed_worker_is_left_when_it_is_started_again(tmp_path):
     assert result.stdout.splitlines()[1] in ("0: gone", "0: Z")
 
 
-def test_a_child_that_writes_without_end_does_not_keep_the_launcher(tmp_path):
-    body = "import subprocess; subprocess.Popen(['yes', 'x' * 4000]); print('ended')"
-    result = run("-n", "1", write_script(tmp_path, body), timeout=30)
-    assert (result.returncode, "0: ended\n" in result.stdout) == (0, True)
-
-
 def test_half_a_line_is_shown_though_somebody_else_could_still_end_it(tmp_path):
     body = "import subprocess; subprocess.Popen(['setsid', 'sleep', '5']); print('half a line', end='')"
     assert run("-n", "1", write_script(tmp_path, body), timeout=30).stdout == "0: half a line\n"

@@ -60,8 +60,9 @@ def test_a_missing_script_is_told_of_where_the_working_directory_is_gone_too(tmp
 def test_process_counts(monkeypatch):
     assert process_count("3") == 3
     assert process_count("cpu") == len(os.sched_getaffinity(0))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
-    assert process_count("gpu") == process_count("auto") == 2
+    devices = process_count("cpu") + 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices))))
+    assert process_count("gpu") == process_count("auto") == devices
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, -1")
     assert process_count("gpu") == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
