@@ -102,6 +102,7 @@ def test_a_signal_that_was_ignored_where_the_launcher_was_started_stays_ignored(
     finally:
         signal.signal(signal.SIGINT, before)
     launcher.send_signal(signal.SIGINT)
+    time.sleep(0.3)  # of two that come together the later one may be handled first
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(timeout=15) == 128 + signal.SIGTERM
     assert wait_until_gone(pids) == []
