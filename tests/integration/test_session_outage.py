@@ -14,7 +14,7 @@ import pytest
 from ferrorpc.config import Config
 from ferrorpc.coordination import link
 from ferrorpc.coordination.channel import Connector
-from ferrorpc.errors import CoordinatorUnavailableError, GroupClosedError, PeerLostError, StaleGenerationError
+from ferrorpc.errors import CoordinatorUnavailableError, GroupClosedError, NcclError, PeerLostError, StaleGenerationError
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.v1 import identity_pb2, session_pb2, session_pb2_grpc
 from ferrorpc.wire.options import control_server
@@ -179,6 +179,19 @@ def test_a_pause_of_the_coordinator_fails_nobody():
         together([s.leave for s in sessions])
     finally:
         service.stop()
+
+
+def test_a_failure_ends_the_generation_at_home_though_the_coordinator_says_nothing(volatile):
+    session = join(volatile.address, 0, 1)
+    volatile.pause()
+    try:
+        session.report(NcclError("the wire is cut"))
+        assert session.membership.latch.cause is None, "the coordinator may know an earlier cause"
+        cause = eventually(lambda: session.membership.latch.cause)
+    finally:
+        volatile.resume()
+    assert (type(cause), cause.message) == (NcclError, "the wire is cut")
+    session.leave()
 
 
 def test_waiting_is_explained_after_a_while(durable, caplog, monkeypatch):
