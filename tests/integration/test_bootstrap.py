@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.integration.launching import children_of, wait_until_gone
 from tests.integration.service import Service
 
 RANK = """
@@ -96,6 +97,19 @@ def test_kill_9_of_the_rank_that_started_the_coordinator_is_pushed_to_the_others
     assert processes[0].wait(10) == -signal.SIGKILL
     processes[0].stdout.close()  # its coordinator, which stays for a while, has these too
     processes[0].stderr.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_coordinator_that_rank_0_started_ends_with_its_keeper(number):
+    command = [sys.executable, "-P", "-m", "ferrorpc.coordination.keeper", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as keeper:
+        try:
+            assert keeper.stdout.readline().startswith(b"listening")
+            (coordinator,) = children_of(keeper.pid)
+        finally:
+            keeper.send_signal(number)
+        assert keeper.wait(20) == (0 if number == signal.SIGTERM else -number)
+        assert wait_until_gone([coordinator]) == []
 
 
 def test_files_of_the_user_do_not_shadow_what_rank_0s_coordinator_imports(port, tmp_path):

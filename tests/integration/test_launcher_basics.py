@@ -251,6 +251,7 @@ def test_dry_run_shows_what_would_be_set_and_runs_nothing(tmp_path):
     result = run("-n", "2", "--dry-run", write_script(tmp_path, "raise SystemExit(9)"))
     assert result.returncode == 0
     assert "  RANK=1\n" in result.stdout
+    assert "  PATH=" not in result.stdout, "only what the launcher sets"
     assert f"command {sys.executable} " in result.stdout
 
 

@@ -137,6 +137,7 @@ def test_a_signal_reaches_the_children_of_workers_as_itself(tmp_path):
     launcher.send_signal(signal.SIGTERM)
     _, err = launcher.communicate(timeout=20)
     assert "0: told\n" in err
+    assert err.endswith("ferrorpc: stopped by SIGTERM\n")
 
 
 def test_the_second_signal_kills_the_stubborn(family):

@@ -24,6 +24,8 @@ from ferrorpc.errors import (
     StaleGenerationError,
     UsageError,
 )
+from ferrorpc.v1.session_pb2 import Event, GenerationBroken
+from ferrorpc.wire.status import detail_of
 from tests.integration.service import Service, join, join_all, together
 from tests.waiting import eventually
 
@@ -166,6 +168,17 @@ def test_a_lost_link_between_the_living_ends_the_generation_naming_it(world):
         assert isinstance(cause, GroupAbortedError)
         assert cause.rank == 0
         assert "rank 0 and rank 2" in cause.cause
+
+
+def test_a_lost_link_to_one_who_leaves_is_the_end_of_who_still_needs_it(world):
+    together([world[2].leave, lambda: world[0].report_link_lost(2, "end of stream")])
+    for session in world[:2]:
+        assert isinstance(cause_of(session), PeerLostError | GroupAbortedError)
+
+
+def test_the_end_of_an_earlier_generation_is_not_the_end_of_this_one(world):
+    world[0].event(Event(broken=GenerationBroken(generation=0, cause=detail_of(PeerLostError(1, "long ago")))))
+    assert world[0].membership.latch.cause is None
 
 
 def test_a_barrier_gathers_payloads_in_rank_order_any_number_of_times(world):

@@ -82,7 +82,7 @@ class _Launch:
     ) -> None:
         self._plan = plan
         self._console = console
-        self._environment = {**environment, "GRPC_ENABLE_FORK_SUPPORT": "0"}
+        self._environment = environment
         self._inbox = inbox
         self._nursery = nursery
         self._directory = directory

@@ -97,6 +97,11 @@ def test_each_line_carries_its_rank_and_no_colour_in_a_file(sinks):
     assert err.text() == b""
 
 
+def test_whether_somebody_looks_is_told_by_where_the_launcher_speaks(sinks):
+    assert Console(sinks(), sinks(terminal=True), {}).attended
+    assert not Console(sinks(terminal=True), sinks(), {}).attended
+
+
 def test_a_terminal_gets_colours_unless_no_color_is_set(sinks):
     out, err = sinks(terminal=True), sinks()
     assert Console(out, err, {}).prefix("0", 0) == b"\x1b[36m0:\x1b[0m "
@@ -135,9 +140,9 @@ def test_elsewhere_a_progress_bar_is_printed_now_and_then(sinks):
     out, err = sinks(), sinks()
     stream = WorkerStream(Console(out, err, {}), 2, b"0: ", shown=True, log=None)
     for second in range(25):
-        stream.feed(f"\r{second}%".encode(), float(second))
+        stream.feed(f"\r{second}%".encode(), 1000.0 + second)
     assert err.text() == b"0: 10%\n0: 20%\n"
-    stream.feed(b"\r100%\n", 25.0)
+    stream.feed(b"\r100%\n", 1025.0)
     assert err.text() == b"0: 100%\n"
 
 

@@ -149,6 +149,7 @@ def test_the_environment_names_the_coordinator_and_the_job(script, monkeypatch):
     monkeypatch.setenv("FERRORPC_JOB", "night")
     plan = make_plan(target=(script,))
     assert (plan.coordinator, plan.owns_coordinator, plan.job) == ("c:9", False, "night")
+    assert plan.master[0] == "127.0.0.1", "torch's rank 0 is here, wherever the coordinator is"
 
 
 def test_a_console_filter_must_name_local_ranks(script):
