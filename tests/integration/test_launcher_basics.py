@@ -317,8 +317,12 @@ def test_more_processes_than_the_machine_allows_are_refused_in_words(tmp_path, d
     script = write_script(tmp_path, "import time; time.sleep(60)")
     command = [sys.executable, "-m", "ferrorpc.cli.main", "run", "-n", "100", script]
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))  # noqa: E731
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, preexec_fn=limit, check=False)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    found = {**environment(), "TMPDIR": str(temporary)}
+    done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=60, preexec_fn=limit, check=False)
     assert done.returncode == 64
+    assert list(temporary.iterdir()) == []
     assert "no other can be started: Too many open files" in done.stderr
     assert "Traceback" not in done.stderr
 

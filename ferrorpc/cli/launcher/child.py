@@ -94,7 +94,7 @@ class Nursery:
     """Starts children and makes sure that none outlives the launcher. A context manager; leaving it kills what is left.
 
     Args:
-        directories: temporary directories that go with the launcher.
+        directories: temporary directories, still empty, that go with the launcher.
 
     Raises:
         ConfigError: the machine gives no more processes or descriptors.
@@ -102,14 +102,19 @@ class Nursery:
 
     def __init__(self, directories: Sequence[Path] = ()) -> None:
         self._children: list[Child] = []
-        with self._starting():
-            self._guardian = subprocess.Popen(
-                [*_ISOLATED_PYTHON, guardian.__file__, *map(str, directories)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-                bufsize=0,
-            )
+        try:
+            with self._starting():
+                self._guardian = subprocess.Popen(
+                    [*_ISOLATED_PYTHON, guardian.__file__, *map(str, directories)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                    bufsize=0,
+                )
+        except ConfigError:
+            for directory in directories:
+                directory.rmdir()
+            raise
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], *, stdin: int = subprocess.DEVNULL) -> Child:
         """A new child. To be called on the main thread: the shim's death signal follows the thread that started it.
