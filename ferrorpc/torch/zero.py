@@ -61,6 +61,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._shards.append(shards)
             inner.append(_settings(members) | {"params": [_parameter(shard) for shard in shards.shards]})
         self._inner = optimizer(inner, **options)
+        self.defaults = self._inner.defaults
         for members, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             members.update({name: value for name, value in _settings(own).items() if name not in members})
 
@@ -76,10 +77,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         loss = None if closure is None else closure()
         for members, trained in zip(self.param_groups, self._trained, strict=True):
             _check_frozen(members, trained)
-        for shards, members, trained, own in zip(
-            self._shards, self.param_groups, self._trained, self._inner.param_groups, strict=True
-        ):
-            own.update(_settings(members))
+        self._hand_down_settings()
+        for shards, trained in zip(self._shards, self._trained, strict=True):
             weights = {name: parameter.detach() for name, parameter in trained.items()}
             shards.reduce(weights, {name: parameter.grad for name, parameter in trained.items()})
         self._inner.step()
@@ -95,6 +94,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: what its optimizer remembers of its shards."""
+        self._hand_down_settings()  # a scheduler has written new ones since the last step
         state: dict[str, Any] = self._inner.state_dict()
         return state
 
@@ -113,6 +113,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._inner.load_state_dict(state_dict)
         for members, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             members.update(_settings(own))
+
+    def _hand_down_settings(self) -> None:
+        for members, own in zip(self.param_groups, self._inner.param_groups, strict=True):
+            own.update(_settings(members))
 
     @property
     def memory_bytes(self) -> int:

@@ -152,3 +152,42 @@ def test_optimizers_of_whole_parameters_are_refused(kind):
             ZeroOptimizer(network().parameters(), kind, group, lr=0.1)
 
     run_world(2, body)
+
+
+def resumed(module, make, step):
+    """Two steps, a checkpoint, and two more in new objects, under a schedule that also changes what Adam calls betas."""
+    for first in (0, 2):
+        optimizer = make(module.parameters())
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+        if first:
+            optimizer.load_state_dict(saved[0])
+            scheduler.load_state_dict(saved[1])
+        for number in (first, first + 1):
+            step(module, optimizer, number)
+            scheduler.step()
+        saved = optimizer.state_dict(), scheduler.state_dict()
+    return module.state_dict(), optimizer.param_groups[0]["lr"]
+
+
+def test_a_schedule_goes_on_where_it_was_when_the_state_was_saved():
+    """The state has what the scheduler wrote after the last step."""
+    size = 2
+
+    def body(group):
+        def step(module, optimizer, number):
+            backward(module, group.rank, number)
+            optimizer.step()
+
+        return resumed(network(), lambda weights: ZeroOptimizer(weights, torch.optim.AdamW, group, lr=0.1), step)
+
+    def alone(module, optimizer, number):
+        optimizer.zero_grad()
+        for rank in range(size):
+            (module(batch(rank, number)).square().sum() / size).backward()
+        optimizer.step()
+
+    expected, rate = resumed(network(), lambda weights: torch.optim.AdamW(weights, lr=0.1), alone)
+    for found, reached in run_world(size, body):
+        assert reached == rate
+        for name, weights in expected.items():
+            torch.testing.assert_close(found[name], weights)
