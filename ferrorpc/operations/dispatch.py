@@ -19,7 +19,7 @@ from ferrorpc.collectives.advancing import Advancing
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.progress import verdict
-from ferrorpc.errors import FerroError, GroupClosedError
+from ferrorpc.errors import FerroError, GroupAbortedError, GroupClosedError
 from ferrorpc.guard import FOREVER, Guard
 from ferrorpc.operations.arguments import check_sendable
 from ferrorpc.operations.results import NOTHING, Result, settle
@@ -158,6 +158,10 @@ class Dispatch:
             failure = type(error).__name__
             if self._is_part:
                 raise self.located(error) from None
+            raise
+        except KeyboardInterrupt:
+            if execution.timeout_breaks:  # the others are in it, or will be, and this rank's part does not come
+                self.end(GroupAbortedError(backend.world_ranks[backend.rank], f"KeyboardInterrupt during {execution.label}"))
             raise
         finally:
             if activity is not None:
