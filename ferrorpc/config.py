@@ -17,6 +17,8 @@ DEFAULT_PORT: Final = 29700
 LANES_MAX: Final = 16
 """Streams that one rank may open to another."""
 PREFIX: Final = "FERRORPC_"
+LAUNCH: Final = PREFIX + "LAUNCH"
+"""No setting: what a launcher calls this start of a process, so that its exit is not taken for that of a later one."""
 _SECONDS: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0}
 _SECONDS_MAX: Final = 1e9
 """Thirty years, which fit into 64 bits of nanoseconds."""

@@ -13,7 +13,7 @@ from ferrorpc.bootstrap.address import advertised_host, require_private
 from ferrorpc.bootstrap.coordinator import start_coordinator
 from ferrorpc.bootstrap.environment import Place, detect, member_name, own_coordinator
 from ferrorpc.collectives.basis import asked_for
-from ferrorpc.config import Config
+from ferrorpc.config import LAUNCH, Config
 from ferrorpc.coordination import farewell
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.coordination.session import RemoteSession
@@ -117,6 +117,7 @@ def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerSer
             hinted_rank=place.hinted_rank,
             worker_address=server.address,
             host=host,
+            launch=os.environ.get(LAUNCH, ""),
             labels=said_at_join(config["backend"], config["device"], place.local_rank),
             config=config,
         )

@@ -60,6 +60,7 @@ class RemoteSession(Session):
         hinted_rank: int | None,
         worker_address: str,
         host: str,
+        launch: str,
         labels: Mapping[str, str],
         config: Config,
         clock: Clock,
@@ -76,7 +77,7 @@ class RemoteSession(Session):
             protocol_version=PROTOCOL_VERSION,
             job=job,
             name=name,
-            instance_id=secrets.token_hex(8),
+            instance_id=f"{launch}.{secrets.token_hex(8)}",
             lease_ms=0 if config.source("lease") == "default" else milliseconds(config["lease"]),
             host=host,
             address=worker_address,
@@ -114,6 +115,7 @@ class RemoteSession(Session):
         hinted_rank: int | None = None,
         worker_address: str = "",
         host: str = "",
+        launch: str = "",
         labels: Mapping[str, str] | None = None,
         config: Config,
         clock: Clock = SYSTEM_CLOCK,
@@ -127,6 +129,7 @@ class RemoteSession(Session):
             pinned_rank: the rank a launcher gave; it is given, or joining fails.
             hinted_rank: the rank to give where it is free.
             worker_address: host:port that the other ranks reach this one's worker server by.
+            launch: what a launcher that reports exits calls this start of the process; without dots.
             labels: what else this member says of itself.
             config: the settings timeout, heartbeat_interval, lease, max_outage, token_file and tls_*.
 
@@ -144,6 +147,7 @@ class RemoteSession(Session):
             hinted_rank=hinted_rank,
             worker_address=worker_address,
             host=host or socket.gethostname(),
+            launch=launch,
             labels=dict(labels or {}) | {"pid": str(os.getpid())},
             config=config,
             clock=clock,

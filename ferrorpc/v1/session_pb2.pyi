@@ -132,7 +132,7 @@ class Hello(google.protobuf.message.Message):
     job: builtins.str
     name: builtins.str
     instance_id: builtins.str
-    """Chosen by the process at start; tells two processes of one name apart."""
+    """Chosen by the process at start; tells two processes of one name apart. Begins with what its launcher gave it, and a dot."""
     resume_token: builtins.str
     """Of the Welcome that is resumed; empty for a new session."""
     lease_ms: builtins.int
@@ -455,6 +455,7 @@ class ProcessExit(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     name: builtins.str
     instance_id: builtins.str
+    """In full, or up to its dot; empty for whoever bears the name."""
     returncode: builtins.int
     """As in Python's subprocess: negative for a signal."""
     reason: builtins.str

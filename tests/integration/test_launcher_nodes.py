@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launching import environment, start, write_script
+from tests.integration.launching import environment, read_numbers, start, write_script
 
 SUM = """
     import json, os, sys, time
@@ -112,3 +112,39 @@ def test_nodes_without_a_number_are_told_apart_by_their_host_names(tmp_path, coo
     lines = dict(line.split(": ", 1) for out in outs for line in out.splitlines())
     assert set(lines) == {"left-0", "left-1", "right-0", "right-1"}
     assert sorted(json.loads(text)[0] for text in lines.values()) == [0, 1, 2, 3]
+
+
+AFTER_ANOTHER = """
+    import os, sys, time
+    import ferrorpc
+
+    directory, role = sys.argv[1:]
+    group = ferrorpc.init_process_group()
+    if role == "first":
+        group.close()  # and this process goes on without it
+    with open(os.path.join(directory, f"{role}.{group.rank}"), "w") as file:
+        print(os.getpid(), file=file)
+    while not os.path.exists(os.path.join(directory, f"end-{role}")):
+        time.sleep(0.01)
+    if role == "second":
+        group.barrier()
+        group.close()
+"""
+
+
+def test_an_exit_is_not_that_of_a_later_process_of_the_same_name(tmp_path, coordinator):
+    """A second launcher of one node and job waits until the first one's members have left, and takes their names over."""
+    script = write_script(tmp_path, AFTER_ANOTHER)
+    flags = ("-n", "2", "--coordinator", coordinator, script, str(tmp_path))
+    launchers = []
+    try:
+        for role in ("first", "second"):
+            launchers.append(start(*flags, role))
+            read_numbers(tmp_path, f"{role}.*", 2)
+        for role, launcher in zip(("first", "second"), launchers, strict=True):
+            (tmp_path / f"end-{role}").touch()
+            out, err = launcher.communicate(timeout=60)
+            assert launcher.returncode == 0, out + err
+    finally:
+        for launcher in launchers:
+            launcher.kill()

@@ -26,11 +26,11 @@ class ExitReports:
         self.child = self._nursery.start(self._command, self._environment, stdin=subprocess.PIPE)
         return self.child
 
-    def send(self, name: str, returncode: int, reason: str) -> None:
-        """Reports the end of the member `name`. Never blocks for the answer."""
+    def send(self, name: str, launch: str, returncode: int, reason: str) -> None:
+        """Reports the end of the member `name` that was started as `launch`. Never blocks for the answer."""
         assert self.child is not None
         assert self.child.stdin is not None
-        line = json.dumps({"name": name, "returncode": returncode, "reason": reason}) + "\n"
+        line = json.dumps({"name": name, "launch": launch, "returncode": returncode, "reason": reason}) + "\n"
         try:
             self.child.stdin.write(line.encode())
             self.outstanding += 1

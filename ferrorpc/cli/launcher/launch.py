@@ -6,6 +6,7 @@ and because a process without threads can start children at any time.
 
 from __future__ import annotations
 
+import secrets
 import signal
 import tempfile
 import time
@@ -24,6 +25,7 @@ from ferrorpc.cli.launcher.output import Console, WorkerStream
 from ferrorpc.cli.launcher.pipes import Pipes
 from ferrorpc.cli.launcher.plan import Plan
 from ferrorpc.cli.launcher.signals import STOPS, SignalInbox, describe
+from ferrorpc.config import LAUNCH
 from ferrorpc.errors import ConfigError
 
 _WARM_UP_SECONDS: Final = 2.0
@@ -36,8 +38,11 @@ long the end of the launcher waits for it."""
 class Worker:
     """One worker: its process, and its two streams."""
 
-    def __init__(self, child: Child, out: WorkerStream, err: WorkerStream, log: IO[bytes] | None, log_path: str | None) -> None:
+    def __init__(
+        self, child: Child, launch: str, out: WorkerStream, err: WorkerStream, log: IO[bytes] | None, log_path: str | None
+    ) -> None:
         self.child = child
+        self.launch = launch
         self.out = out
         self.err = err
         self.log = log
@@ -199,10 +204,11 @@ class _Launch:
                 self._finish_output(before)
                 self._nursery.discard(before.child)
             environment = worker_environment(self._plan, number, start.attempt, self._environment, self._directory)
-            child = self._nursery.start(self._plan.command, environment)
-            self._workers[number] = self._connect(number, child, start.attempt)
+            name = secrets.token_hex(4)
+            child = self._nursery.start(self._plan.command, {**environment, LAUNCH: name})
+            self._workers[number] = self._connect(number, child, name, start.attempt)
 
-    def _connect(self, number: int, child: Child, attempt: int) -> Worker:
+    def _connect(self, number: int, child: Child, launch: str, attempt: int) -> Worker:
         log, path = self._open_log(number, attempt)
         prefix = self._console.prefix(self._labels[number], number)
         shown = self._plan.shown is None or number in self._plan.shown
@@ -210,7 +216,7 @@ class _Launch:
         err = WorkerStream(self._console, 2, prefix, shown=shown, log=log)
         self._pipes.listen(child.stdout, out.feed)
         self._pipes.listen(child.stderr, err.feed)
-        return Worker(child, out, err, log, path)
+        return Worker(child, launch, out, err, log, path)
 
     def _open_log(self, number: int, attempt: int) -> tuple[IO[bytes] | None, str | None]:
         if self._plan.log_dir is None:
@@ -263,7 +269,7 @@ class _Launch:
         if not nobody_is_left:
             if self._reports.child is None:
                 self._start_reporter()
-            self._reports.send(self._plan.name(number), returncode, reason(returncode, tail))
+            self._reports.send(self._plan.name(number), worker.launch, returncode, reason(returncode, tail))
         self._carry_out(self._gang.exited(number, returncode, victim=returncode > 0 and is_victim(tail), now=now))
 
     def _start_reporter(self) -> None:

@@ -40,7 +40,9 @@ def _request(report: dict[str, Any]) -> Any:
     from ferrorpc.v1 import session_pb2
 
     return session_pb2.ReportRequest(
-        exit=session_pb2.ProcessExit(name=report["name"], returncode=report["returncode"], reason=report["reason"])
+        exit=session_pb2.ProcessExit(
+            name=report["name"], instance_id=report["launch"], returncode=report["returncode"], reason=report["reason"]
+        )
     )
 
 

@@ -212,7 +212,7 @@ class Job:
         member = self.roster.get(exited.name)
         if member is None:
             self.rendezvous.never_came(exited.name, _how(exited))
-        if member is None or not member.alive or exited.instance_id not in ("", member.instance_id):
+        if member is None or not member.alive or exited.instance_id not in member.known_as:
             return
         self.lose(member, _how(exited))
 

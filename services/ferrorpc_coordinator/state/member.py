@@ -67,6 +67,11 @@ class Member:
     result_bytes: int = 0
 
     @property
+    def known_as(self) -> tuple[str, str, str]:
+        """What a report of its exit may call its process: anything, what its launcher called it, its instance."""
+        return "", self.instance_id.partition(".")[0], self.instance_id
+
+    @property
     def alive(self) -> bool:
         """Not dead and not gone; perhaps suspect."""
         return self.standing not in (Standing.DEAD, Standing.LEFT)

@@ -33,14 +33,14 @@ def reports(reporter):
 
 
 def test_each_report_is_a_line_and_counts_until_it_is_answered(reporter, reports):
-    reports.send("box-0", 1, "ValueError: two\nlines")
-    reports.send("box-1", -9, "")
-    reports.send("box-2", 0, "")
+    reports.send("box-0", "launch0", 1, "ValueError: two\nlines")
+    reports.send("box-1", "launch1", -9, "")
+    reports.send("box-2", "launch2", 0, "")
     lines = os.read(reporter.reader, 4096).decode().splitlines()
     assert [json.loads(line) for line in lines] == [
-        {"name": "box-0", "returncode": 1, "reason": "ValueError: two\nlines"},
-        {"name": "box-1", "returncode": -9, "reason": ""},
-        {"name": "box-2", "returncode": 0, "reason": ""},
+        {"name": "box-0", "launch": "launch0", "returncode": 1, "reason": "ValueError: two\nlines"},
+        {"name": "box-1", "launch": "launch1", "returncode": -9, "reason": ""},
+        {"name": "box-2", "launch": "launch2", "returncode": 0, "reason": ""},
     ]
     assert reports.outstanding == 3
     reports.answered(b"ok\nok\nfai")
@@ -59,19 +59,19 @@ def test_the_reporter_answers_each_line_whatever_becomes_of_the_one_before(monke
         if len(sent) == 1:
             raise CoordinatorUnavailableError("nobody there")
 
-    lines = [{"name": f"box-{number}", "returncode": number, "reason": ""} for number in range(2)]
+    lines = [{"name": f"box-{number}", "launch": f"launch{number}", "returncode": number, "reason": ""} for number in range(2)]
     monkeypatch.setattr(client, "call", call)
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(json.dumps(line) + "\n" for line in lines)))
     serve("127.0.0.1:1", "j")
     assert capfd.readouterr().out == "failed: nobody there\nok\n"
-    assert [(one.name, one.returncode) for one in sent] == [("box-0", 0), ("box-1", 1)]
+    assert [(one.name, one.instance_id, one.returncode) for one in sent] == [("box-0", "launch0", 0), ("box-1", "launch1", 1)]
 
 
 def test_a_reporter_that_is_gone_owes_no_answer(reporter, reports):
-    reports.send("box-0", 1, "")
+    reports.send("box-0", "launch0", 1, "")
     reports.answered(b"")
     assert reports.outstanding == 0
-    reports.send("box-1", 1, "")
+    reports.send("box-1", "launch1", 1, "")
     os.close(reporter.reader)
-    reports.send("box-2", 1, "")
+    reports.send("box-2", "launch2", 1, "")
     assert reports.outstanding == 0
