@@ -176,7 +176,10 @@ class Link:
         away_since = self._away_since
         if away_since is None:
             return ""
-        return f"no coordinator at {self.address} for {self._clock.now() - away_since:.1f} s ({self._failure.message})"
+        seconds, failure = self._clock.now() - away_since, self._failure
+        if isinstance(failure, CoordinatorUnavailableError):
+            return f"no coordinator at {self.address} for {seconds:.1f} s ({failure.message})"
+        return f"the coordinator at {self.address} refuses this process ({failure.message})"
 
     def wake(self) -> None:
         """Those who wait look again, because a latch has tripped."""

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 
+from ferrorpc.coordination import link
 from ferrorpc.errors import (
     AuthenticationError,
     BarrierTimeoutError,
@@ -80,10 +81,14 @@ def test_nobody_at_the_address_is_said_within_the_timeout():
     assert time.monotonic() - started < 10
 
 
-def test_a_name_in_use_is_refused_naming_its_holder_until_the_timeout(service, world, request):
+def test_a_name_in_use_is_refused_naming_its_holder_until_the_timeout(service, world, request, caplog, monkeypatch):
+    """Meanwhile the log does not say that the coordinator is away: it is there, and refuses."""
+    monkeypatch.setattr(link, "EXPLAIN_FIRST_SECONDS", 0.3)
     with pytest.raises(FerroError, match="member-1"):
-        join(service.address, 1, 3, job=request.node.name[:100], timeout=0.5)
+        join(service.address, 1, 3, job=request.node.name[:100], timeout=0.6)
     assert world[0].membership.latch.cause is None
+    assert f"the coordinator at {service.address} refuses this process" in caplog.text
+    assert "no coordinator" not in caplog.text
 
 
 def test_a_leave_with_a_reason_is_the_others_loss(world):
