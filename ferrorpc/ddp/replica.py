@@ -18,7 +18,7 @@ from ferrorpc.ddp.naming import Named
 from ferrorpc.ddp.parameter import HasGradient
 from ferrorpc.ddp.placement import bucket_kind
 from ferrorpc.ddp.reducer import Reducer
-from ferrorpc.ddp.round import Round
+from ferrorpc.ddp.round import Round, unless_interrupted
 from ferrorpc.ddp.share import share
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import TensorSpec
@@ -165,14 +165,15 @@ class Replica:
             used: those of the others that this rank has used. A gradient of one that it has not used, left from before, counts
                 with the mean where some rank has used it.
         """
-        kept = {} if current.is_complete else self._contribute_others(current, used)
-        current.finish()
-        self._store(current)
-        for name, before in kept.items():
-            if not current.used(name):
-                memory, slot = self.reducer.at(name)
-                memory.restore(slot, before)
-        self._buffers.finish()
+        with unless_interrupted(current, self.group):
+            kept = {} if current.is_complete else self._contribute_others(current, used)
+            current.finish()
+            self._store(current)
+            for name, before in kept.items():
+                if not current.used(name):
+                    memory, slot = self.reducer.at(name)
+                    memory.restore(slot, before)
+            self._buffers.finish()
         if not self._weights_differ:
             self._compare_in_turn(current)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from ferrorpc.ddp.hooks.base import Part
 from ferrorpc.ddp.memory import Memory
 from ferrorpc.ddp.steps import Step, Steps
 from ferrorpc.errors import UsageError
+from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import FOREVER, Clock, Parker
 from ferrorpc.types import ReduceOp
 from ferrorpc.work import Work
@@ -230,6 +231,17 @@ class Round:
             rest = [slot for slot in used if found[slot.name] is None]
             found.update(zip([slot.name for slot in rest], memory.copies(rest, kinds), strict=True))
         return found
+
+
+@contextmanager
+def unless_interrupted(current: Round, group: ProcessGroup) -> Iterator[None]:
+    """For the end of a round: an interrupt ends the generation, since others take the step, and this rank may not."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        current.abandon()
+        group.abort("KeyboardInterrupt while gradients were averaged")
+        raise
 
 
 def matrices(bucket: Bucket) -> tuple[tuple[int, int, int], ...]:

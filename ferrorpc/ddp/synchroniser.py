@@ -17,7 +17,7 @@ from ferrorpc.ddp.naming import Named
 from ferrorpc.ddp.placement import bucket_kind
 from ferrorpc.ddp.pytree import flatten, rebuild
 from ferrorpc.ddp.reducer import Reducer
-from ferrorpc.ddp.round import Round
+from ferrorpc.ddp.round import Round, unless_interrupted
 from ferrorpc.ddp.steps import Steps
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup, group_given
@@ -302,13 +302,14 @@ class SynchronizerStep(Generic[Tree]):
         self._owner._open = None
         if error is not None:
             self._round.abandon()
-            if isinstance(error, Exception):
+            if isinstance(error, Exception | KeyboardInterrupt):
                 self._owner._group.abort(error)
             return
         for name in self._added:
             if not self._round.has(name):
                 self._put_place(name)
-        self._round.finish()
+        with unless_interrupted(self._round, self._owner._group):
+            self._round.finish()
         self._means = self._owner._means(self._round, self._kinds)
 
 

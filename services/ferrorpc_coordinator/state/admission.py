@@ -73,7 +73,7 @@ class Admission:
             raise ConfigError(
                 f"the name {hello.name!r} in job {self._desk.job} is borne by a living process"
                 f"{f' on {holder.host}' if holder.host else ''}, heard of {seconds(max(0, self._desk.now - holder.heard))} ago",
-                hint="give every process its own FERRORPC_NAME (every launcher its own --node-rank), or wait until the other one ends",
+                hint="give every process its own FERRORPC_NAME (launchers: --node-rank), or wait until the other one ends",
                 retryable=True,
                 holder=str(holder),
                 incarnation=holder.incarnation,

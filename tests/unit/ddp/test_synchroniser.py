@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from contextlib import suppress
 from functools import reduce
 from typing import NamedTuple
 
@@ -10,9 +12,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ferrorpc.ddp.module import DistributedDataParallel
+from ferrorpc.ddp.round import Round
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
 from ferrorpc.errors import CollectiveMismatchError, GroupAbortedError, TensorMismatchError, UsageError
 from ferrorpc.types import DType, TensorSpec
+from tests.unit.ddp.model import Plain
 from tests.unit.ddp.world import run_world
 
 
@@ -195,6 +200,57 @@ def test_a_rank_that_raises_in_its_backward_pass_tells_the_others_at_once():
 
     for message in run_world(3, body):
         assert "ZeroDivisionError" in message
+
+
+def averaged_by_a_step(group):
+    with GradientSynchronizer({"a": np.zeros(2)}, group).step() as step:
+        step.ready("a", np.ones(2))
+
+
+def averaged_by_a_module(group):
+    DistributedDataParallel(Plain(a=np.ones(2)), group).sync_gradients()
+
+
+@pytest.mark.parametrize("average", [averaged_by_a_step, averaged_by_a_module])
+def test_an_interrupt_while_gradients_are_averaged_ends_the_generation(average, monkeypatch):
+    """The others would take a step that the interrupted rank may not take."""
+
+    bring_home, victims = Round._bring_home, []
+
+    def interrupted(self):
+        if threading.get_ident() in victims:
+            raise KeyboardInterrupt
+        return bring_home(self)
+
+    monkeypatch.setattr(Round, "_bring_home", interrupted)
+
+    def body(group):
+        if group.rank == 1:
+            victims.append(threading.get_ident())
+            with pytest.raises(KeyboardInterrupt):
+                average(group)
+        else:
+            with suppress(GroupAbortedError):  # what it was sent may be enough for it
+                average(group)
+        with pytest.raises(GroupAbortedError) as later:
+            group.barrier()
+        return later.value.rank, later.value.cause
+
+    assert run_world(2, body) == [(1, "KeyboardInterrupt while gradients were averaged")] * 2
+
+
+def test_an_interrupt_in_a_backward_pass_ends_the_generation():
+    def body(group):
+        sync = GradientSynchronizer({"a": np.zeros(2)}, group)
+        group.barrier()
+        if group.rank == 1:
+            with pytest.raises(KeyboardInterrupt), sync.step():
+                raise KeyboardInterrupt
+        with pytest.raises(GroupAbortedError) as later:
+            sync({"a": np.ones(2)})
+        return later.value.cause
+
+    assert run_world(2, body) == ["KeyboardInterrupt"] * 2
 
 
 def test_weights_that_sum_to_zero_are_an_error_on_every_rank():

@@ -156,10 +156,11 @@ def test_optimizers_of_whole_parameters_are_refused(kind):
 
 def resumed(module, make, step):
     """Two steps, a checkpoint, and two more in new objects, under a schedule that also changes what Adam calls betas."""
+    saved = None
     for first in (0, 2):
         optimizer = make(module.parameters())
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
-        if first:
+        if saved is not None:
             optimizer.load_state_dict(saved[0])
             scheduler.load_state_dict(saved[1])
         for number in (first, first + 1):
