@@ -207,7 +207,7 @@ def _check_batch_norm(module: torch.nn.Module, size: int) -> None:
         if isinstance(part, torch.nn.SyncBatchNorm):
             raise UsageError(
                 f"{name or 'the module'} is a SyncBatchNorm, which goes through torch.distributed, and that is not initialised",
-                hint="use BatchNorm (each rank's own statistics), or torch.distributed.init_process_group() beside it",
+                hint="use BatchNorm (each rank's own statistics) or GroupNorm; torch has SyncBatchNorm for GPUs only",
             )
 
 
