@@ -54,7 +54,7 @@ def check(name: str, source: str) -> None:
     if name not in names():
         raise ConfigError(
             f"backend={name!r} (from {source}) is not one of {', '.join(names())}",
-            hint="for a backend of your own call ferrorpc.backends.registry.register() first",
+            hint="leave it out and one is chosen; for one of your own call ferrorpc.backends.registry.register() first",
         )
 
 
