@@ -31,5 +31,5 @@ def needed_one_who_left(peer: int) -> PeerLostError:
         peer,
         "it left the job",
         f"rank {peer} was lost: it left the job, and an operation here still needs it",
-        hint="make every rank call the same operations, and close() after the last; or call group.reform()",
+        hint="make all ranks call the same operations (for loops of different lengths: `uneven()`), and close() after the last",
     )
