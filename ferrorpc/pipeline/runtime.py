@@ -261,7 +261,7 @@ class Pipeline:
                 for piece in filter(self._ties.holds, self._pieces):
                     on_gradients(piece)
             exchange.finish()
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             exchange.abandon()
             self._group.abort(error)
             raise

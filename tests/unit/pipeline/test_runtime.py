@@ -303,20 +303,24 @@ def test_a_run_takes_the_time_that_was_simulated(name: str):
         assert [s.name for s in recorded.spans if s.lane == 1] == [s.name for s in simulated.spans if s.lane == 1]
 
 
-def test_an_exception_in_a_stage_is_raised_there_and_ends_the_group_everywhere():
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_in_a_stage_is_raised_there_and_ends_the_group_everywhere(kind):
     class Broken(Layer):
         def backward(self, context, grad_y):
-            raise RuntimeError("no such gradient")
+            raise kind("no such gradient")
 
     def body(group):
-        Pipeline(Broken(1) if group.rank == 1 else Layer(0), group, "1f1b", 4).step(*batch(8), half_square)
+        pipe = Pipeline(Broken(1) if group.rank == 1 else Layer(0), group, "1f1b", 4)
+        with pytest.raises((kind, GroupAbortedError)) as raised:
+            pipe.step(*batch(8), half_square)
+        return raised.value
 
-    first, second, third = run_world(3, body, return_exceptions=True)
-    assert isinstance(second, RuntimeError)
+    first, second, third = run_world(3, body)
+    assert isinstance(second, kind)
     for other in (first, third):
         assert isinstance(other, GroupAbortedError)
         assert other.rank == 1
-        assert "RuntimeError: no such gradient" in other.cause
+        assert f"{kind.__name__}: no such gradient" in other.cause
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
