@@ -31,7 +31,7 @@ from ferrorpc.errors import ConfigError
 _WARM_UP_SECONDS: Final = 2.0
 """A job that lives this long gets its reporter started before there is anything to report, and is told of how to watch it."""
 _ANSWER_SECONDS: Final = 1.0
-"""How long a restart waits for the coordinator to know of the exit, so that the report cannot hit the successor; and how
+"""How long a restart waits for the coordinator to know of the exit, so that the successor finds its name free; and how
 long the end of the launcher waits for it."""
 
 
