@@ -43,6 +43,9 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
     """
     if address in _running:
         return
+    if sys.platform != "linux":
+        hint = "run `ferrorpc coordinator` and name it in FERRORPC_COORDINATOR"
+        raise ConfigError(f"rank 0 starts a coordinator on Linux only, and this is {sys.platform}", hint=hint)
     host, port = split_address(address)
     listen = address if is_loopback(host) else join_address(config["bind"], port)
     if not is_loopback(host) and is_loopback(config["bind"]):

@@ -25,6 +25,7 @@ from ferrorpc.cli.launcher.plan import (
     process_count,
     world_range,
 )
+from ferrorpc.cli.system import require_linux
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire.address import split_address
@@ -179,6 +180,7 @@ def make_plan(
     Raises:
         ConfigError: they contradict each other, or something they name does not exist.
     """
+    require_linux("the launcher", "`ferrorpc coordinator`, and each process with FERRORPC_COORDINATOR and FERRORPC_WORLD_SIZE")
     config = Config({"job": job})
     command_line = command_of(target, module=module, no_python=no_python)
     count, node_span = process_count(processes), node_range(nodes)

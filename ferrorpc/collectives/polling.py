@@ -32,7 +32,7 @@ class Polling:
     """
 
     def __init__(self, ranks: int) -> None:
-        self._spins_max = SPINS_MAX if ranks <= len(os.sched_getaffinity(0)) else 0
+        self._spins_max = SPINS_MAX if ranks <= _processors() else 0
         self._spins = self._spins_max
 
     def briefly(self, steps: Iterable[object]) -> bool:
@@ -60,3 +60,8 @@ class Polling:
 def nap_seconds(waited_seconds: float) -> float:
     """How long to sleep before the next look, after so long without progress."""
     return min(max(waited_seconds / NAP_SHARE, NAP_SECONDS_MIN), NAP_SECONDS_MAX)
+
+
+def _processors() -> int:
+    """How many this process may use; only Linux knows of a process's own."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -189,7 +189,7 @@ class Journal:
         return False
 
     def _take_reserve(self) -> bool:
-        if self._reserve_bytes == 0:
+        if self._reserve_bytes == 0 or not hasattr(os, "posix_fallocate"):  # macOS has no such promise of room
             return True
         try:
             handle = os.open(self._reserve, os.O_CREAT | os.O_RDWR, 0o600)

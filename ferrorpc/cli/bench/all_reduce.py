@@ -14,6 +14,7 @@ import click
 from ferrorpc.cli.bench import machine, report
 from ferrorpc.cli.bench.case import ALL_REDUCE, GLOO, MPICH, REGISTERED, Case, Contender, ferrorpc_system
 from ferrorpc.cli.bench.rounds import Comparison
+from ferrorpc.cli.system import require_linux
 from ferrorpc.config import size_bytes
 
 SIZES: Final = "64,1KiB,64KiB,1MiB,16MiB"
@@ -71,7 +72,11 @@ def run(
 
     Returns:
         {"machine": {...}, "loads": [...], "rows": [{"case": {...}, "results": {label: {"median_seconds", ...}}}]}.
+
+    Raises:
+        ConfigError: this is not Linux.
     """
+    require_linux("a comparison of processes that take turns", "measure within a script of your own")
     comparison = Comparison(seconds=seconds, rounds=rounds, note=(lambda text: None) if quiet else _note)
     facts = machine.describe()
     rows = comparison.run([Case(ALL_REDUCE, processes, size) for size in sizes_bytes], contenders(transports, peers=peers))

@@ -16,6 +16,7 @@ import math
 import mmap
 import os
 import resource
+import sys
 import threading
 import weakref
 from bisect import bisect_left
@@ -42,7 +43,6 @@ SIZE_BYTES_MIN: Final = 64 << 20
 ADDRESS_SPACE_BYTES: Final = 1 << 46
 """Half of what an x86-64 process can address: what all segments of a world together may take."""
 
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PUNCH_HOLE_KEEP_SIZE: Final = 0x02 | 0x01
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
@@ -53,11 +53,13 @@ _address_of: Final = ctypes.addressof
 _first_byte: Final = ctypes.c_char.from_buffer
 """Looked up once, for `locate`."""
 
-_libc: Final = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
-_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.mmap.restype = ctypes.c_void_p
+if sys.platform == "linux":  # elsewhere there is no segment (place.refusal), but whoever can do without imports this as well
+    _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    _libc: Final = ctypes.CDLL(None, use_errno=True)
+    _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+    _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    _libc.mmap.restype = ctypes.c_void_p
 
 
 class Block:
