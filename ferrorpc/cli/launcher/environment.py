@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from ferrorpc.cli.launcher.plan import Plan
+from ferrorpc.cli.system import processors
 from ferrorpc.config import PREFIX
 
 _TORCH: Final = (
@@ -31,7 +31,7 @@ def worker_environment(plan: Plan, worker: int, attempt: int, base: Mapping[str,
     TORCHELASTIC_USE_AGENT_STORE is never set: torch's rank 0 hosts its own store on MASTER_PORT.
     """
     environment = {name: value for name, value in base.items() if name not in _REPLACED}
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // plan.processes)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, processors() // plan.processes)))
     environment.update(_ferrorpc(plan, worker), **_torch(plan, worker, attempt, errors_dir))
     # Forking after gRPC started kills children; this must be there before `import grpc`.
     environment.update(GRPC_ENABLE_FORK_SUPPORT="0", PYTHONUNBUFFERED="1")

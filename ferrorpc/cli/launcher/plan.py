@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from ferrorpc.cli.launcher.gang import Policy
+from ferrorpc.cli.system import processors
 from ferrorpc.config import host_port, world_size
 from ferrorpc.errors import ConfigError
 
@@ -113,7 +114,7 @@ def process_count(text: str) -> int:
     if text in ("auto", "gpu") and devices:
         return devices
     if text in ("auto", "cpu"):
-        return len(os.sched_getaffinity(0))
+        return processors()
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"-n {text}: expected a number of at least 1, auto, cpu or gpu", hint="ferrorpc run -n 4 train.py")
     return int(text)

@@ -9,6 +9,7 @@ import pytest
 from ferrorpc.cli.launcher.plan import command_of, free_port, place, process_count, world_range
 from ferrorpc.cli.main import run
 from ferrorpc.cli.run import make_plan
+from ferrorpc.cli.system import processors
 from ferrorpc.errors import ConfigError
 
 
@@ -59,7 +60,7 @@ def test_a_missing_script_is_told_of_where_the_working_directory_is_gone_too(tmp
 
 def test_process_counts(monkeypatch):
     assert process_count("3") == 3
-    assert process_count("cpu") == len(os.sched_getaffinity(0))
+    assert process_count("cpu") == processors()
     devices = process_count("cpu") + 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices))))
     assert process_count("gpu") == process_count("auto") == devices
