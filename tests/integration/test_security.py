@@ -305,7 +305,7 @@ def test_a_launchers_reports_go_on_when_the_authority_is_replaced(tmp_path):
         return issuer.issue(Role.COORDINATOR, "a"), issuer.issue(Role.WORKER, "a")
 
     (shown, mine), (renewed, fresh) = issued("old"), issued("new")
-    report = b'{"name": "nobody", "returncode": 1, "reason": ""}\n'
+    report = b'{"name": "nobody", "launch": "", "returncode": 1, "reason": ""}\n'
     with coordinator(*flags(shown)) as process:
         command = [sys.executable, "-m", "ferrorpc.cli.launcher.reporter", process.address, "a"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": bare() | variables(mine)}
