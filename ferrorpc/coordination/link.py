@@ -71,8 +71,8 @@ class Link:
         address: of the coordinator, for messages.
         connect: makes a channel to it.
         listener: whose line it is.
-        patience: seconds to wait for the very first Welcome.
-        max_outage: seconds the coordinator may be away later.
+        patience: seconds the coordinator may be away until `seated` is called.
+        max_outage: seconds it may be away later.
         heartbeat_interval: seconds between beats, unless the coordinator wants them more often.
     """
 
@@ -114,6 +114,10 @@ class Link:
         """Starts both threads."""
         self._clock.start(self._read, "ferrorpc-session")
         self._clock.start(self._beat, "ferrorpc-beat")
+
+    def seated(self) -> None:
+        """There is a generation to lose, which is worth a longer wait for the coordinator than joining one."""
+        self._outage_most = self._max_outage
 
     # -- what callers do -----------------------------------------------------------------------------------------------
 
@@ -317,7 +321,7 @@ class Link:
             if welcome.heartbeat_interval_ms:
                 self._interval = min(self._interval, welcome.heartbeat_interval_ms / 1000)
             if self.over is None:
-                self._away_since, self._outage_most = None, self._max_outage
+                self._away_since = None
                 for request in self._requests.unanswered():
                     self._send(request)
             self._monitor.changed()

@@ -315,6 +315,7 @@ class RemoteSession(Session):
             for rank, peer in enumerate(response.peers)
         )
         say_where(self.job, response.rank, response.generation)
+        self._link.seated()
         self.membership = Membership(
             Assignment(
                 self.job,

@@ -165,6 +165,17 @@ def test_a_coordinator_that_stays_away_is_an_error_after_max_outage(volatile):
     session.leave()
 
 
+def test_a_coordinator_that_goes_during_the_rendezvous_is_an_error_after_its_timeout(volatile, caplog):
+    """As where it was another run's, which has ended: who has no rank yet must not wait for it as long as a member."""
+    caplog.set_level(logging.INFO, "ferrorpc.coordination")
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(join, volatile.address, 0, 2, timeout=1.5, max_outage=30.0)
+        eventually(lambda: "this is a new session" in caplog.text)
+        volatile.kill()
+        with pytest.raises(CoordinatorUnavailableError, match=r"nobody answered at .* for 1\.5 s"):
+            joining.result(20)
+
+
 def test_a_pause_of_the_coordinator_fails_nobody():
     """It is longer than keepalives, leases, grace and stall, so members come back on new streams."""
     service = Service(None, "--grace", "0.5", "--stall", "2")
