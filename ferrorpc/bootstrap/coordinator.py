@@ -65,7 +65,8 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
     _, status = os.waitpid(process, 0)
     raise ConfigError(
         f"rank 0 could not start a coordinator on {listen} (exit code {os.waitstatus_to_exitcode(status)})",
-        hint="read its message above; where the port is in use set FERRORPC_PORT, or name a coordinator that runs",
+        hint="read its message above; where another run has the port, give each run a FERRORPC_PORT of its own, such as "
+        "$((20000 + SLURM_JOB_ID % 10000)), or name a coordinator that runs",
     )
 
 

@@ -35,6 +35,7 @@ class Place:
         local_size: how many processes its node has; None when nobody said.
         master: host of rank 0; empty when nobody said.
         run: what tells this run of the launcher from others; empty when nobody said.
+        launched_with: where nobody can say that: a variable that all processes of the launcher have, and it has not.
     """
 
     source: str
@@ -46,6 +47,7 @@ class Place:
     local_size: int | None = None
     master: str = ""
     run: str = ""
+    launched_with: str = ""
 
     @property
     def one_node(self) -> bool:
@@ -142,8 +144,14 @@ def _ranked(environment: Environment, prefix: str) -> Place | None:
         node=_number(environment, f"{prefix}GROUP_RANK"),
         local_size=_number(environment, f"{prefix}LOCAL_WORLD_SIZE"),
         master=environment.get(master_name, ""),
-        run=environment.get("TORCHELASTIC_RUN_ID") or _joined(environment, master_name, f"{prefix}MASTER_PORT"),
+        run=_torchrun_id(environment) or _joined(environment, master_name, f"{prefix}MASTER_PORT"),
     )
+
+
+def _torchrun_id(environment: Environment) -> str:
+    """The name of torchrun's run; "none" is what it says where it was given none."""
+    name = environment.get("TORCHELASTIC_RUN_ID", "")
+    return "" if name == "none" else name
 
 
 def _kubeflow(environment: Environment) -> Place | None:
@@ -214,6 +222,7 @@ def _pmi(environment: Environment) -> Place | None:
         local_rank=_number(environment, "MPI_LOCALRANKID"),
         local_size=_number(environment, "MPI_LOCALNRANKS"),
         master=environment.get("MASTER_ADDR", ""),
+        launched_with="PMI_RANK",
     )
 
 

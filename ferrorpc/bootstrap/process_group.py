@@ -10,6 +10,7 @@ from typing import Any
 from ferrorpc.backends import registry
 from ferrorpc.backends.gpu import said_at_join
 from ferrorpc.bootstrap.address import advertised_host, require_private
+from ferrorpc.bootstrap.ancestry import launcher_of
 from ferrorpc.bootstrap.coordinator import start_coordinator
 from ferrorpc.bootstrap.environment import Place, detect, member_name, own_coordinator
 from ferrorpc.collectives.basis import asked_for
@@ -23,6 +24,7 @@ from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.logs import set_up_logging
 from ferrorpc.telemetry import set_up_telemetry
 from ferrorpc.transports.grpc_server import WorkerServer
+from ferrorpc.wire.address import is_loopback, split_address
 from ferrorpc.wire.tls import TlsFiles
 from ferrorpc.wire.token import Token
 
@@ -97,7 +99,7 @@ def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerSer
     address, job = config["coordinator"], config["job"]
     if address is None:
         address = own_coordinator(place, config["port"])
-        job = _job_of_run(config, place)
+        job = _job_of_run(config, place, address)
         if place.pinned_rank == 0:
             start_coordinator(address, config, os.environ)
     host = socket.gethostname()
@@ -128,9 +130,11 @@ def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerSer
     return session, server
 
 
-def _job_of_run(config: Config, place: Place) -> str:
+def _job_of_run(config: Config, place: Place, address: str) -> str:
     """The job of a coordinator that nobody named: two runs that meet at one port by mistake must not mix."""
     given = str(config["job"])
-    if config.source("job") != "default" or not place.run:
+    if config.source("job") != "default":
         return given
-    return f"run-{place.run}"
+    on_this_host = is_loopback(split_address(address)[0])
+    run = launcher_of(place.launched_with) if place.launched_with and on_this_host else place.run
+    return f"run-{run}" if run else given

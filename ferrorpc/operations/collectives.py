@@ -201,7 +201,8 @@ class Collectives(Messages):
             result = self._given.one_result(out, kind_like(x, out), None, [])
             return self._move(Operation.BROADCAST, [], root, result, async_op, timeout, algorithm)
         if x is None:
-            raise UsageError(f"rank {root} is the root of this broadcast, so x must be an array")
+            hint = "pass x on the root; the others may pass None"
+            raise UsageError(f"rank {root} is the root of this broadcast, so x must be an array", hint=hint)
         source = self._given.view(x)
         result = self._given.one_result(out, source.kind, source.spec, [source])
         return self._move(Operation.BROADCAST, [source], root, result, async_op, timeout, algorithm)
@@ -299,7 +300,8 @@ class Collectives(Messages):
             result = self._given.one_result(out, kind_like(first, out), None, [])
             return self._move(Operation.SCATTER, [], root, result, async_op, timeout)
         if parts is None:
-            raise UsageError(f"rank {root} is the root of this scatter, so parts must be {self._size} arrays")
+            hint = "pass parts on the root, and None on the others"
+            raise UsageError(f"rank {root} is the root of this scatter, so parts must be {self._size} arrays", hint=hint)
         sources = self._given.parts(parts, self._size)
         result = self._given.one_result(out, sources[0].kind, sources[root].spec, sources)
         return self._move(Operation.SCATTER, sources, root, result, async_op, timeout)

@@ -137,6 +137,28 @@ def test_a_port_that_is_taken_is_a_config_error_naming_its_variable(port):
     assert "FERRORPC_PORT" in errors
 
 
+def test_two_runs_of_mpiexec_that_meet_at_one_port_do_not_mix(port):
+    """Rank 1 of another run asks at this run's coordinator before its own rank 1 does."""
+    launched = clean(PMI_SIZE="2", MPI_LOCALNRANKS="2", FERRORPC_PORT=str(port))
+    stranger = 'PMI_RANK=1 "$0" -c "$1"; true'
+    run = 'PMI_RANK=0 "$0" -c "$1" & sleep 2; PMI_RANK=1 "$0" -c "$1"; wait'
+    other, own = (
+        subprocess.Popen(
+            ["sh", "-c", commands, sys.executable, RANK],
+            env=launched,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for commands in (stranger, run)
+    )
+    code, output, errors = outcome(own)
+    os.killpg(other.pid, signal.SIGKILL)
+    assert (code, sorted(output.splitlines())) == (0, ["0 2 grpc 3.0", "1 2 grpc 3.0"]), errors
+    assert other.communicate(timeout=10)[0] == ""
+
+
 def test_a_wrong_variable_ends_with_exit_code_64():
     code, _, errors = outcome(start(RANK, clean(RANK="3", WORLD_SIZE="2")))
     assert code == 64

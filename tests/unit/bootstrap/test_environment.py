@@ -52,6 +52,10 @@ def place_of(environment: dict[str, str], **arguments: object) -> Place:
     [
         ({}, Place("nothing", (1, 1))),
         (TORCHRUN, Place("RANK and WORLD_SIZE", (8, 8), 5, None, 1, 1, 4, "node0", "run7")),
+        (  # what torchrun says where it was not told a name
+            TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"},
+            Place("RANK and WORLD_SIZE", (8, 8), 5, None, 1, 1, 4, "node0", "node0.29500"),
+        ),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
             Place("RANK and WORLD_SIZE", (2, 2), 0, master="a", run="a.1"),
@@ -79,7 +83,7 @@ def place_of(environment: dict[str, str], **arguments: object) -> Place:
             Place("SLURM_PROCID and SLURM_NTASKS", (16, 16), 2, master="gpu07", run="4711"),
         ),
         (OMPI, Place("OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE", (2, 2), 1, None, 1, None, 2)),
-        (PMI, Place("PMI_RANK and PMI_SIZE", (3, 3), 0, None, 0, None, 3)),
+        (PMI, Place("PMI_RANK and PMI_SIZE", (3, 3), 0, None, 0, None, 3, launched_with="PMI_RANK")),
         ({"FERRORPC_WORLD_SIZE": "4"}, Place("FERRORPC_WORLD_SIZE", (4, 4))),
         ({"FERRORPC_WORLD_SIZE": "2:4", "FERRORPC_RANK_HINT": "3"}, Place("FERRORPC_WORLD_SIZE", (2, 4), hinted_rank=3)),
         ({"FERRORPC_WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "2"}, Place("FERRORPC_WORLD_SIZE", (4, 4), hinted_rank=2)),
