@@ -37,4 +37,5 @@ def _parent(process: int, proc: Path) -> int:
 
 
 def _started_with(variable: str, process: int, proc: Path) -> bool:
-    return any(entry.startswith(variable.encode() + b"=") for entry in (proc / str(process) / "environ").read_bytes().split(b"\0"))
+    entries = (proc / str(process) / "environ").read_bytes().split(b"\0")
+    return any(entry.startswith(variable.encode() + b"=") for entry in entries)

@@ -36,7 +36,8 @@ def ranks_of(ranks: Iterable[Any], size: int) -> list[int]:
         raise UsageError(f"ranks={ranks!r} is no list of ranks", hint="give one, such as [0, 2]")
     chosen = [rank_of(rank, size, "a subgroup's rank") for rank in ranks]
     if not chosen or len(set(chosen)) != len(chosen):
-        raise UsageError(f"ranks={chosen!r} must name each member of the subgroup once", hint="give at least one rank, and none twice")
+        hint = "give at least one rank, and none twice"
+        raise UsageError(f"ranks={chosen!r} must name each member of the subgroup once", hint=hint)
     return chosen
 
 
