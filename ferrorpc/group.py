@@ -141,6 +141,12 @@ class ProcessGroup(Collectives):
 
         Every member of this group must call it with the same ranks; another list on one of them is a
         CollectiveMismatchError. The subgroup lives in this group's generation and ends with it.
+
+        Make subgroups once and keep them: where ranks share memory a generation has room for some thousands, closed ones
+        included.
+
+        Raises:
+            LimitExceededError: there is room for no more.
         """
         chosen = ranks_of(ranks, self._size)
         self._dispatch.check_open()

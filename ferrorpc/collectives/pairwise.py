@@ -125,7 +125,8 @@ class SendExecution(_Pairwise):
         return f"{self.label} waits for rank {self._peer} to call recv(src={self._transport.rank}, tag={self._tag})"
 
     def timeout_error(self) -> FerroError:
-        return CollectiveTimeoutError([self._peer], f"after {self.guard.seconds:g} s, {self.explain()}")
+        hint = "where both ranks send first, send with async_op=True, receive, then wait; or pass a larger timeout="
+        return CollectiveTimeoutError([self._peer], f"after {self.guard.seconds:g} s, {self.explain()}", hint=hint)
 
     def leave(self) -> None:
         self._begun()

@@ -215,6 +215,18 @@ def test_an_exit_that_was_meant_is_no_failure() -> None:
     assert run_world(3, body) == [1, 0, 1]
 
 
+def test_ranks_that_both_send_a_long_array_before_they_receive_are_told_what_to_do() -> None:
+    """What goes well in MPI as long as messages are short."""
+
+    def body(group: ProcessGroup) -> None:
+        group.send(np.ones(6 << 20, np.uint8), 1 - group.rank)
+
+    errors = run_world(2, body, timeout=2.0, return_exceptions=True)
+    hints = [error.hint for error in errors if isinstance(error, CollectiveTimeoutError)]
+    assert hints
+    assert all("async_op=True" in hint for hint in hints)
+
+
 def test_a_usage_error_sends_nothing_uses_no_number_up_and_leaves_the_group_open() -> None:
     def body(group: ProcessGroup) -> int:
         if group.rank == 0:
