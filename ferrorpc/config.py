@@ -160,7 +160,7 @@ SETTINGS: Final = (
     ),
     Setting("job", "default", plain_name, "name of the job; jobs on one coordinator do not see each other"),
     Setting("name", None, plain_name, "this member's name; default <node>-<local rank>, the pod's, or <host>-<pid>"),
-    Setting("world_size", None, world_size, "N members, or MIN:MAX for an elastic world"),
+    Setting("world_size", None, world_size, "N members, or MIN:MAX for an elastic world; `ferrorpc run --world-size` sets it"),
     Setting("rank_hint", None, whole_number, "the rank to give this member where it is free"),
     Setting("backend", "auto", str, "who performs operations: auto, grpc, simulated, nccl, hybrid or a registered one"),
     Setting("transport", "auto", str, "how tensors travel between ranks", ("auto", "grpc", "shared_memory")),
