@@ -24,7 +24,6 @@ from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.logs import set_up_logging
 from ferrorpc.telemetry import set_up_telemetry
 from ferrorpc.transports.grpc_server import WorkerServer
-from ferrorpc.wire.address import is_loopback, split_address
 from ferrorpc.wire.tls import TlsFiles
 from ferrorpc.wire.token import Token
 
@@ -99,7 +98,7 @@ def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerSer
     address, job = config["coordinator"], config["job"]
     if address is None:
         address = own_coordinator(place, config["port"])
-        job = _job_of_run(config, place, address)
+        job = _job_of_run(config, place)
         if place.pinned_rank == 0:
             start_coordinator(address, config, os.environ)
     host = socket.gethostname()
@@ -130,11 +129,10 @@ def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerSer
     return session, server
 
 
-def _job_of_run(config: Config, place: Place, address: str) -> str:
+def _job_of_run(config: Config, place: Place) -> str:
     """The job of a coordinator that nobody named: two runs that meet at one port by mistake must not mix."""
     given = str(config["job"])
     if config.source("job") != "default":
         return given
-    on_this_host = is_loopback(split_address(address)[0])
-    run = launcher_of(place.launched_with) if place.launched_with and on_this_host else place.run
+    run = launcher_of(place.launched_with) if place.launched_with and place.one_node else place.run
     return f"run-{run}" if run else given

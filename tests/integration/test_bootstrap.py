@@ -159,6 +159,17 @@ def test_two_runs_of_mpiexec_that_meet_at_one_port_do_not_mix(port):
     assert other.communicate(timeout=10)[0] == ""
 
 
+def test_two_processes_of_one_launcher_on_a_host_are_one_run(port):
+    """As of `mpiexec -hosts localhost,127.0.0.1`: each believes to be alone on its node."""
+    launched = clean(PMI_SIZE="2", MPI_LOCALNRANKS="1", MASTER_ADDR="127.0.0.1", FERRORPC_PORT=str(port))
+    commands = [f'PMI_RANK={rank} "$0" -c "$1"; true' for rank in range(2)]
+    ranks = [
+        subprocess.Popen(["sh", "-c", command, sys.executable, RANK], env=launched, stdout=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["0 2 grpc 3.0\n", "1 2 grpc 3.0\n"]
+
+
 def test_a_wrong_variable_ends_with_exit_code_64():
     code, _, errors = outcome(start(RANK, clean(RANK="3", WORLD_SIZE="2")))
     assert code == 64
