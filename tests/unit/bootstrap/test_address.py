@@ -1,12 +1,14 @@
 """Which address a worker tells the others."""
 
+import contextlib
 import time
 
 import pytest
 
-from ferrorpc.bootstrap.address import advertised_host, local_address_towards
+from ferrorpc.bootstrap.address import advertised_host, local_address_towards, require_private
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
+from ferrorpc.wire.tls import TlsFiles
 
 REMOTE = "192.0.2.1:29700"  # an address of the documentation's network: nothing is ever sent there
 
@@ -42,6 +44,18 @@ def test_what_is_advertised_comes_before_everything(remote_route):
 def test_loopback_with_a_coordinator_elsewhere_names_the_variable(remote_route):
     with pytest.raises(ConfigError, match=r"FERRORPC_BIND=127\.0\.0\.1"):
         advertised_host(REMOTE, settings())
+
+
+@pytest.mark.parametrize(
+    ("tls", "private"),
+    [(None, False), (TlsFiles("ca"), False), (TlsFiles(None, "cert", "key"), False), (TlsFiles("ca", "cert", "key"), True)],
+    ids=["none", "authority", "certificate", "both"],
+)
+def test_who_listens_beyond_loopback_must_know_who_dials(tls, private):
+    require_private(settings(bind="127.0.0.1"), tls)
+    require_private(settings(bind="0.0.0.0", insecure=True), tls)
+    with contextlib.nullcontext() if private else pytest.raises(ConfigError, match="anyone who reaches this worker"):
+        require_private(settings(bind="0.0.0.0"), tls)
 
 
 def test_a_name_that_leads_nowhere_is_tried_again_until_the_timeout():

@@ -63,6 +63,7 @@ def test_a_table_of_the_first_version_is_read_unless_its_processors_stand_for_an
         (text(ROW, processors=0), "processors is 0"),
         (text(ROW, processors=True), "processors is True"),
         (json.dumps({"name": "x", "lanes": {"carrier pigeon": [ROW]}}), "exactly: grpc"),
+        (json.dumps({"name": "x", "lanes": {}}), "exactly: grpc"),
         (text(), "one row or more"),
         (text({**ROW, "ranks": 0}), "not a number of ranks"),
         (text({**ROW, "ranks": True}), "not a number of ranks"),

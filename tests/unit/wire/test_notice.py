@@ -7,7 +7,7 @@ import pytest
 
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, TensorSpec
-from ferrorpc.wire.frames import DIMENSION_MAX, NDIM_MAX
+from ferrorpc.wire.frames import DIMENSION_MAX, NDIM_MAX, TOTAL_BYTES_MAX
 from ferrorpc.wire.notice import INLINE_BYTES, pack, unpack
 
 
@@ -42,15 +42,27 @@ def changed(at: int, value: int) -> np.ndarray:
     return notice
 
 
+def announced(*shape: int) -> np.ndarray:
+    return pack(TensorSpec(DType.UINT8, shape), np.zeros(0, np.uint8))
+
+
+def of_too_many_dimensions() -> np.ndarray:
+    words = np.ones(1 + NDIM_MAX + 1, np.uint64)
+    words[0] = DType.UINT8 | NDIM_MAX + 1 << 8
+    return words.view(np.uint8)
+
+
 STRANGE = {
     "empty": np.zeros(0, np.uint8),
     "short": np.zeros(7, np.uint8),
     "no dtype": changed(0, 0),
     "unknown dtype": changed(0, 99),
     "too many dimensions": changed(1, 200),
+    "a dimension too many": of_too_many_dimensions(),
     "dimensions that do not fit": changed(1, 9),
     "another size": changed(8, 3),
-    "huge dimension": changed(8 + 5, DIMENSION_MAX >> 40),
+    "huge dimension": announced(DIMENSION_MAX),
+    "huge array": announced(TOTAL_BYTES_MAX >> 20, 2 << 20),
     "too long": np.append(changed(2, 0), np.zeros(1, np.uint8)),
 }
 

@@ -47,13 +47,22 @@ def test_a_code_of_a_newer_version_gives_the_root_class() -> None:
     assert type(restore(detail)) is FerroError
 
 
-def test_an_error_too_long_for_metadata_is_shortened_and_keeps_its_class() -> None:
-    long = errors.CollectiveMismatchError(dict.fromkeys(range(100), "x" * 400))
+@pytest.mark.parametrize(
+    "long",
+    [
+        errors.CollectiveMismatchError(dict.fromkeys(range(100), "x" * 400)),
+        errors.LimitExceededError("x" * TRAILER_BYTES_MAX, hint="y" * TRAILER_BYTES_MAX, retryable=True),
+        errors.LimitExceededError("x" * TRAILER_BYTES_MAX, hint="", retryable=True),
+    ],
+    ids=["fields", "hint", "message"],
+)
+def test_an_error_too_long_for_metadata_is_shortened_and_keeps_its_class(long: FerroError) -> None:
     _, text, trailers = to_status(long)
     data = dict(trailers)[TRAILER]
     assert len(data) <= TRAILER_BYTES_MAX
     assert len(text) <= 512
-    assert type(restore(error_pb2.ErrorDetail.FromString(data))) is errors.CollectiveMismatchError
+    back = restore(error_pb2.ErrorDetail.FromString(data))
+    assert (type(back), back.retryable) == (type(long), long.retryable)
 
 
 class Failing(grpc.GenericRpcHandler):
@@ -121,6 +130,22 @@ def test_nobody_at_the_address_is_unavailable() -> None:
 
 def test_a_bare_rpc_error_means_that_the_caller_went_away() -> None:
     assert isinstance(error_of(grpc.RpcError()), errors.CoordinatorUnavailableError)
+
+
+def test_a_trailer_that_is_none_of_ours_leaves_what_grpc_says() -> None:
+    class Strange(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.PERMISSION_DENIED
+
+        def details(self) -> str:
+            return "not here"
+
+        def trailing_metadata(self) -> list[tuple[str, bytes]]:
+            return [("other", b""), (TRAILER, b"\xff")]
+
+    error = error_of(Strange(), "a proxy")
+    assert type(error) is errors.PermissionDeniedError
+    assert error.message == "a proxy does not permit this (PERMISSION_DENIED: not here)"
 
 
 def test_every_class_of_the_tree_has_a_code_on_the_wire() -> None:

@@ -67,6 +67,33 @@ def test_a_file_that_is_gone_for_a_moment_changes_nothing(ours: Issuer, caplog: 
     assert ["cannot read" in line for line in said(caplog)] == [True, False]
 
 
+def test_files_that_come_back_as_they_were_and_go_again_are_told_of_again(
+    ours: Issuer, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = ours.issue(Role.WORKER, "a")
+    mine, key = kept(files, listening=False), Path(str(files.key))
+    for _ in range(2):
+        key.rename(ours.directory / "away")
+        assert [mine.current() for _ in range(3)] == [mine.made] * 3
+        (ours.directory / "away").rename(key)
+        assert mine.current() == mine.made
+    assert ["cannot read" in line for line in said(caplog)] == [True, True]
+
+
+@pytest.mark.parametrize("given", ["tls_cert", "tls_key"])
+def test_half_of_a_pair_is_not_taken_for_none(given: str) -> None:
+    """Or who forgets a certificate would speak in the clear."""
+    with pytest.raises(ConfigError, match="only one of them is given"):
+        TlsFiles.of({"tls_ca": None, "tls_cert": None, "tls_key": None, given: "file.pem"})
+
+
+def test_nobody_dials_without_an_authority_to_check_the_other_end_by(ours: Issuer) -> None:
+    """gRPC would take any of the authorities that this machine trusts."""
+    files = ours.issue(Role.WORKER, "a")
+    with pytest.raises(ConfigError, match="no authority to check the other end by"):
+        TlsFiles(None, files.certificate, files.key).channel_credentials()
+
+
 def test_a_certificate_that_is_not_valid_yet_is_taken_when_it_is(
     ours: Issuer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,18 +31,19 @@ def test_what_the_file_says_is_brought_and_what_it_said_before_is_taken_too(
 
 
 @pytest.mark.parametrize("content", [None, "", "two words"])
-def test_a_file_that_cannot_be_used_leaves_it_as_it_was_and_is_told_of_once(
+def test_a_file_that_cannot_be_used_leaves_it_as_it_was_and_is_told_of_once_each_time(
     file: Path, caplog: pytest.LogCaptureFixture, content: str | None
 ) -> None:
     token = Token(str(file))
-    if content is None:
-        file.unlink()
-    else:
-        file.write_text(content)
-    assert [token.current() for _ in range(3)] == ["the-first-of-them"] * 3
-    assert caplog.text.count("the token in use is kept") == 1
-    file.write_text("the-second-of-them")
-    assert token.current() == "the-second-of-them"
+    for times, before in enumerate(("first", "second"), 1):
+        if content is None:
+            file.unlink()
+        else:
+            file.write_text(content)
+        assert [token.current() for _ in range(3)] == [f"the-{before}-of-them"] * 3
+        assert caplog.text.count("the token in use is kept") == times
+        file.write_text("the-second-of-them")
+        assert token.current() == "the-second-of-them"
 
 
 def test_a_file_that_can_never_be_used_is_refused(tmp_path: Path) -> None:
