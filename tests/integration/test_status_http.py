@@ -189,10 +189,12 @@ def test_with_a_token_everything_but_health_asks_for_it(tmp_path):
         for path in ("/", "/page.js", "/metrics", "/api/v1/jobs", "/events"):
             status, headers, body = port.ask(path)
             assert (status, headers["www-authenticate"]) == (401, 'Basic realm="ferrorpc"')
+            assert (headers["cache-control"], headers["x-frame-options"]) == ("no-store", "DENY")
             assert SECRET.encode() not in body
         assert port.ask("/healthz")[0] == 200
         for given in (f"Bearer {SECRET}", f"Basic {basic}"):
             assert port.ask("/api/v1/jobs", authorization=given)[0] == 200
+            assert port.ask("/api/v1/jobs", authorization=given.replace("B", "b", 1), host="page.example")[0] == 200
         for given in ("Bearer wrong", f"Basic {wrong}", "Basic !", f"Digest {SECRET}", SECRET):
             assert port.ask("/api/v1/jobs", authorization=given)[0] == 401
 

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.metrics import Counters
-from ferrorpc_coordinator.outbox import OUTBOX_BYTES_MAX
-from ferrorpc_coordinator.state.effects import Close, Persist, Reply, Send, SendMany
+from ferrorpc_coordinator.outbox import OUTBOX_BYTES_MAX, Outbox
+from ferrorpc_coordinator.state.effects import Close, Note, Persist, Reply, Send, SendMany
 from ferrorpc_coordinator.state.events import Called, Cancelled, Connected, Disconnected, Received, Tick
 
 from ferrorpc.errors import CoordinatorUnavailableError
@@ -162,6 +162,19 @@ async def test_a_reply_waits_too_and_an_abandoned_call_is_told(make):
     assert [type(event) for event, _ in decider.events] == [Called, Called, Cancelled]
     journal.groups[0][1]()
     assert (await call).job == "j"
+    assert not driver._calls  # or a coordinator that is asked all day long would grow
+
+
+@driven
+async def test_an_answer_for_a_caller_that_went_away_in_this_moment_stops_nobody(make):
+    driver, _ = make(lambda event: [Reply(1, session_pb2.StatusResponse())] if isinstance(event, Connected) else [])
+    abandoned = asyncio.ensure_future(driver.call(session_pb2.StatusRequest()))
+    await turns()
+    abandoned.cancel()
+    driver.connect(session_pb2.Hello())
+    with pytest.raises(asyncio.CancelledError):
+        await abandoned
+    assert not driver.failure.done()
 
 
 @driven
@@ -261,6 +274,42 @@ async def test_a_client_is_heard_of_now_and_then_though_a_stuck_disk_owes_it_muc
 
 
 @driven
+@mock.patch("ferrorpc_coordinator.outbox.ROOM_SECONDS", 600.0)
+async def test_what_a_disk_owes_cuts_nobody_off_and_keeps_no_stream_that_ended(make):
+    outbox = Outbox(1)
+    outbox.owe(OUTBOX_BYTES_MAX)
+    assert outbox.push(b"x")
+    room = asyncio.ensure_future(outbox.room())
+    await turns()
+    assert not room.done()
+    outbox.finish()
+    await asyncio.wait_for(room, 10)
+    outbox.owe(1)
+    await asyncio.wait_for(outbox.room(), 10)
+
+
+@driven
+async def test_a_loss_is_told_more_loudly_than_what_is_as_it_should_be(make):
+    told, story = logging.handlers.BufferingHandler(100), logging.getLogger("ferrorpc.coordinator.job")
+    notes = [Note("j", kind, kind, rank=1, generation=2) for kind in ("generation", "left", "dead", "broken")]
+    driver, _ = make(lambda event: notes)
+    before = story.level
+    story.addHandler(told)
+    story.setLevel(logging.INFO)
+    try:
+        driver.begin()
+    finally:
+        story.removeHandler(told)
+        story.setLevel(before)
+    assert [(record.event, record.levelname) for record in told.buffer] == [
+        ("generation", "INFO"),
+        ("left", "INFO"),
+        ("dead", "WARNING"),
+        ("broken", "WARNING"),
+    ]
+
+
+@driven
 async def test_a_stream_ends_once_however_often_it_is_told(make):
     driver, decider = make()
     outbox = driver.connect(session_pb2.Hello())
@@ -323,7 +372,9 @@ async def test_an_exception_in_the_state_stops_everything(make):
         await waiting
     await outbox.drain(None)  # ended
     seen = len(decider.events)
-    driver.connect(session_pb2.Hello())
+    await driver.connect(session_pb2.Hello()).drain(None)  # ended as soon as it came
+    with pytest.raises(CoordinatorUnavailableError):
+        await driver.call(session_pb2.StatusRequest())
     assert len(decider.events) == seen
 
 

@@ -1,6 +1,7 @@
 """The journal alone: what is committed is there after reopening, one opener at a time, and a full disk is survived."""
 
 import contextlib
+import os
 import sqlite3
 import subprocess
 import sys
@@ -22,10 +23,29 @@ def test_rows_come_back_after_reopening(tmp_path):
     journal = opened(tmp_path)
     journal.commit([("store", "a", b"1"), ("store", "b", b"\x00\xff"), ("meta", "a", b"")])
     journal.commit([("store", "a", b"2"), ("store", "b", None), ("store", "absent", None)])
+    assert journal.commits == 2
     journal.close()
     again = opened(tmp_path)
     assert again.rows() == [("meta", "a", b""), ("store", "a", b"2")]
     again.close()
+
+
+def test_what_is_written_reaches_the_disk_and_not_only_the_kernel(tmp_path):
+    """A power failure cannot be had in a test."""
+    journal = opened(tmp_path)
+    found = [journal._connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")]
+    journal.close()
+    assert found == ["wal", 2]
+
+
+def test_a_group_that_cannot_be_written_leaves_the_rows_and_the_next_group_alone(tmp_path):
+    journal = opened(tmp_path)
+    with pytest.raises(sqlite3.Error):
+        journal.commit([("t", "half", b"1"), ("t", object(), b"2")])
+    journal.commit([("t", "next", b"3")])
+    assert journal.rows() == [("t", "next", b"3")]
+    assert journal.commits == 1
+    journal.close()
 
 
 def test_groups_are_durable_before_done_is_called(tmp_path):
@@ -73,7 +93,10 @@ def test_a_second_opener_is_refused_and_told_who_has_it(tmp_path):
             opened(tmp_path)
         holder.kill()
         holder.wait()
-    opened(tmp_path).close()
+    (tmp_path / "data" / "lock").write_text("a longer word than the number of any process\n")
+    again = opened(tmp_path)
+    assert (tmp_path / "data" / "lock").read_text() == f"{os.getpid()}\n"
+    again.close()
 
 
 def test_a_journal_of_a_newer_format_is_refused(tmp_path):
@@ -173,7 +196,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
 def test_the_journal_is_readable_by_its_owner_alone(tmp_path):
     journal = opened(tmp_path)
     journal.commit([("t", "k", b"secret")])
-    modes = {path.name: path.stat().st_mode & 0o077 for path in (tmp_path / "data").iterdir()}
+    modes = {path.name: path.stat().st_mode & 0o077 for path in (tmp_path / "data", *(tmp_path / "data").iterdir())}
     journal.close()
     assert "journal.sqlite" in modes
     assert set(modes.values()) == {0}

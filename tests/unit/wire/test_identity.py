@@ -16,7 +16,15 @@ def test_a_plain_name_is_its_own_label_and_any_other_has_a_hash_of_its_own():
 
 
 def test_uris_of_others_say_nothing():
-    uris = ["ferrorpc://a/worker", "ferrorpc://a/king", "ferrorpc:///worker", "spiffe://a/worker", "ferrorpc://a/worker/x", "*/admin", ""]
+    uris = [
+        "ferrorpc://a/worker",
+        "ferrorpc://a/king",
+        "ferrorpc:///worker",
+        "spiffe://a/worker",
+        "ferrorpc://a/worker/x",
+        "*/admin",
+        "",
+    ]
     assert identities(uris) == {WORKER_A}
 
 

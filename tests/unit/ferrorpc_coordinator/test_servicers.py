@@ -1,0 +1,140 @@
+"""The RPCs over a driver and a call of their own: who calls, who says nothing, and what a full disk lets through."""
+
+import asyncio
+
+import grpc
+import grpc.aio
+import pytest
+from ferrorpc_coordinator import servicers
+from ferrorpc_coordinator.metrics import Counters
+from ferrorpc_coordinator.outbox import Outbox
+from ferrorpc_coordinator.servicers import CoordinatorServicer
+
+from ferrorpc.errors import ErrorCode
+from ferrorpc.v1 import error_pb2, session_pb2, store_pb2
+from ferrorpc.wire.identity import Identity, Role
+from ferrorpc.wire.status import TRAILER
+
+REFUSED = {"set": {"key": "k"}, "add": {"key": "k", "amount": 1}, "compare_set": {"key": "k"}}
+TAKEN = {"get": {"key": "k"}, "delete": {"key": "k"}, "keys": {"prefix": ""}}
+
+
+class AbortedError(Exception):
+    """What a call's abort raises."""
+
+
+class Call:
+    """A call whose frames are given; what is read after them never comes where `silent`, else it is their end."""
+
+    def __init__(self, *frames, silent=False, proven=None):
+        self._frames = list(frames)
+        self._silent = silent
+        self._proven = proven or {}
+        self.written = []
+        self.error = None
+
+    async def read(self):
+        if not self._frames and self._silent:
+            await asyncio.Event().wait()
+        return self._frames.pop(0).SerializeToString() if self._frames else grpc.aio.EOF
+
+    async def write(self, data):
+        self.written.append(session_pb2.ServerFrame.FromString(data))
+
+    def time_remaining(self):
+        return 1.0
+
+    def peer(self):
+        return "ipv4:192.0.2.1:5"
+
+    def auth_context(self):
+        return self._proven
+
+    async def abort(self, code, details, trailers):
+        self.error = error_pb2.ErrorDetail.FromString(dict(trailers)[TRAILER])
+        raise AbortedError(details)
+
+
+class FullDriver:
+    """A driver whose journal's disk is full; it remembers who and what reached it."""
+
+    refuses_writes = True
+
+    def __init__(self):
+        self.callers = []
+        self.requests = []
+
+    def connect(self, hello, caller):
+        self.callers.append(caller)
+        return Outbox(1)
+
+    def receive(self, stream, frame):
+        self.requests.append(frame.store.WhichOneof("operation"))
+
+    def disconnect(self, stream):
+        pass
+
+    async def call(self, request, caller):
+        self.callers.append(caller)
+        self.requests.append(request.request.WhichOneof("operation"))
+        return store_pb2.StoreResponse()
+
+
+def served(call, data=None):
+    """The driver after one session, or after one unary store request."""
+    driver = FullDriver()
+    servicer = CoordinatorServicer(driver, Counters(), "cluster")
+
+    async def serve():
+        if data is None:
+            await servicer._session(None, call)
+        else:
+            await servicer._unary("Store", session_pb2.UnaryStoreRequest)(data.SerializeToString(), call)
+
+    try:
+        asyncio.run(asyncio.wait_for(serve(), 20))
+    except AbortedError:
+        assert call.error is not None
+    return driver
+
+
+HELLO = session_pb2.ClientFrame(hello=session_pb2.Hello(job="a"))
+
+
+@pytest.mark.parametrize(
+    ("proven", "identities"),
+    [
+        ({}, None),
+        ({"x509_pem_cert": [b"..."]}, frozenset()),
+        ({"x509_pem_cert": [b"..."], "peer_uri": [b"ferrorpc://a/worker"]}, frozenset({Identity("a", Role.WORKER)})),
+    ],
+    ids=["none", "of nobody", "worker"],
+)
+def test_a_certificate_that_says_nothing_is_not_taken_for_none(proven, identities):
+    """Without one, a token is enough; with one that is not of ferrorpc, nothing is."""
+    request = session_pb2.UnaryStoreRequest(request=store_pb2.StoreRequest(get={"key": "k"}))
+    for driver in (served(Call(HELLO, proven=proven)), served(Call(proven=proven), request)):
+        assert [caller.identities for caller in driver.callers] == [identities]
+
+
+def test_who_opens_a_session_and_says_nothing_is_let_go(monkeypatch):
+    monkeypatch.setattr(servicers, "HELLO_SECONDS", 0.02)
+    call = Call(silent=True)
+    assert not served(call).callers
+    assert "sent no Hello" in call.error.message
+
+
+@pytest.mark.parametrize("operation", [*REFUSED, *TAKEN])
+def test_a_full_disk_takes_nothing_that_grows_by_whatever_way_it_comes(operation):
+    request = store_pb2.StoreRequest(**{operation: {**REFUSED, **TAKEN}[operation]})
+    session = Call(HELLO, session_pb2.ClientFrame(sequence=7, store=request))
+    unary = Call()
+    drivers = [served(session), served(unary, session_pb2.UnaryStoreRequest(request=request))]
+    if operation in TAKEN:
+        assert [driver.requests for driver in drivers] == [[operation]] * 2
+        return
+    assert [driver.requests for driver in drivers] == [[]] * 2
+    (frame,) = session.written
+    assert frame.result.sequence == 7
+    for error in (frame.result.error, unary.error):
+        assert (error.code, error.retryable) == (ErrorCode.LIMIT_EXCEEDED, True)
