@@ -164,14 +164,21 @@ class RemoteSession(Session):
     # -- the generation ------------------------------------------------------------------------------------------------
 
     def rejoin(self, timeout: float) -> Membership:
-        deadline = self.clock.now() + timeout
-        after = self._generation
-        while True:
-            response = self._join_round(after, max(0.0, deadline - self.clock.now()))
-            if response.rank >= 0:
-                return self.membership
-            after = response.generation
-            _log.info("%s is a spare: generation %d has no room; waiting for the next", self.name, after)
+        low, high = self._policy
+        rank = self.membership.assignment.rank if hasattr(self, "membership") else self._hinted_rank
+        request = rendezvous_pb2.JoinRequest(
+            policy=rendezvous_pb2.WorldPolicy(
+                min_size=low, max_size=high, last_call_ms=0 if low == high else milliseconds(LAST_CALL_SECONDS)
+            ),
+            after_generation=self._generation,
+            pinned_rank=self._pinned_rank,
+            hinted_rank=rank,
+            timeout_ms=milliseconds(timeout),
+        )
+        self._link.ask(
+            f"the rendezvous of job {self.job!r}", timeout, lambda message: RendezvousTimeoutError([], message), join=request
+        )
+        return self.membership
 
     def report(self, failure: FerroError) -> None:
         membership = self.membership
@@ -308,7 +315,7 @@ class RemoteSession(Session):
         if result.WhichOneof("outcome") != "join":
             return
         response = result.join
-        if response.rank < 0 or response.generation == self._generation:
+        if response.generation == self._generation:
             return
         peers = tuple(
             Peer(rank, peer.name, peer.host, peer.address, tuple((label.name, label.value) for label in peer.labels))
@@ -370,23 +377,6 @@ class RemoteSession(Session):
     @property
     def _latch(self) -> Latch:
         return self.membership.latch if hasattr(self, "membership") else self._latch_before
-
-    def _join_round(self, after: int, seconds: float) -> rendezvous_pb2.JoinResponse:
-        low, high = self._policy
-        rank = self.membership.assignment.rank if hasattr(self, "membership") else self._hinted_rank
-        request = rendezvous_pb2.JoinRequest(
-            policy=rendezvous_pb2.WorldPolicy(
-                min_size=low, max_size=high, last_call_ms=0 if low == high else milliseconds(LAST_CALL_SECONDS)
-            ),
-            after_generation=after,
-            pinned_rank=self._pinned_rank,
-            hinted_rank=rank,
-            timeout_ms=milliseconds(seconds),
-        )
-        response: rendezvous_pb2.JoinResponse = self._link.ask(
-            f"the rendezvous of job {self.job!r}", seconds, lambda message: RendezvousTimeoutError([], message), join=request
-        )
-        return response
 
     def _ask_generation(self, label: str, seconds: float, late: Any, **body: Any) -> Any:
         """Asks for something of the current generation; its end is this request's end, with the same cause."""

@@ -89,7 +89,7 @@ class JoinResponse(google.protobuf.message.Message):
     COST_TABLE_FIELD_NUMBER: builtins.int
     generation: builtins.int
     rank: builtins.int
-    """-1 for a spare: the world is full, this member waits on."""
+    """World rank. Whoever finds no place in a generation is not answered yet: it waits on, as a spare, for the next."""
     reason: builtins.str
     """Why this generation exists, such as "4 of 4 joined" or "replaces generation 3: rank 2 was lost"."""
     cost_table: builtins.str

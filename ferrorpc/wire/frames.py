@@ -388,7 +388,7 @@ def _extent(message: _Bytes, position: int, end: int) -> tuple[int, int]:
 
 
 def _read_varint(message: _Bytes, position: int) -> tuple[int, int]:
-    """An unsigned integer of at most 64 bits, and the position after it. IndexError at the end of the bytes."""
+    """An unsigned integer of at most ten bytes, and the position after it. IndexError at the end of the bytes."""
     byte = message[position]
     if byte < 0x80:
         return byte, position + 1
@@ -402,8 +402,6 @@ def _read_varint(message: _Bytes, position: int) -> tuple[int, int]:
         shift += 7
         if shift > 63:
             raise CodecError("an integer of more than ten bytes")
-    if value >= 1 << 64:
-        raise CodecError("an integer of more than 64 bits")
     return value, position + 1
 
 

@@ -25,7 +25,8 @@ from ferrorpc.errors import (
     StaleGenerationError,
     UsageError,
 )
-from ferrorpc.v1.session_pb2 import Event, GenerationBroken
+from ferrorpc.v1.identity_pb2 import Position
+from ferrorpc.v1.session_pb2 import Event, GenerationBroken, Result
 from ferrorpc.wire.status import detail_of
 from tests.integration.service import Service, join, join_all, together
 from tests.waiting import eventually
@@ -72,6 +73,7 @@ def test_a_round_that_does_not_fill_names_the_missing_ranks(service):
     with pytest.raises(RendezvousTimeoutError) as caught:
         join(service.address, 1, 3, job="lonely", timeout=0.5)
     assert caught.value.missing == [0, 2]
+    join(service.address, 1, (1, 3), job="lonely", timeout=5.0).leave()  # it has let go of its name
 
 
 def test_nobody_at_the_address_is_said_within_the_timeout():
@@ -97,6 +99,20 @@ def test_a_leave_with_a_reason_is_the_others_loss(world):
         cause = cause_of(session)
         assert isinstance(cause, PeerLostError)
         assert (cause.rank, cause.reason) == (1, "ValueError: no such file")
+
+
+def test_a_reason_as_long_as_a_tensor_is_told_all_the_same(world):
+    world[1].leave("ValueError: " + "0.0, " * 1_000_000)
+    cause = cause_of(world[0])
+    assert (cause.rank, cause.reason[:15]) == (1, "ValueError: 0.0")
+
+
+def test_a_generation_that_is_told_of_again_is_the_same_one(world):
+    """Groups hold its latch: with another in its place nobody would hear of its end."""
+    membership = world[0].membership
+    position = Position(cluster_id=membership.assignment.cluster_id)
+    world[0].result(position, Result(join={"generation": membership.assignment.generation, "rank": 0}))
+    assert world[0].membership is membership
 
 
 def test_a_clean_leave_breaks_nothing(world):

@@ -156,6 +156,21 @@ def test_a_coordinator_without_its_journal_is_another_cluster_and_says_so(volati
     together([session.leave for session in sessions])
 
 
+def test_ranks_are_kept_where_the_coordinator_has_forgotten_them(volatile):
+    sessions = join_all(volatile.address, 2, (2, 3), hinted_rank=None)
+    volatile.kill()
+    volatile.start()
+    for session in sessions:
+        eventually(lambda s=session: s.membership.latch.cause)
+    with ThreadPoolExecutor(1) as pool, grpc.insecure_channel(volatile.address) as channel:
+        stub = session_pb2_grpc.CoordinatorServiceStub(channel)
+        second = pool.submit(sessions[1].rejoin, 20)  # it comes first
+        eventually(lambda: stub.Status(session_pb2.StatusRequest(job="trial"), timeout=10).waiting_reason)
+        first = sessions[0].rejoin(20)
+        assert [first.assignment.rank, second.result(20).assignment.rank] == [0, 1]
+    together([session.leave for session in sessions])
+
+
 def test_a_coordinator_that_stays_away_is_an_error_after_max_outage(volatile):
     session = join(volatile.address, 0, 1, max_outage=1.5)
     volatile.kill()

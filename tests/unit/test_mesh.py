@@ -38,6 +38,7 @@ def test_groups_of_a_dimension_are_those_of_numpy_along_that_axis():
 def test_a_dimension_of_one_is_a_group_of_one():
     def body(group):
         mesh = ferrorpc.Mesh({"dp": 1, "pp": 2}, group)
+        mesh.sizes["dp"] = 7  # a copy
         assert mesh.sizes == {"dp": 1, "pp": 2}
         assert repr(mesh) == f"<Mesh dp 1 x pp 2, rank {group.rank} at {{'dp': 0, 'pp': {group.rank}}}>"
         return mesh["dp"].size, mesh["pp"].size
@@ -69,8 +70,9 @@ def test_a_dimension_that_is_not_there_is_answered_with_those_that_are():
         mesh = ferrorpc.Mesh({"dp": 2}, group)
         with pytest.raises(UsageError, match=r"no dimension 'pp'(.|\n)*use one of: dp"):
             mesh["pp"]
-        with pytest.raises(UsageError, match="no rank 2"):
-            mesh.coordinates_of(2)
+        for rank in (2, -1):
+            with pytest.raises(UsageError, match=f"no rank {rank}"):
+                mesh.coordinates_of(rank)
 
     run_world(2, body)
 

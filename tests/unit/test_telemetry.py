@@ -1,5 +1,6 @@
 """What OpenTelemetry is told, as its own SDK receives it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -44,10 +45,19 @@ def told(sdk):
 
 def counts(durations, name):
     """How many were recorded of a histogram, by its attributes' values."""
+    return {values: point.count for values, point in points(durations, name).items()}
+
+
+def sums(durations, name):
+    """What was recorded of a histogram in all, by its attributes' values."""
+    return {values: point.sum for values, point in points(durations, name).items()}
+
+
+def points(durations, name):
     data = durations.get_metrics_data()
     scopes = data.resource_metrics[0].scope_metrics if data is not None and data.resource_metrics else []
     found = [metric for scope in scopes if scope.scope.name == "ferrorpc" for metric in scope.metrics if metric.name == name]
-    return {tuple(point.attributes.values()): point.count for metric in found for point in metric.data.data_points}
+    return {tuple(point.attributes.values()): point for metric in found for point in metric.data.data_points}
 
 
 def test_every_operation_is_a_span_with_its_rank_and_a_duration(told):
@@ -114,6 +124,19 @@ def test_training_steps_are_told_by_part(told):
 
     run_world(2, work)
     assert set(counts(durations, "ferrorpc.step.duration")) == {("compute",), ("exposed",), ("hidden",)}
+
+
+def test_each_part_of_a_step_is_told_as_itself_and_to_both_who_want_it(told, tmp_path):
+    _, durations = told
+    set_up_telemetry({"otel": True, "trace_dir": str(tmp_path)})
+    before = sums(durations, "ferrorpc.step.duration")
+    telemetry().stepped(1.0, 0.25, 0.5)
+    after = sums(durations, "ferrorpc.step.duration")
+    parts = {"compute": 1.0, "exposed": 0.25, "hidden": 0.5}
+    assert {part: after[part,] - before.get((part,), 0.0) for part in parts} == pytest.approx(parts)
+    set_up_telemetry({"otel": True, "trace_dir": None})
+    (path,) = tmp_path.iterdir()
+    assert [event["args"] for event in json.loads(path.read_text())] == [parts]
 
 
 def test_nothing_is_told_unless_it_is_switched_on(sdk):

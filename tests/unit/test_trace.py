@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -79,9 +80,33 @@ def test_steps_are_counted(tmp_path) -> None:
     trace = TraceFile(str(tmp_path))
     trace.stepped(1.0, 0.25, 0.5)
     trace.close()
+    trace.stepped(1.0, 1.0, 1.0)  # by a thread that is not told of its end
     trace.close()
     (event,) = json.loads(trace.path.read_text())
     assert event["args"] == {"compute": 1.0, "exposed": 0.25, "hidden": 0.5}
+    assert abs(event["ts"] / 1e6 - time.time()) < 600
+
+
+def test_who_is_killed_leaves_what_was_done_a_second_before(tmp_path, monkeypatch) -> None:
+    trace, now = TraceFile(str(tmp_path)), time.monotonic
+    trace.stepped(1.0, 0.0, 0.0)
+    assert trace.path.read_text() == ""
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 2.0)
+    trace.stepped(2.0, 0.0, 0.0)
+    assert [event["args"]["compute"] for event in json.loads(trace.path.read_text() + "]")] == [1.0, 2.0]
+    trace.close()
+
+
+def test_a_forked_child_writes_nothing_into_its_parents_trace(tmp_path, monkeypatch) -> None:
+    trace = TraceFile(str(tmp_path))
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        trace.stepped(1.0, 0.0, 0.0)
+        trace.close()
+        assert not trace.goes_to(str(tmp_path))
+    assert trace.goes_to(str(tmp_path))
+    trace.close()
+    assert json.loads(trace.path.read_text()) == []
 
 
 def test_a_trace_without_events_is_one_too(tmp_path) -> None:

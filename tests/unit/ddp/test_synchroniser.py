@@ -283,6 +283,18 @@ def test_ranks_with_different_trees_learn_where_they_differ():
     run_world(2, body)
 
 
+def test_ranks_of_a_subgroup_that_differ_are_called_as_all_the_world_calls_them():
+    def body(group):
+        part = group.subgroup([1, 2])
+        if part is not None:
+            like = {str(number): np.zeros(2) for number in range(5 * part.rank)}
+            with pytest.raises(CollectiveMismatchError, match=r"rank 2 has .* where rank 1 has 'nothing', 3 more") as caught:
+                GradientSynchronizer(like, part)
+            assert caught.value.fields["signatures"].keys() == {1, 2}
+
+    run_world(3, body)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("weight", [None, 2])
 def test_a_gradient_computed_in_its_place_is_not_copied(dtype, weight):

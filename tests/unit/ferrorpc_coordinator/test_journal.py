@@ -255,6 +255,18 @@ def test_closing_does_not_wait_for_a_full_disk_for_ever(tmp_path):
     assert not called
 
 
+def test_closing_leaves_a_disk_alone_that_does_not_return(tmp_path, monkeypatch):
+    journal, released = opened(tmp_path), threading.Event()
+    monkeypatch.setattr(journal, "commit", lambda group: released.wait(5))
+    journal.start(failed=lambda error: None)
+    journal.write([("t", "k", b"v")], lambda: None)
+    journal.close(seconds=0.05)
+    assert not released.is_set()
+    journal._connection.execute("SELECT 1")  # the writer is still in there
+    released.set()
+    journal.close()
+
+
 def test_any_other_failure_is_final_and_told_once(tmp_path):
     journal = opened(tmp_path)
     failures = []

@@ -30,6 +30,9 @@ def test_tokens_come_and_go_with_the_file_and_a_bad_one_changes_nothing(tmp_path
     access.check(SOMEBODY, NEW, "a", Role.WORKER)
     with pytest.raises(AuthenticationError):
         access.check(SOMEBODY, OLD, "a", Role.WORKER)
+    path.write_text("")
+    file.look()
+    assert caplog.text.count("the tokens in use are kept: the file of tokens is empty") == 2
     path.unlink()
     file.look()
     access.check(SOMEBODY, NEW, "a", Role.WORKER)
