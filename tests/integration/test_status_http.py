@@ -16,7 +16,7 @@ from tests.waiting import eventually
 pytest.importorskip("starlette", reason="the status page needs the extra ui")
 pytest.importorskip("uvicorn", reason="the status page needs the extra ui")
 
-SECRET = "correct-horse-battery-staple"
+SECRET = "correct-horse:battery-staple"
 
 
 class Http:
@@ -186,7 +186,7 @@ def test_with_a_token_everything_but_health_asks_for_it(tmp_path):
     wrong = base64.b64encode(b"anybody:wrong").decode()
     with coordinator("--http-port", "0", "--token-file", str(secret)) as process:
         port = Http(process.http_address)
-        for path in ("/", "/page.js", "/metrics", "/api/v1/jobs", "/events"):
+        for path in ("/", "/page.js", "/metrics", "/api/v1/jobs", "/events", "/healthz/metrics"):
             status, headers, body = port.ask(path)
             assert (status, headers["www-authenticate"]) == (401, 'Basic realm="ferrorpc"')
             assert (headers["cache-control"], headers["x-frame-options"]) == ("no-store", "DENY")

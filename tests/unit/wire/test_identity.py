@@ -33,6 +33,8 @@ def test_an_identity_is_of_its_job_alone():
     assert not WORKER_A.covers("A")
     assert Identity(EVERY_JOB, Role.ADMIN).covers("A")
     assert not Identity.of("*a", Role.ADMIN).covers("a")
+    assert Identity.of("A", Role.WORKER).covers("A")
+    assert not Identity("A", Role.WORKER).covers("A")  # certificates write that job as its hash
 
 
 def test_roles_are_a_ladder_on_which_the_coordinator_does_not_stand():

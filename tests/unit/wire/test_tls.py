@@ -4,6 +4,8 @@ import contextlib
 import datetime
 import shutil
 import ssl
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,26 @@ def test_files_that_come_back_as_they_were_and_go_again_are_told_of_again(
     assert ["cannot read" in line for line in said(caplog)] == [True, True]
 
 
+def test_a_key_with_a_password_is_refused_and_nobody_asked_for_it(ours: Issuer) -> None:
+    """OpenSSL would ask at the terminal, or wait on stdin where there is none."""
+    from cryptography.hazmat.primitives import serialization
+
+    files = ours.issue(Role.COORDINATOR, "a", where="locked")
+    path = Path(str(files.key))
+    key = serialization.load_pem_private_key(path.read_bytes(), None)
+    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    path.write_bytes(key.private_bytes(*form, serialization.BestAvailableEncryption(b"secret")))
+    code = "import sys; from ferrorpc.wire.tls import TlsFiles; TlsFiles(*sys.argv[1:]).check(listening=True)"
+    command = [sys.executable, "-c", code, str(files.authority), str(files.certificate), str(files.key)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as asked:
+        try:
+            assert asked.wait(30) == 1  # nothing is written to its stdin, and it stays open
+            assert b"are no certificate and its key" in asked.stderr.read()
+        finally:
+            asked.kill()
+
+
 @pytest.mark.parametrize("given", ["tls_cert", "tls_key"])
 def test_half_of_a_pair_is_not_taken_for_none(given: str) -> None:
     """Or who forgets a certificate would speak in the clear."""
@@ -128,6 +150,23 @@ def test_files_that_change_while_they_are_read_are_not_taken(ours: Issuer) -> No
     assert mine.made == before
     ours.issue(Role.WORKER, "a", where="used")
     assert mine.renewed() == mine.made != before
+
+
+def test_files_that_are_replaced_while_a_process_starts_are_read_again_but_not_for_ever(ours: Issuer) -> None:
+    files = ours.issue(Role.WORKER, "a", where="used")
+    changes = [True, False]
+
+    def make() -> str:
+        content = Path(str(files.certificate)).read_text()
+        if changes.pop(0):
+            ours.issue(Role.WORKER, "a", where="used")
+        return content
+
+    assert tls._Kept(files, make, listening=True).made == Path(str(files.certificate)).read_text()
+    assert not changes
+    changes += [True] * 20
+    with pytest.raises(ConfigError, match="change faster than they can be read"):
+        tls._Kept(files, make, listening=True)
 
 
 def test_who_dials_with_what_has_expired_is_told_so(ours: Issuer, monkeypatch: pytest.MonkeyPatch) -> None:
