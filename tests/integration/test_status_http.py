@@ -113,6 +113,7 @@ def test_a_state_tells_of_members_barriers_and_what_happened(running, job):
         return found if [(each["name"], each["arrived"], each["missing"]) for each in found["barriers"]] == [both] else None
 
     state = eventually(state_with_both)
+    assert (state["epoch"], state["generation"], len(state["cluster_id"])) == (1, 1, 32)
     columns = state["members"]
     assert {len(column) for column in columns.values()} == {3}
     assert columns["rank"] == [0, 1, 2]

@@ -33,6 +33,12 @@ def test_a_detail_restores_the_same_error(error: FerroError) -> None:
     assert (back.message, back.hint, back.retryable, back.fields) == (error.message, error.hint, error.retryable, error.fields)
 
 
+def test_a_number_too_large_for_the_wire_travels_as_text() -> None:
+    most = 1 << 63
+    back = restore(detail_of(errors.LimitExceededError("too much", most=most, least=-most, several=[1, most])))
+    assert back.fields == {"most": str(most), "least": -most, "several": ["1", str(most)]}
+
+
 @pytest.mark.parametrize("code", list(ErrorCode))
 def test_every_error_has_a_status(code: ErrorCode) -> None:
     error = FerroError.restore(code, "m", "h", False, {"rank": 1})
