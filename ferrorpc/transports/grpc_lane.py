@@ -22,6 +22,7 @@ from ferrorpc.transports.grpc_outbox import Outbox
 from ferrorpc.transports.grpc_server import METHOD
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.address import split_address
+from ferrorpc.wire.outliving import outlives_interpreter
 
 REDIAL_SECONDS: Final = 0.25
 REFUSED_SECONDS: Final = 2.0
@@ -76,6 +77,7 @@ class Lane:
         self._dial_seconds = dial_seconds
         self._channel = channel
         self._call: Any = None
+        outlives_interpreter(self)
         self._committed = False
         self._finishing = False
         self._cancelled = threading.Event()

@@ -42,11 +42,16 @@ def start(*arguments: str, **more: str) -> subprocess.Popen[str]:
 
 
 def run(*arguments: str, timeout: float = 60, **more: str) -> subprocess.CompletedProcess[str]:
-    """The same, to its end."""
-    process = start(*arguments, **more)
+    """The same, to its end. One that has none in time is asked where it is."""
+    process = start(*arguments, **{"PYTHONFAULTHANDLER": "1", **more})
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
+        for pid in children_of(process.pid):  # each shows where its threads are, through the launcher if that still listens
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=5)
         process.kill()
         out, err = process.communicate(timeout=30)
         raise AssertionError(f"the launcher did not end within {timeout} s\n{out}\n{err}") from None

@@ -128,6 +128,32 @@ def test_files_of_the_user_do_not_shadow_what_rank_0s_coordinator_imports(port, 
     assert [(code, output) for code, output, _ in outcomes] == [(0, "0 2 grpc 3.0\n"), (0, "1 2 grpc 3.0\n")], outcomes
 
 
+HELD = """
+import atexit, gc, threading
+
+ending, held = threading.Event(), threading.Event()
+
+def hold():
+    ending.wait()
+    for call in [each for each in gc.get_objects() if type(each).__name__ == "_MultiThreadedRendezvous"]:
+        call._state.condition.acquire()
+        print("held", flush=True)
+    held.set()
+    threading.Event().wait()
+
+threading.Thread(target=hold, daemon=True).start()
+atexit.register(lambda: (ending.set(), held.wait()))  # first in, last out
+"""
+
+
+def test_a_script_that_closes_nothing_ends_although_threads_of_grpc_stopped_with_their_locks(port):
+    ranks = [start(HELD + RANK, torchrun(rank, 2, port) | {"FERRORPC_TRANSPORT": "grpc"}) for rank in range(2)]
+    outcomes = [outcome(rank) for rank in ranks]
+    assert [(code, errors) for code, _, errors in outcomes] == [(0, "")] * 2
+    assert [output.splitlines()[0] for _, output, _ in outcomes] == ["0 2 grpc 3.0", "1 2 grpc 3.0"]
+    assert all("held" in output for _, output, _ in outcomes)
+
+
 def test_a_port_that_is_taken_is_a_config_error_naming_its_variable(port):
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
