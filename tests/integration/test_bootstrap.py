@@ -15,7 +15,8 @@ from tests.integration.service import Service
 RANK = """
 import numpy, ferrorpc
 group = ferrorpc.init_process_group(timeout=30.0)
-print(group.rank, group.size, group.backend, float(group.all_reduce(numpy.float32(group.rank + 1))), flush=True)
+total = float(group.all_reduce(numpy.float32(group.rank + 1)))
+print(f"{group.rank} {group.size} {group.backend} {total}\\n", end="", flush=True)  # at once: ranks may share a pipe
 """
 
 
