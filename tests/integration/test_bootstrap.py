@@ -41,7 +41,10 @@ def start(code: str, environment: dict[str, str]) -> subprocess.Popen:
 
 
 def outcome(process: subprocess.Popen) -> tuple[int, str, str]:
-    output, errors = process.communicate(timeout=60)
+    try:
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()  # one that hangs is not left to the tests that follow
     return process.returncode, output, errors
 
 
