@@ -88,6 +88,8 @@ class FerroError(Exception):
     hint: str
     retryable: bool
     fields: dict[str, Any]
+    _first: FerroError | None = None
+    _is_seen = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -114,7 +116,15 @@ class FerroError(Exception):
 
     def again(self) -> FerroError:
         """A fresh copy: one cause raised in several threads must not share a traceback."""
-        return FerroError.restore(self.code, self.message, self.hint, self.retryable, self.fields)
+        copy = FerroError.restore(self.code, self.message, self.hint, self.retryable, self.fields)
+        copy._first = self._first or self
+        return copy
+
+    def see(self) -> bool:
+        """Notes that the caller has been shown it, or a copy of it. Whether that is news."""
+        first = self._first or self
+        seen, first._is_seen = first._is_seen, True
+        return not seen
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FerroError.restore, (int(self.code), self.message, self.hint, self.retryable, self.fields)

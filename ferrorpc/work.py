@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from ferrorpc.errors import CollectiveTimeoutError, UsageError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, UsageError
 from ferrorpc.guard import FOREVER, Clock, seconds_of
 
 Result = TypeVar("Result")
@@ -30,7 +30,8 @@ class Work(Generic[Result]):
     """The handle of an asynchronous operation. It keeps the operation's arrays alive until it is done.
 
     `wait` may time out any number of times without consuming anything; under asyncio `await work` waits without blocking the
-    loop. `done` and `exception` never block. An error that nobody looked at is logged once, when the handle goes.
+    loop. `done` and `exception` never block. An error that nobody looked at is logged when the handle goes: where one cause
+    ended many operations, once, and not at all if another of them has shown it.
     """
 
     def __init__(self, clock: Clock, label: str) -> None:
@@ -59,7 +60,8 @@ class Work(Generic[Result]):
 
     def exception(self) -> BaseException | None:
         """Its error; None when it went well or still runs."""
-        self._observed = self._observed or self._done
+        if self._done:
+            self._look()
         return self._located(self._error)
 
     @property
@@ -89,7 +91,7 @@ class Work(Generic[Result]):
             finally:
                 if self.meter is not None:
                     self.meter.operated(self._clock.now() - began)
-        self._observed = True
+        self._look()
         error = self._located(self._error)
         if error is not None:
             raise error
@@ -114,6 +116,11 @@ class Work(Generic[Result]):
                 raise CollectiveTimeoutError(
                     [], f"{self.label} still runs after {timeout:g} s", hint="call wait() again: nothing was lost"
                 )
+
+    def _look(self) -> None:
+        self._observed = True
+        if isinstance(self._error, FerroError):
+            self._error.see()
 
     def _located(self, error: BaseException | None) -> BaseException | None:
         return error if error is None or self.locate is None else self.locate(error)
@@ -159,8 +166,10 @@ class Work(Generic[Result]):
                 _log.exception("%s is done, but one who was to be told of it failed", self.label)
 
     def __del__(self) -> None:
-        if getattr(self, "_error", None) is not None and not self._observed:
-            _log.error("%s failed and nobody looked at it: %s", self.label, self._error)
+        error = getattr(self, "_error", None)
+        if error is None or self._observed or (isinstance(error, FerroError) and not error.see()):
+            return
+        _log.error("%s failed and nobody looked at it: %s", self.label, error)
 
     def __getstate__(self) -> NoReturn:
         """Refuses: the operation runs in this process."""

@@ -70,6 +70,7 @@ class Dispatch:
             raise GroupClosedError("the group was closed")
         cause = self.backend.latch.cause
         if cause is not None:
+            cause.see()
             raise self.located(cause.again())
         if self.refuses:
             raise GroupClosedError(
@@ -156,6 +157,7 @@ class Dispatch:
             backend.run(execution)
         except FerroError as error:
             failure = type(error).__name__
+            error.see()
             if self._is_part:
                 raise self.located(error) from None
             raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -456,3 +458,41 @@ def test_a_work_whose_group_broke_raises_the_first_cause_and_wait_repeats_it() -
 
     outcomes = run_world(3, body, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [type(None), OSError, type(None)]
+
+
+def shown_by_a_wait(group: ProcessGroup) -> None:
+    works = [group.all_reduce(X, async_op=True) for _ in range(4)]
+    with pytest.raises(PeerLostError):
+        works[0].wait()
+
+
+def shown_by_a_blocking_call(group: ProcessGroup) -> None:
+    works = [group.all_reduce(X, async_op=True) for _ in range(4)]
+    with pytest.raises(PeerLostError):
+        group.all_reduce(X)
+    assert works
+
+
+def shown_by_a_refusal(group: ProcessGroup) -> None:
+    work = group.all_reduce(X, async_op=True)
+    while not work.done():
+        group.session.clock.parker().park(group.session.clock.now() + 0.01)
+    with pytest.raises(PeerLostError):
+        group.all_reduce(X)
+
+
+@pytest.mark.parametrize("shown", [shown_by_a_wait, shown_by_a_blocking_call, shown_by_a_refusal])
+def test_what_a_caller_was_told_once_is_not_logged_for_every_other_operation(
+    shown: Callable[[ProcessGroup], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 1:
+            group.session.clock.parker().park(1.0)
+            raise OSError("disk full")
+        shown(group)
+
+    with caplog.at_level(logging.ERROR, "ferrorpc.work"):
+        outcomes = run_world(2, body, return_exceptions=True)
+        gc.collect()
+    assert [type(outcome) for outcome in outcomes] == [type(None), OSError]
+    assert [record.getMessage() for record in caplog.records] == []

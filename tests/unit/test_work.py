@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from ferrorpc.errors import CollectiveTimeoutError, PeerLostError, UsageError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, PeerLostError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.work import Work
 
@@ -82,6 +82,32 @@ def test_an_unobserved_error_is_logged_once(caplog: pytest.LogCaptureFixture) ->
         del watched
         gc.collect()
     assert [record.getMessage().split(" failed")[0] for record in caplog.records] == ["all_reduce #1"]
+
+
+def failed_with(error: FerroError) -> Work[int]:
+    handle = work()
+    handle.fail(error)
+    return handle
+
+
+def test_a_cause_that_ended_many_operations_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    cause, other = PeerLostError(1, "gone"), PeerLostError(1, "gone")
+    with caplog.at_level(logging.ERROR, "ferrorpc.work"):
+        handles = [failed_with(error) for error in (cause.again(), cause.again(), other.again(), cause.again().again())]
+        del handles
+        gc.collect()
+    assert len(caplog.records) == 2
+
+
+def test_a_cause_that_one_operation_has_shown_is_not_logged_for_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    cause = PeerLostError(1, "gone")
+    with caplog.at_level(logging.ERROR, "ferrorpc.work"):
+        handles = [failed_with(cause.again()) for _ in range(3)]
+        with pytest.raises(PeerLostError):
+            handles[1].wait()
+        del handles
+        gc.collect()
+    assert caplog.records == []
 
 
 def test_repr_is_a_status_line() -> None:
