@@ -57,9 +57,15 @@ class Shortcut:
             prepared = self._learn(key)
         except TypeError:  # an operator that cannot be hashed is none
             return None
-        if prepared is None or not x.flags.c_contiguous:
+        if prepared is None:
             return None
-        if out is None:
+        flags = x.flags
+        if out is x:
+            if not flags.carray:
+                return None
+        elif not flags.c_contiguous:
+            return None
+        elif out is None:
             out = np.empty(x.shape, x.dtype)
         elif not _fits(out, x):
             return None
@@ -80,7 +86,8 @@ class Shortcut:
         number = dispatch.next_number()
         if self._activity is not None:
             self._activity.note(prepared.signature)
-        channel, steps = prepared.begin(self._bank, number, inputs, outputs)
+        channel, before, base = prepared.turn(self._bank, number)
+        steps = prepared.steps(channel, before, base, inputs, outputs)
         try:
             if self._briefly(steps):
                 return
@@ -103,10 +110,11 @@ class Shortcut:
 
 
 def _fits(out: Any, x: Array) -> bool:
-    """Whether the result of x can be written to `out` as it is."""
-    if type(out) is not np.ndarray or not out.flags.carray:
+    """Whether the result of x can be written to `out`, another array, as it is."""
+    if type(out) is not np.ndarray or out.dtype != x.dtype or out.shape != x.shape:
         return False
-    return out is x or (out.dtype == x.dtype and out.shape == x.shape and not np.may_share_memory(out, x))
+    flags = out.flags
+    return bool(flags.carray) and ((flags.owndata and x.flags.owndata) or not np.may_share_memory(out, x))
 
 
 def _failed(error: BaseException) -> Generator[int, None, Any]:

@@ -73,7 +73,7 @@ class OneShot(ArenaPrepared):
         results = outputs or self.room(None)
         self._fold(sources, results[0] if self._is_flat else results[0].reshape(-1))
         line[LEFT] = done
-        return results, self.specs
+        return None if outputs else (results, self.specs)
 
     def _look(self, channel: Channel) -> tuple[Array, list[Array]]:
         """Views of this rank's slot, and of everyone's in rank order."""
@@ -110,8 +110,9 @@ class TwoShot(ArenaPrepared):
         if ferry is None:
             return super().start(key, inputs, outputs, guard)
         here = None if ferry.outputs is None else [each for each in ferry.outputs if each is not None]
-        channel, steps = self.begin(self.arena.bank(key.stream), key.number, ferry.inputs, here, ferry)
-        return ArenaExecution(self.arena, self.call, key, channel, steps, guard, ferry)
+        channel, before, base = self.turn(self.arena.bank(key.stream), key.number)
+        steps = self.steps(channel, before, base, ferry.inputs, here, ferry)
+        return ArenaExecution(self.arena, self.call, key, channel, steps, guard, ferry=ferry)
 
     def steps(
         self,

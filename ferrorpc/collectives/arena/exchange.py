@@ -60,7 +60,7 @@ class Barrier(ArenaPrepared):
         if in_doubt:
             channel.bank.settle()
         line[LEFT] = done
-        return [], []
+        return None
 
 
 class Exchange(ArenaPrepared):

@@ -15,8 +15,11 @@ from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
 
-Steps: TypeAlias = Generator[int, None, tuple[Sequence[Array], list[TensorSpec]]]
-"""A running operation: yields whenever it has to wait, and returns its results."""
+Outcome: TypeAlias = tuple[Sequence[Array], list[TensorSpec]]
+"""Results, and what they are."""
+Steps: TypeAlias = Generator[int, None, Outcome | None]
+"""A running operation: yields whenever it has to wait, and returns its results; or None, which a generator does in a fraction
+of the time, where they are what was known before."""
 
 
 class ArenaExecution(Execution):
@@ -24,6 +27,7 @@ class ArenaExecution(Execution):
 
     Args:
         steps: the operation, as far as it has come.
+        expected: its results, where the steps return none.
         ferry: carries its arrays where some are on a device.
     """
 
@@ -35,6 +39,7 @@ class ArenaExecution(Execution):
         channel: Channel,
         steps: Steps,
         guard: Guard,
+        expected: Outcome = ((), []),
         ferry: Ferry | None = None,
     ) -> None:
         self.guard = guard
@@ -47,6 +52,7 @@ class ArenaExecution(Execution):
         self._key = key
         self._channel = channel
         self._steps = steps
+        self._expected = expected
         self._complete = False
         self._reached = 0
         self._entered = False
@@ -63,7 +69,7 @@ class ArenaExecution(Execution):
             try:
                 self.position = self._reached = next(self._steps)
             except StopIteration as end:
-                results, self.specs = end.value
+                results, self.specs = end.value or self._expected
                 self.results = list(results)
                 self._complete = True
         return self._complete if ferry is None else self._brought(ferry)

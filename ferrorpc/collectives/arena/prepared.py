@@ -38,7 +38,7 @@ class ArenaPrepared(Prepared):
         self.call = call
         self.signature = call.signature
         self.runs = 0
-        """How often it was begun; no operation has the time to count bytes."""
+        """How many turns it took; no operation has the time to count bytes."""
         self._digest, self._text = arena.board.sign(self.signature)
         arena.board.calls.add(self)
         self.specs: list[TensorSpec] = []
@@ -62,7 +62,7 @@ class ArenaPrepared(Prepared):
     def steps(
         self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
     ) -> Steps:
-        """The operation on one rank; returns its results.
+        """The operation on one rank; returns its results, or None where they are all of `outputs`.
 
         Args:
             channel: the one it runs on.
@@ -72,36 +72,33 @@ class ArenaPrepared(Prepared):
             outputs: where results go if they fit; None for new arrays.
         """
 
-    def begin(
-        self, bank: Bank, number: int, inputs: Sequence[Array], outputs: Sequence[Array] | None, *more: Any
-    ) -> tuple[Channel, Steps]:
-        """Takes the operation's turn on its channel.
-
-        Args:
-            more: what the algorithm's `steps` takes beyond the others.
+    def turn(self, bank: Bank, number: int) -> tuple[Channel, int, int]:
+        """Takes an operation's turn on its channel: what its `steps` begin with.
 
         Raises:
             UsageError: a later one has had its turn, so the ranks' order would not be the same.
         """
-        channel = bank.channels[number % len(bank.channels)]
+        channels = bank.channels
+        channel = channels[number % len(channels)]
         base = number + 1 << CHUNK_BITS
         before, last = channel.last, base | self.chunks
         if last <= before:
             raise UsageError(
                 f"operation {number} of this stream starts after operation {(before >> CHUNK_BITS) - 1} of the same channel",
-                hint=f"start operations with equal number % {len(bank.channels)} in ascending order, each once",
+                hint=f"start operations with equal number % {len(channels)} in ascending order, each once",
             )
         channel.last = last
         self.runs += 1
-        return channel, self.steps(channel, before, base, inputs, outputs, *more)
+        return channel, before, base
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
         if not all(map(is_host, inputs)):
             inputs = [home(each) for each in inputs]
         if outputs is not None and not all(map(is_host, outputs)):
             outputs = None
-        channel, steps = self.begin(self.arena.bank(key.stream), key.number, inputs, outputs)
-        return ArenaExecution(self.arena, self.call, key, channel, steps, guard)
+        channel, before, base = self.turn(self.arena.bank(key.stream), key.number)
+        steps = self.steps(channel, before, base, inputs, outputs)
+        return ArenaExecution(self.arena, self.call, key, channel, steps, guard, (outputs or (), self.specs))
 
     def room(self, outputs: Sequence[Array] | None) -> list[Array]:
         """The arrays for results whose specs the call tells."""

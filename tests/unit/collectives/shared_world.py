@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.board import Board, Channel
+from ferrorpc.collectives.arena.board import Bank, Board
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call
@@ -41,10 +41,11 @@ class SharedMemory:
 class Running:
     """One rank's part of an operation."""
 
-    def __init__(self, prepared: ArenaPrepared, channel: Channel, steps) -> None:
+    def __init__(self, prepared: ArenaPrepared, bank: Bank, number: int, inputs, outputs=None) -> None:
         self.prepared = prepared
-        self.channel = channel
-        self.steps = steps
+        self.channel, before, base = prepared.turn(bank, number)
+        self.steps = prepared.steps(self.channel, before, base, inputs, outputs)
+        self.expected = outputs or [], prepared.specs
         self.results: list[Array] | None = None
         self.specs = None
         self.error: BaseException | None = None
@@ -59,7 +60,7 @@ class Running:
         try:
             next(self.steps)
         except StopIteration as end:
-            self.results, self.specs = end.value
+            self.results, self.specs = end.value or self.expected
         except Exception as error:
             self.error = error
 
@@ -88,8 +89,7 @@ class SharedWorld:
         """Starts one rank's part of operation `number`."""
         prepared = prepare(self.arenas[rank], call)
         assert prepared is not None
-        channel, steps = prepared.begin(self.arenas[rank].bank(stream), number, inputs, outputs)
-        return Running(prepared, channel, steps)
+        return Running(prepared, self.arenas[rank].bank(stream), number, inputs, outputs)
 
     def advance(self, running: Sequence[Running], limit: int = 100_000) -> bool:
         """Advances operations in random turns until all are over; False when they are not after so many."""

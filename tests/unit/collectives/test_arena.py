@@ -359,8 +359,7 @@ def test_a_stream_that_is_over_gives_its_memory_to_the_next(count):
         for stream in range(1, 12):
             running = []
             for rank, prepared in enumerate(kept):
-                channel, steps = prepared.begin(world.arenas[rank].bank(stream), 0, [ones], None)
-                running.append(Running(prepared, channel, steps))
+                running.append(Running(prepared, world.arenas[rank].bank(stream), 0, [ones]))
             assert world.advance(running)
             assert all((part.results[0] == 2).all() for part in running)
             for arena in world.arenas:
