@@ -7,12 +7,11 @@ No framework is assumed. A module has `parameters()`, `named_parameters()`, `for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, Self
 
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
-from ferrorpc.ddp.steps import Steps
+from ferrorpc.ddp.wrapper import Wrapper
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
 
@@ -47,7 +46,7 @@ else:
     Module = TypeVar("Module", covariant=True)
 
 
-class DistributedDataParallel(Generic[Module]):
+class DistributedDataParallel(Wrapper, Generic[Module]):
     """A module whose gradients are averaged over a group.
 
         ddp = DistributedDataParallel(module, group)      # all ranks begin with rank 0's weights
@@ -134,52 +133,8 @@ class DistributedDataParallel(Generic[Module]):
         """The module's parameters with their names."""
         return iter(self.module.named_parameters())
 
-    def broadcast_parameters(self, root: int = 0) -> None:
-        """Gives every rank the weights (and buffers, where the module has them) of rank `root`, in place. Collective."""
-        self._replica.share(root)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that the busiest rank has sent for gradients so far."""
-        return self._replica.reducer.traffic.sent_bytes
-
-    @property
-    def steps(self) -> Steps:
-        """Where the time of this rank's last steps went: computing, exposed and hidden communication."""
-        return self._replica.reducer.steps
-
-    def check_weights(self) -> None:
-        """Compares the weights of all ranks, as hashes, through the coordinator. Collective.
-
-        Raises:
-            CollectiveMismatchError: they differ. It names the ranks that are not as most are, and the first parameter.
-        """
-        self._replica.compare("now")
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Within it `sync_gradients` does nothing: gradients add up over several batches. All ranks alike."""
-        return self._replica.no_sync()
-
-    def accumulate(self, count: int) -> Iterator[int]:
-        """For a batch in `count` parts: `for part in ddp.accumulate(4)` goes through 0 to 3, and `sync_gradients` does nothing
-        before the last. Gradients add up, so weigh each part's loss by its share. Counts may differ between ranks."""
-        return self._replica.accumulate(count)
-
-    def uneven(self, follow: Callable[[], Any] | None = None) -> AbstractContextManager[None]:
-        """Within it ranks may call `sync_gradients` different numbers of times: one that has left counts with weight 0.
-
-        A rank waits at the end of the block until all have left it. Means are over the ranks that still take part. Buffers
-        are not exchanged within; at the end all take those of the (lowest) rank with the most steps.
-
-        Args:
-            follow: called on a rank that has left, after each later step, with the means in `.grad`: what the loop does after
-                `sync_gradients`, such as `optimizer.step`, so that weights and optimizer stay the same on all ranks. Without
-                it the weights, too, are taken from the rank with the most steps.
-        """
-        return self._replica.uneven(follow)
-
     def sync_gradients(self, weight: float | None = None) -> None:
-        """Replaces every parameter's gradient by its mean over all ranks. Collective.
+        """Replaces every parameter's gradient by its mean over all ranks. Collective. Within `no_sync` it does nothing.
 
         Gradients are written in place where they can be. Whatever they had added up to, also over batches under `no_sync`, is
         averaged.

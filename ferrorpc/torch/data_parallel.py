@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -12,7 +12,7 @@ import torch
 
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
-from ferrorpc.ddp.steps import Steps
+from ferrorpc.ddp.wrapper import Wrapper
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.torch.backward import Backward
@@ -28,7 +28,7 @@ else:
     Module = TypeVar("Module", covariant=True)
 
 
-class DistributedDataParallel(torch.nn.Module, Generic[Module]):
+class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
     """A torch module whose gradients are averaged over a group.
 
         ddp = DistributedDataParallel(module, group)   # all ranks begin with rank 0's weights
@@ -101,32 +101,6 @@ class DistributedDataParallel(torch.nn.Module, Generic[Module]):
         if torch.is_grad_enabled():
             self._backward.watch(outputs)
 
-    def broadcast_parameters(self, root: int = 0) -> None:
-        """Gives every rank the weights and buffers of rank `root`, in place. Collective."""
-        self._replica.share(root)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that the busiest rank has sent for gradients so far."""
-        return self._replica.reducer.traffic.sent_bytes
-
-    @property
-    def steps(self) -> Steps:
-        """Where the time of this rank's last steps went: computing, exposed and hidden communication."""
-        return self._replica.reducer.steps
-
-    def check_weights(self) -> None:
-        """Compares the weights of all ranks, as hashes, through the coordinator. Collective.
-
-        Raises:
-            CollectiveMismatchError: they differ. It names the ranks that are not as most are, and the first parameter.
-        """
-        self._replica.compare("now")
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Within it gradients add up over backward passes, and none is averaged. All ranks alike."""
-        return self._replica.no_sync()
-
     @property
     def require_backward_grad_sync(self) -> bool:
         """As in torch: whether backward passes average, for loops that set it in place of `no_sync()`."""
@@ -135,11 +109,6 @@ class DistributedDataParallel(torch.nn.Module, Generic[Module]):
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         self._replica.syncs = bool(value)
-
-    def accumulate(self, count: int) -> Iterator[int]:
-        """For a batch in `count` parts: `for part in ddp.accumulate(4)` goes through 0 to 3, and only the last one's backward
-        pass averages. Gradients add up, so weigh each part's loss by its share. Counts may differ between ranks."""
-        return self._replica.accumulate(count)
 
     @contextmanager
     def weighted(self, weight: float) -> Iterator[None]:
@@ -150,19 +119,6 @@ class DistributedDataParallel(torch.nn.Module, Generic[Module]):
             yield
         finally:
             self._backward.weight = before
-
-    def uneven(self, follow: Callable[[], Any] | None = None) -> AbstractContextManager[None]:
-        """Within it ranks may have different numbers of batches: one that has left counts with weight 0.
-
-        A rank waits at the end of the block until all have left it. Means are over the ranks that still take part. Buffers
-        are not exchanged within; at the end all take those of the (lowest) rank with the most steps.
-
-        Args:
-            follow: called on a rank that has left, after each later step, with the means in `.grad`: what the loop does after
-                `backward()`, such as `optimizer.step`, so that weights and optimizer stay the same on all ranks. Without it the
-                weights, too, are taken from the rank with the most steps.
-        """
-        return self._replica.uneven(follow)
 
     def __getstate__(self) -> Any:
         """Refuses: what it holds belongs to this process and its group."""
