@@ -16,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 
+import ferrorpc  # noqa: F401  before gRPC, which reads what it sets
 from tests.integration import chromium
 from tests.integration.coordinator_process import CoordinatorProcess
 from tests.integration.crowd import Crowd
@@ -82,6 +83,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 100, 1000])
     parser.add_argument("--changes", type=int, default=20)
     arguments = parser.parse_args()
+    if chromium.executable() is None:
+        parser.error(f"it needs a browser, one of {', '.join(chromium.NAMES)}; try: apt install chromium")
     for ranks in arguments.ranks:
         print(measure(ranks, arguments.changes), flush=True)
 
