@@ -344,8 +344,9 @@ class RemoteSession(Session):
         if kind == "broken" and event.broken.generation == self._generation:
             rank = self.membership.assignment.rank
             self._trip(self.membership.latch, cause_on(rank, event.broken.origin_rank, error_of(event.broken.cause)))
-        elif kind == "member":
-            self._member_changed(event.member)
+        elif kind == "standings":
+            for member in event.standings.members:
+                self._standing_changed(member)
         elif kind == "pending":
             self._pending = tuple(event.pending.names)
         elif kind == "draining":
@@ -392,7 +393,7 @@ class RemoteSession(Session):
         assignment = self.membership.assignment
         return limits.check_participants(ranks, assignment.rank, assignment.size)
 
-    def _member_changed(self, member: identity_pb2.Member) -> None:
+    def _standing_changed(self, member: identity_pb2.Member) -> None:
         report = report_of(member)
         _log.info("%s", report)
         if report.state == "left" and (self._generation, report.rank) in self._links_lost:

@@ -290,7 +290,7 @@ class Event(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BROKEN_FIELD_NUMBER: builtins.int
-    MEMBER_FIELD_NUMBER: builtins.int
+    STANDINGS_FIELD_NUMBER: builtins.int
     PENDING_FIELD_NUMBER: builtins.int
     STORE_FIELD_NUMBER: builtins.int
     FENCED_FIELD_NUMBER: builtins.int
@@ -300,8 +300,8 @@ class Event(google.protobuf.message.Message):
         """The generation is over; `cause` is its first cause."""
 
     @property
-    def member(self) -> ferrorpc.v1.identity_pb2.Member:
-        """A member changed state (joined, stalled, suspect, dead, left)."""
+    def standings(self) -> Global___Standings:
+        """Some members changed state (stalled, suspect, back, left)."""
 
     @property
     def pending(self) -> Global___PendingMembers:
@@ -321,17 +321,33 @@ class Event(google.protobuf.message.Message):
         self,
         *,
         broken: Global___GenerationBroken | None = ...,
-        member: ferrorpc.v1.identity_pb2.Member | None = ...,
+        standings: Global___Standings | None = ...,
         pending: Global___PendingMembers | None = ...,
         store: ferrorpc.v1.store_pb2.StoreEvent | None = ...,
         fenced: ferrorpc.v1.error_pb2.ErrorDetail | None = ...,
         draining: Global___Draining | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["broken", b"broken", "draining", b"draining", "fenced", b"fenced", "kind", b"kind", "member", b"member", "pending", b"pending", "store", b"store"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["broken", b"broken", "draining", b"draining", "fenced", b"fenced", "kind", b"kind", "member", b"member", "pending", b"pending", "store", b"store"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["broken", "member", "pending", "store", "fenced", "draining"] | None: ...
+    def HasField(self, field_name: typing.Literal["broken", b"broken", "draining", b"draining", "fenced", b"fenced", "kind", b"kind", "pending", b"pending", "standings", b"standings", "store", b"store"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["broken", b"broken", "draining", b"draining", "fenced", b"fenced", "kind", b"kind", "pending", b"pending", "standings", b"standings", "store", b"store"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["broken", "standings", "pending", "store", "fenced", "draining"] | None: ...
 
 Global___Event: typing_extensions.TypeAlias = Event
+
+@typing.final
+class Standings(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MEMBERS_FIELD_NUMBER: builtins.int
+    @property
+    def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ferrorpc.v1.identity_pb2.Member]: ...
+    def __init__(
+        self,
+        *,
+        members: collections.abc.Iterable[ferrorpc.v1.identity_pb2.Member] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["members", b"members"]) -> None: ...
+
+Global___Standings: typing_extensions.TypeAlias = Standings
 
 @typing.final
 class GenerationBroken(google.protobuf.message.Message):

@@ -75,8 +75,8 @@ class Counters:
             event = frame.event
             if event.HasField("broken"):
                 self.generations_broken[code_label(event.broken.cause.code)] += 1
-            elif event.HasField("member"):
-                self.member_changes[state_label(event.member.state)] += 1
+            for member in event.standings.members:
+                self.member_changes[state_label(member.state)] += 1
 
 
 def state_label(state: identity_pb2.MemberState.ValueType) -> str:

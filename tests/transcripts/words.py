@@ -25,8 +25,8 @@ def event_words(event: session_pb2.Event) -> str:
         return (
             f"generation {event.broken.generation} broken by rank {event.broken.origin_rank}: {error_words(event.broken.cause)}"
         )
-    if kind == "member":
-        return f"member {member_words(event.member)}"
+    if kind == "standings":
+        return f"member {'; '.join(map(member_words, event.standings.members))}"
     if kind == "pending":
         return f"pending: {', '.join(event.pending.names) or 'nobody'}"
     if kind == "store":

@@ -161,11 +161,12 @@ class Desk:
             self.world.answers.send(self, member.stream, session_pb2.ServerFrame(result=result))
         return True
 
-    def push(self, members: Iterable[Member], event: session_pb2.Event) -> None:
-        """Tells every connected one of these members."""
+    def push(self, members: Iterable[Member], event: session_pb2.Event) -> int:
+        """Tells every connected one of these members; returns how many they are."""
         recipients = [(member.stream, b"") for member in members if member.stream is not None]
         if recipients:
             self.world.answers.send_many(self, session_pb2.ServerFrame(event=event), recipients)
+        return len(recipients)
 
     def _keep(self, member: Member, result: session_pb2.Result) -> None:
         size = result.ByteSize()

@@ -175,7 +175,8 @@ class Generations:
             raise UsageError(f"rank {reporter.rank} reported a lost link to rank {lost.peer_rank}, which cannot be")
         peer = generation.seats[lost.peer_rank]
         if peer.standing is Standing.LEFT:
-            self._desk.push([reporter], session_pb2.Event(member=self._roster.describe(peer)))
+            for event in self._roster.standings([peer]):
+                self._desk.push([reporter], event)
             return
         link = (reporter.rank, peer.rank)
         if link not in generation.links:

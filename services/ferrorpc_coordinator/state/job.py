@@ -19,6 +19,7 @@ from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.admission import Admission, Admitted
 from ferrorpc_coordinator.state.barriers import Barriers
 from ferrorpc_coordinator.state.bootstrap import Bootstraps
+from ferrorpc_coordinator.state.bulletin import Bulletin
 from ferrorpc_coordinator.state.desk import Asker, Desk, World
 from ferrorpc_coordinator.state.failures import Refused, require
 from ferrorpc_coordinator.state.generations import Generation, Generations
@@ -45,6 +46,9 @@ class Job:
         self.barriers = Barriers(self.desk, self.roster)
         self.store = Store(self.desk, self.generations)
         self.bootstraps = Bootstraps(self.desk)
+        self._changed: dict[str, Member] = {}
+        """Of whose standing the others have not been told."""
+        self._standings = Bulletin(self.desk, "standings", self._tell_standings)
         self._handlers: dict[str, Callable[[Asker, Member, Any], None]] = {
             "join": self.rendezvous.join,
             "leave": self._leave,
@@ -272,13 +276,22 @@ class Job:
         self.store.generation_over(generation.number)
 
     def _standing_changed(self, member: Member) -> None:
-        """Tells the others of its generation, while it goes on; a suspect one that came back may complete a round."""
+        """The others of its generation are told, while it goes on; a suspect one that came back may complete a round."""
         newest = self.generations.newest
         if newest is not None and newest.holds(member) and not newest.over:
-            others = [other for other in newest.seats if other is not member]
-            self.desk.push(others, session_pb2.Event(member=self.roster.describe(member)))
+            self._changed[member.name] = member
+            self._standings.issue()
         if member.standing is Standing.PRESENT and self.rendezvous.joining(member):
             self.rendezvous.review()
+
+    def _tell_standings(self) -> int:
+        changed, self._changed = list(self._changed.values()), {}
+        newest = self.generations.newest
+        if newest is None or newest.over:
+            return 0
+        changed = [member for member in changed if newest.holds(member)]
+        others = [member for member in newest.seats if changed != [member]]
+        return max((self.desk.push(others, event) for event in self.roster.standings(changed)), default=0)
 
     def _welcome(self, stream: int, admitted: Admitted) -> None:
         member, settings = admitted.member, self.desk.settings
@@ -299,8 +312,8 @@ class Job:
             return
         if newest.broken is not None:
             self.desk.push([member], session_pb2.Event(broken=newest.broken))
-        for rank in sorted(newest.departed):
-            self.desk.push([member], session_pb2.Event(member=self.roster.describe(newest.seats[rank])))
+        for event in self.roster.standings(newest.seats[rank] for rank in sorted(newest.departed)):
+            self.desk.push([member], event)
         self.rendezvous.catch_up(member)
 
     # -- recovery and status -------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Final
 from ferrorpc.errors import ConfigError, InvalidRankError, InvalidWorldSizeError, RendezvousTimeoutError, UsageError
 from ferrorpc.v1 import identity_pb2, rendezvous_pb2, session_pb2
 from ferrorpc.wire.details import detail_of
+from ferrorpc_coordinator.state.bulletin import Bulletin
 from ferrorpc_coordinator.state.desk import Asker, Desk
 from ferrorpc_coordinator.state.failures import require, seconds
 from ferrorpc_coordinator.state.generations import Generation, Generations
@@ -63,6 +64,7 @@ class Rendezvous:
         self._bids: dict[str, Bid] = {}
         self._announced: list[str] | None = []
         """What the newest generation was told last; None when some of it must be told anew."""
+        self._waiting = Bulletin(desk, "waiting", self._announce)
         self._last_call: int | None = None
         self._stillborn: dict[str, str] = {}
         self._claimants: dict[int, Member] = {}
@@ -124,7 +126,7 @@ class Rendezvous:
                 self._close(chosen)
         else:
             self._hush()
-        self._announce()
+        self._waiting.issue()
 
     def waiting_reason(self) -> str:
         """Why the round is still open; empty when none is."""
@@ -245,20 +247,22 @@ class Rendezvous:
                 peer.labels.add(name=name, value=value)
         return response
 
-    def _announce(self) -> None:
-        """Tells the members of the newest generation whom another one would admit, when that changed.
-
-        Spares are not told of: members that reform to admit them would do so for ever.
-        """
+    def _to_admit(self) -> list[str]:
+        """Whom another generation would admit. Spares do not count: members that reform to admit them would do so for ever."""
         newest = self._generations.newest
         if newest is None:
-            return
+            return []
         waiting = [bid for bid in self._bids.values() if not newest.holds(bid.member)]
         room = max(0, waiting[0].size[1] - len(newest.living)) if waiting else 0
-        names = [bid.member.name for bid in sorted(waiting, key=lambda bid: bid.request.pinned_rank < 0)[:room]]
-        if names != self._announced:
-            self._announced = names
-            self._desk.push(newest.living, session_pb2.Event(pending=session_pb2.PendingMembers(names=names)))
+        return [bid.member.name for bid in sorted(waiting, key=lambda bid: bid.request.pinned_rank < 0)[:room]]
+
+    def _announce(self) -> int:
+        """Tells the members of the newest generation whom another one would admit, when that changed."""
+        newest, names = self._generations.newest, self._to_admit()
+        if newest is None or names == self._announced:
+            return 0
+        self._announced = names
+        return self._desk.push(newest.living, session_pb2.Event(pending=session_pb2.PendingMembers(names=names)))
 
     def catch_up(self, member: Member) -> None:
         """Tells a member that resumed who waits."""

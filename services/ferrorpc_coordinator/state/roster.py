@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Final
 
-from ferrorpc.v1 import identity_pb2
+from ferrorpc.v1 import identity_pb2, session_pb2
 from ferrorpc_coordinator.state.desk import Desk
 from ferrorpc_coordinator.state.failures import seconds
 from ferrorpc_coordinator.state.member import Member, Standing
 from ferrorpc_coordinator.state.settings import MILLISECOND
 
 TABLE: Final = "member"
+TOLD_AT_ONCE: Final = 256
+"""Members in one event."""
 _STATES: Final = {
     Standing.STALLED: identity_pb2.MEMBER_STATE_STALLED,
     Standing.SUSPECT: identity_pb2.MEMBER_STATE_SUSPECT,
@@ -103,6 +106,15 @@ class Roster:
         for name, value in member.labels:
             told.labels.add(name=name, value=value)
         return told
+
+    def standings(self, members: Iterable[Member]) -> Iterator[session_pb2.Event]:
+        """How these members are now, for others of their generation: in events that fit into a frame."""
+        rest = iter(members)
+        while part := list(islice(rest, TOLD_AT_ONCE)):
+            told = session_pb2.Standings(members=[self.describe(member) for member in part])
+            for member in told.members:
+                member.ClearField("labels")
+            yield session_pb2.Event(standings=told)
 
     def sentence(self, member: Member) -> str:
         """The member in an error message: who, where, how it is, since when."""

@@ -18,7 +18,7 @@ def test_answers_are_counted_by_what_they_tell():
     counters = Counters()
     counters.observe(session_pb2.ServerFrame(result={"barrier": {"spread_ms": 1500}}))
     counters.observe(session_pb2.ServerFrame(result={"error": {"code": int(ErrorCode.BARRIER_TIMEOUT)}}))
-    counters.observe(session_pb2.ServerFrame(event={"member": {"state": identity_pb2.MEMBER_STATE_STALLED}}))
+    counters.observe(session_pb2.ServerFrame(event={"standings": {"members": [{"state": identity_pb2.MEMBER_STATE_STALLED}]}}))
     assert counters.barrier_spread.total == 1.5
     assert counters.request_errors == {"barrier_timeout": 1}
     assert counters.member_changes == {"stalled": 1}
