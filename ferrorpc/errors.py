@@ -88,8 +88,8 @@ class FerroError(Exception):
     hint: str
     retryable: bool
     fields: dict[str, Any]
-    _first: FerroError | None = None
-    _is_seen = False
+    _seen: list[bool]
+    """Whether the caller has been shown it; copies share it, and not each other: an error holds the frames it went through."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -103,6 +103,7 @@ class FerroError(Exception):
         self.hint = self.default_hint if hint is None else hint
         self.retryable = self.default_retryable if retryable is None else retryable
         self.fields = dict(fields)
+        self._seen = [False]
         super().__init__(f"{self.message}\ntry: {self.hint}")
 
     @classmethod
@@ -117,14 +118,13 @@ class FerroError(Exception):
     def again(self) -> FerroError:
         """A fresh copy: one cause raised in several threads must not share a traceback."""
         copy = FerroError.restore(self.code, self.message, self.hint, self.retryable, self.fields)
-        copy._first = self._first or self
+        copy._seen = self._seen
         return copy
 
     def see(self) -> bool:
         """Notes that the caller has been shown it, or a copy of it. Whether that is news."""
-        first = self._first or self
-        seen, first._is_seen = first._is_seen, True
-        return not seen
+        was_seen, self._seen[0] = self._seen[0], True
+        return not was_seen
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FerroError.restore, (int(self.code), self.message, self.hint, self.retryable, self.fields)
