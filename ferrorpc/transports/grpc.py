@@ -154,10 +154,13 @@ class GrpcTransport(Transport):
         with self._lock:
             refused = GOODBYE if self._closing else self._refuse(source, lane)
             if refused is None:
+                before = self._inlets.get((source, lane))
                 self._inlets[source, lane] = inlet
         if refused is not None:
             yield refused
             return
+        if before is not None:
+            before.give_way()
         if not context.add_callback(inlet.hang_up):
             inlet.hang_up()
         self._clock.start(inlet.read, f"ferrorpc-read-{lane}-from-{source}")
@@ -167,7 +170,9 @@ class GrpcTransport(Transport):
         yield from inlet.answers()
 
     def _refuse(self, source: int, lane: int) -> bytes | None:
-        if (source, lane) in self._inlets:
+        """Who dials may repeat that until it has sent more than its Open: before, it cannot know whether that arrived."""
+        before = self._inlets.get((source, lane))
+        if before is not None and before.heard:
             what = "twice in one generation"
         elif lane >= LANES_MAX:
             what = f"as stream {lane} of a pair, which may have {LANES_MAX}"
@@ -221,6 +226,11 @@ class GrpcTransport(Transport):
             self._left.setdefault(source, self._clock.now())
         elif source not in self._left:
             self._lose(source, reason)
+
+    def inlet_unused(self, inlet: Inlet) -> None:
+        with self._lock:
+            for place in [place for place, found in self._inlets.items() if found is inlet]:
+                del self._inlets[place]
 
     def inlet_failed(self, source: int, error: FerroError) -> None:
         self._fail(source, error)

@@ -61,15 +61,23 @@ class InletOwner(Protocol):
     def inlet_ended(self, source: int, streams: int, reason: str) -> None:
         """The stream is over: with a goodbye that speaks of so many streams of this source, or (0) for this reason."""
 
+    def inlet_unused(self, inlet: Inlet) -> None:
+        """The stream is over before anything came but its Open: whoever dialled it may dial again, or reports the link."""
+
     def inlet_failed(self, source: int, error: FerroError) -> None:
         """The peer sent something that ends the generation."""
 
 
 class Inlet:
-    """One incoming stream from rank `source`, once its Open was accepted."""
+    """One incoming stream from rank `source`, once its Open was accepted.
+
+    Attributes:
+        heard: whether anything came after the Open.
+    """
 
     def __init__(self, source: int, requests: Iterable[bytes], owner: InletOwner) -> None:
         self.source = source
+        self.heard = False
         self.outbox = Outbox()
         self._requests = requests
         self._owner = owner
@@ -86,6 +94,7 @@ class Inlet:
             frame = scan(data, self.source)
         except CodecError:
             return False
+        self.heard = True
         self._owner.frame_arrived(frame)
         return True
 
@@ -95,6 +104,7 @@ class Inlet:
         reason = "its stream ended without a goodbye"
         try:
             for data in self._requests:
+                self.heard = True
                 message = read_message(data, self.source)
                 if isinstance(message, Frame):
                     self._owner.frame_arrived(message)
@@ -107,8 +117,12 @@ class Inlet:
         except grpc.RpcError:
             reason = "its stream broke"
         self.outbox.finish()
-        if not self._finishing:
+        if self._finishing:
+            return
+        if self.heard:
             self._owner.inlet_ended(self.source, streams, reason)
+        else:
+            self._owner.inlet_unused(self)
 
     def _control(self, message: transport_pb2.DataMessage) -> int:
         """Handles a small message; of a goodbye, of how many streams it speaks. One of a newer version is passed over."""
@@ -127,6 +141,11 @@ class Inlet:
         """Says goodbye to the sender and ends the stream: nothing more is read."""
         self._finishing = True
         self.outbox.finish(GOODBYE)
+
+    def give_way(self) -> None:
+        """Another stream takes its place: it ends without a word, and that is no news."""
+        self._finishing = True
+        self.outbox.finish(discard=True)
 
     def hang_up(self) -> None:
         """The call is over, whoever ended it."""

@@ -18,20 +18,28 @@ FLOODS_BOUNDED_SINCE: Final = (1, 82)
 """The grpcio since which no flood of benchmarks/floods.py makes a server grow by 100 MiB. Under 1.76 to 1.80 two seconds of
 pings cost up to 1 GiB, under 1.81 messages 200 MiB."""
 
-_ALIVE: Final = (
-    # A peer that was stopped, or whose host vanished, is noticed after a second of silence and 1.5 s without an answer ...
-    ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 1500),
-    # ... but only with this one: its default of 60 s overrules the two above.
-    ("grpc.http2.ping_timeout_ms", 1500),
-    # Between two calls as well, or an idle connection breaks unseen.
-    ("grpc.keepalive_permit_without_calls", 1),
-    # No limit on pings that carry no data: a barrier that waits for a minute has none.
-    ("grpc.http2.max_pings_without_data", 0),
-)
+
+def _alive(silent_ms: int, answer_ms: int) -> Options:
+    """Ends a connection after so long a silence and so long without an answer to a ping."""
+    return [
+        ("grpc.keepalive_time_ms", silent_ms),
+        ("grpc.keepalive_timeout_ms", answer_ms),
+        # Only with this one: its default of 60 s overrules the two above.
+        ("grpc.http2.ping_timeout_ms", answer_ms),
+        # Between two calls as well, or an idle connection breaks unseen.
+        ("grpc.keepalive_permit_without_calls", 1),
+        # No limit on pings that carry no data: a barrier that waits for a minute has none.
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+_SESSION_ALIVE: Final = _alive(1000, 1500)
+"""So a member that was stopped, or whose host vanished, is noticed. One that was only slow takes its session up again."""
+_DATA_ALIVE: Final = _alive(1500, 3000)
+"""So a cut cable is noticed within five seconds. Of the dead the coordinator tells sooner, and a stream between two ranks that
+live but get little processor time must not end: it cannot be taken up again."""
 
 _CHANNEL: Final = (
-    *_ALIVE,
     # http_proxy would otherwise send even 127.0.0.1 through the proxy.
     ("grpc.enable_http_proxy", 0),
     # Channels of one process to one address would otherwise share a connection, and with it its limit of streams.
@@ -45,7 +53,6 @@ _CHANNEL: Final = (
 )
 
 _SERVER: Final = (
-    *_ALIVE,
     # Two servers would otherwise share a port silently, each with some of the connections.
     ("grpc.so_reuseport", 0),
     # Pings once a second are wanted; by default a server hangs up on them.
@@ -64,12 +71,13 @@ _SERVER: Final = (
 
 def session_channel() -> Options:
     """For a channel to the coordinator."""
-    return [*_CHANNEL, ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES_MAX)]
+    return [*_SESSION_ALIVE, *_CHANNEL, ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES_MAX)]
 
 
 def control_server() -> Options:
     """For the coordinator's server. A client that resets streams in a loop is held to 64 of them at a time."""
     return [
+        *_SESSION_ALIVE,
         *_SERVER,
         ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES_MAX),
         ("grpc.max_concurrent_streams", 64),
@@ -90,12 +98,12 @@ _DATA: Final = (
 
 def data_channel() -> Options:
     """For a channel to a peer."""
-    return [*_CHANNEL, *_DATA]
+    return [*_DATA_ALIVE, *_CHANNEL, *_DATA]
 
 
 def data_server() -> Options:
     """For a worker's server: one stream per peer and generation, on a connection of its own."""
-    return [*_SERVER, *_DATA, ("grpc.max_concurrent_streams", 16)]
+    return [*_DATA_ALIVE, *_SERVER, *_DATA, ("grpc.max_concurrent_streams", 16)]
 
 
 def bounds_floods(grpcio_version: str) -> bool:

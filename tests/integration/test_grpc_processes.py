@@ -51,7 +51,7 @@ def test_a_peer_that_holds_its_interpreter_is_not_lost() -> None:
     with peers(PeerHandle(0), PeerHandle(1)) as (first, second):
         both_ways(first, second)
         second.tell("hold 4")
-        assert first.silent(4.0), "longer than keepalives are waited for"
+        assert first.silent(5.0), "longer than keepalives are waited for"
         second.hear("done hold", seconds=10.0)
         both_ways(first, second)
 

@@ -1,5 +1,6 @@
 """Strangers and liars at a worker's port while its ranks exchange messages: they get nowhere, and cost little."""
 
+import contextlib
 import logging
 import socket
 import threading
@@ -156,22 +157,49 @@ def test_who_asks_and_never_listens_is_cut_off(servers: list[WorkerServer]) -> N
     assert "rank 0" in ranks[1].failures[0].message
 
 
-def test_a_rank_that_somebody_else_speaks_for_is_told_so(pair: list[Rank], servers: list[WorkerServer]) -> None:
-    """Whoever came first is heard; the second one's generation ends with a reason."""
+@contextlib.contextmanager
+def stream_of_rank_0(server: WorkerServer, *messages: bytes) -> Iterator[grpc.Call]:
+    """A stream that was taken, says these messages after its Open, and then nothing until it is left."""
     release = threading.Event()
 
     def said() -> Iterator[bytes]:
-        yield opening()
+        yield from (opening(), *messages)
         release.wait(SECONDS)
 
-    with grpc.insecure_channel(servers[1].address, options=options.data_channel()) as channel:
+    with grpc.insecure_channel(server.address, options=options.data_channel()) as channel:
         stream = channel.stream_stream(METHOD)(said())
         assert transport_pb2.ControlMessage.FromString(next(stream)).HasField("opened")
-        send(pair[0], 1, KEY, random_bytes(10))
-        eventually(lambda: pair[0].failures, "the refusal")
+        yield stream
         release.set()
         stream.cancel()
+
+
+def test_a_rank_that_somebody_else_speaks_for_is_told_so(pair: list[Rank], servers: list[WorkerServer]) -> None:
+    """Whoever spoke first is heard; the second one's generation ends with a reason."""
+    probe = transport_pb2.DataMessage(probe=transport_pb2.Probe(number=7, signature="a()"))
+    with stream_of_rank_0(servers[1], probe.SerializeToString()) as stream:
+        assert transport_pb2.ControlMessage.FromString(next(stream)).HasField("probe_answer")
+        send(pair[0], 1, KEY, random_bytes(10))
+        eventually(lambda: pair[0].failures, "the refusal")
     (error,) = pair[0].failures
     assert isinstance(error, PermissionDeniedError)
     assert "rank 0 dialled rank 1 twice in one generation" in error.message
     assert "somebody else" in error.hint
+
+
+def test_a_dial_that_is_repeated_takes_the_place_of_a_stream_that_said_nothing(
+    pair: list[Rank], servers: list[WorkerServer]
+) -> None:
+    """Who dials does not know whether an Open arrived before the connection broke, of which the receiver may not know yet."""
+    with stream_of_rank_0(servers[1]) as first:
+        exchange(pair)
+        assert list(first) == [], "it is ended without a word"
+    assert [rank.failures + rank.lost for rank in pair] == [[], []]
+
+
+def test_a_stream_that_breaks_before_it_said_anything_is_no_lost_link(pair: list[Rank], servers: list[WorkerServer]) -> None:
+    with stream_of_rank_0(servers[1]) as first:
+        first.cancel()
+        eventually(lambda: not pair[1].transport._inlets, "the end of the stream")
+        exchange(pair)
+    assert [rank.failures + rank.lost for rank in pair] == [[], []]
