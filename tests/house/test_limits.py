@@ -31,6 +31,7 @@ ROWS = (
     ("any other control frame", size(LIMITS.frame_bytes)),
     ("one member's payload at a named barrier; all together", f"{size(LIMITS.payload_bytes)}; {size(LIMITS.barrier_bytes)}"),
     ("a member's name; all it says of itself", f"{size(LIMITS.name_bytes)}; {size(LIMITS.hello_bytes)}"),
+    ("what the members of a generation say of themselves together", size(LIMITS.world_bytes)),
     ("members of a job; jobs of a coordinator", f"{LIMITS.members:,}; {LIMITS.jobs}"),
     ("members that have gone, whose names and last ranks a job still knows", f"{LIMITS.gone_members:,}"),
     ("unanswered requests of a session", f"{LIMITS.requests:,}"),

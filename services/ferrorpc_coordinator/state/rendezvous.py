@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from ferrorpc.errors import ConfigError, InvalidRankError, InvalidWorldSizeError, RendezvousTimeoutError, UsageError
+from ferrorpc.errors import (
+    ConfigError,
+    InvalidRankError,
+    InvalidWorldSizeError,
+    LimitExceededError,
+    RendezvousTimeoutError,
+    UsageError,
+)
 from ferrorpc.v1 import identity_pb2, rendezvous_pb2, session_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.bulletin import Bulletin
@@ -212,6 +219,13 @@ class Rendezvous:
             reason += f", after generation {newest.number}: {newest.end_reason or 'all its members asked for another'}"
         seats, policy = tuple(bid.member for bid in in_order), chosen[0].request.policy
         generation = Generation(number, seats, policy, reason, cost_table=self._desk.settings.cost_table)
+        response = self._response(generation, 0)
+        try:
+            what = f"bytes that the {len(chosen)} members of this round say of themselves together"
+            require(what, response.ByteSize(), "world_bytes", self._desk.limits.world_bytes)
+        except LimitExceededError as error:
+            self._send_away(chosen, error)
+            return
         if newest is not None:
             self._closing(newest)
         self._generations.begin(generation)
@@ -219,11 +233,16 @@ class Rendezvous:
             known.clear()
         for bid in chosen:
             self.withdraw(bid.member)
-        response = self._response(generation, 0)
         askers = [(bid.asker, rendezvous_pb2.JoinResponse(rank=rank) if rank else None) for rank, bid in enumerate(in_order)]
         self._desk.answer_many(askers, response)
         if self._announced:
             self._announced = None
+
+    def _send_away(self, chosen: list[Bid], error: LimitExceededError) -> None:
+        """The round cannot close with these members: they are told why."""
+        for bid in chosen:
+            self.withdraw(bid.member)
+            self._desk.answer(bid.asker, detail_of(error))
 
     def _claim(self, bid: Bid) -> Claim:
         member, newest = bid.member, self._generations.newest

@@ -25,6 +25,8 @@ class Limits:
     name_bytes: int = 128
     hello_bytes: int = 16 << 10
     """All that a member says of itself: it is told to every other."""
+    world_bytes: int = 1920 << 10
+    """What the members of a generation say of themselves together, so that each can be told of all in one frame."""
     jobs: int = 256
     members: int = 10_000
     """Members of a job that live; as many names of gone ones are remembered as `gone_members` says."""

@@ -140,6 +140,17 @@ def test_too_many_members() -> None:
     assert limit_of(world.clients["b"].events[-1].fenced) == "members"
 
 
+def test_members_that_say_too_much_together_are_all_told_so_and_fewer_may_join() -> None:
+    world = World(Settings(durable=True, limits=replace(Limits(), world_bytes=2_500)))
+    names = ["b", "c", "d"]
+    for name in names:
+        world.hello(name, labels=[{"name": "note", "value": "x" * 1_000}])
+    join(world, *names)
+    assert [limit_of(error(world, name)) for name in names] == ["world_bytes"] * 3
+    join(world, "b", "c")
+    assert [world.clients[name].generation for name in names] == [1, 1, 0]
+
+
 def test_members_that_are_gone_take_nobodys_place_after_a_restart() -> None:
     world = World(Settings(durable=True, limits=replace(Limits(), members=2)))
     join(world, "a", "b")
