@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import yaml
+from ferrorpc_coordinator.__main__ import _parser, options_from
+from ferrorpc_coordinator.server import require_safe
 
 from ferrorpc.cli.codes import EXIT_CONFIG, EXIT_RETRY
 from ferrorpc.config import SETTINGS, Config
@@ -227,6 +229,18 @@ def test_tls_leaves_nothing_unprotected() -> None:
     assert job in {one["metadata"]["name"] for one in render(KUBERNETES / "overlays" / "tls") if one["kind"] == "Job"}
     probes = [coordinator["containers"][0][f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
     assert all("exec" in probe and "grpc" not in probe for probe in probes)
+
+
+@every_folder
+def test_a_coordinator_starts_with_what_its_pod_gives_it(folder: Path, tmp_path: Path) -> None:
+    """Its own word on it: schemas know nothing of what settings forbid each other."""
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "tokens").write_text(f"observer {'1a' * 32}")
+    for container in (one for spec in pods(folder) for one in spec["containers"] if one["name"] == "coordinator"):
+        environment = {entry["name"]: entry["value"].replace("/etc/ferrorpc", str(tmp_path)) for entry in container["env"]}
+        given = vars(_parser().parse_args(container["args"][1:]))
+        config = Config({name: given[name] for name in ("listen", "http_port", "data_dir")}, environment)
+        require_safe(options_from(config))
 
 
 def test_workers_with_a_gpu_train_on_it_and_keep_its_kernels_where_they_may_write() -> None:
