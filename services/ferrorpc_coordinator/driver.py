@@ -43,7 +43,7 @@ from ferrorpc_coordinator.state.events import (
 
 _log = logging.getLogger("ferrorpc.coordinator.driver")
 _story = logging.getLogger("ferrorpc.coordinator.job")
-_CALM: Final = frozenset({"generation", "ended", "left", "back"})
+_CALM: Final = frozenset({"generation", "ended", "left", "back", "forgotten"})
 """Kinds of notes that are no cause for concern."""
 
 SLOW_COMMIT_NS: Final = 5_000_000_000

@@ -254,13 +254,14 @@ class Coordinator:
         return job
 
     def _forget_a_job(self) -> None:
-        """Makes room for a new job where one has ended and nobody waits in it."""
+        """Makes room for a new job in place of the one that ended first. One that only waits for new processes ended last."""
         waiting = {job.desk.job for job, _ in self._calls.values()}
-        for name, job in self._jobs.items():
-            if job.roster.living == 0 and name not in waiting:
-                job.erase()
-                del self._jobs[name]
-                return
+        ended = [name for name, job in self._jobs.items() if job.roster.living == 0 and name not in waiting]
+        if ended:
+            first = min(ended, key=lambda name: self._jobs[name].roster.deserted)
+            self._jobs.pop(first).erase()
+            text = f"forgotten, with its store, for a new job: {self.settings.limits.jobs} are kept, and it ended before the others"
+            self._world.answers.note(Note(first, "forgotten", text, -1, 0))
 
     def _recover(self) -> None:
         by_job: dict[str, dict[str, dict[str, bytes]]] = {}

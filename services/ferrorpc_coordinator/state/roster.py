@@ -32,6 +32,8 @@ class Roster:
         self._by_token: dict[bytes, Member] = {}
         self._gone: dict[str, None] = {}
         self.living = 0
+        self.deserted = desk.now
+        """Since when nobody lives here, in lived nanoseconds, while that is so."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._by_name.values())
@@ -71,6 +73,7 @@ class Roster:
     def note_gone(self, member: Member) -> None:
         """Counts a member that died or left; forgets the longest gone of all past the limit."""
         self.living -= 1
+        self.deserted = self._desk.now
         self._gone[member.name] = None
         self.save(member)
         while len(self._gone) > self._desk.limits.gone_members:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from ferrorpc_coordinator.state.settings import Limits, Settings
+from ferrorpc_coordinator.state.effects import Note
+from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
 from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import barrier_pb2, error_pb2, session_pb2, store_pb2
@@ -194,6 +195,21 @@ def test_too_many_jobs_unless_one_has_ended() -> None:
     world.ask("a", leave={})
     assert isinstance(world.replies[world.call(other)], session_pb2.UnaryStoreResponse)
     assert {table for table, _ in world.rows} == {"meta"}
+
+
+def test_the_job_that_is_forgotten_for_a_new_one_ended_first() -> None:
+    """Not the one that began first: that may run for weeks, and be without a living process only until its next ones start."""
+    world = limited(jobs=3)
+    value = store_pb2.StoreRequest(set=store_pb2.SetOperation(key="checkpoint", value=b"7"))
+    for seconds, job in enumerate(("earlier", "later"), 1):
+        world.tick(seconds * SECOND)
+        world.call(session_pb2.UnaryStoreRequest(job=job, request=value))
+    world.tick(SECOND)
+    world.ask("a", leave={"reason": "killed"})
+    world.call(session_pb2.UnaryStoreRequest(job="new", request=value))
+    assert set(world.coordinator.jobs) == {"job", "later", "new"}
+    (note,) = [effect for effect in world.effects if isinstance(effect, Note)]
+    assert (note.job, note.kind) == ("earlier", "forgotten")
 
 
 def test_keys_come_in_pages() -> None:
