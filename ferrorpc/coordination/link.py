@@ -89,6 +89,8 @@ class Link:
     ) -> None:
         self.address = address
         self.cluster_id = ""
+        self._told = identity_pb2.Position()
+        """The most that the coordinator told of itself: what is durable, so the same journal never tells less."""
         self.over: FerroError | None = None
         self.leaving = False
         """A goodbye is on its way: the end of the stream is then no loss."""
@@ -303,18 +305,29 @@ class Link:
         body = frame.WhichOneof("body")
         if body == "welcome":
             self._welcome(frame.position, frame.welcome)
+            self._told.CopyFrom(frame.position)
         elif body == "result":
             self._answer(frame.position, frame.result)
+            self._note(frame.position)
         elif body == "event" and frame.event.WhichOneof("kind") == "fenced":
             if self._token and frame.position.cluster_id != self.cluster_id:
-                self._start_anew(frame.position.cluster_id)
+                cluster_id = frame.position.cluster_id
+                self._start_anew(_forgotten(self.address, self.cluster_id, cluster_id), cluster_id)
             raise restore(frame.event.fenced)
         elif body == "event":
             self._listener.event(frame.event)
+            self._note(frame.position)
+
+    def _note(self, position: identity_pb2.Position) -> None:
+        self._told.generation = max(self._told.generation, position.generation)
+        self._told.revision = max(self._told.revision, position.revision)
 
     def _welcome(self, position: identity_pb2.Position, welcome: wire.Welcome) -> None:
+        same = position.revision >= self._told.revision and position.generation >= self._told.generation
         if self._token and not welcome.resumed:
-            self._start_anew(position.cluster_id)
+            self._start_anew(_forgotten(self.address, self.cluster_id, position.cluster_id), position.cluster_id)
+        elif self._token and not same:
+            self._start_anew(_taken_back(self.address, self._told, position), position.cluster_id)
         away_since = self._away_since
         with self._monitor.lock:
             self._token, self.cluster_id = welcome.resume_token, position.cluster_id
@@ -325,7 +338,7 @@ class Link:
                 for request in self._requests.unanswered():
                     self._send(request)
             self._monitor.changed()
-        session = "the session goes on" if welcome.resumed else "this is a new session"
+        session = "the session goes on" if welcome.resumed and same else "this is a new session"
         if self._missed and away_since is not None:
             self._missed = False
             _log.warning(
@@ -335,14 +348,13 @@ class Link:
             _log.info("the coordinator at %s answered: %s", self.address, session)
         self._beater.unpark()
 
-    def _start_anew(self, cluster_id: str) -> None:
-        """The coordinator does not know this session: the generation is over, the next stream asks for a new session."""
-        forgotten = _forgotten(self.address, self.cluster_id, cluster_id)
+    def _start_anew(self, why: FerroError, cluster_id: str) -> None:
+        """The coordinator does not know this session, or not as it was: the generation is over, only a new one will do."""
         with self._monitor.lock:
             self._token, self.cluster_id = "", cluster_id
-            self._requests.fail(forgotten, lambda request: request.latch is not None)
+            self._requests.fail(why, lambda request: request.latch is not None)
             self._monitor.changed()
-        self._listener.session_ended(forgotten)
+        self._listener.session_ended(why)
 
     def _answer(self, position: identity_pb2.Position, result: wire.Result) -> None:
         if not result.sequence and result.HasField("error"):
@@ -417,3 +429,12 @@ def _forgotten(address: str, before: str, now: str) -> StaleGenerationError:
         hint = "give the coordinator a --data-dir, so that a restart keeps its jobs; group.reform() starts anew"
         return StaleGenerationError(message, hint=hint)
     return StaleGenerationError(f"the coordinator at {address} had declared this member dead; it is a new member now")
+
+
+def _taken_back(address: str, told: identity_pb2.Position, now: identity_pb2.Position) -> StaleGenerationError:
+    message = (
+        f"the coordinator at {address} came back with an older journal: it is in generation {now.generation} at revision "
+        f"{now.revision}, after it had told this member of generation {told.generation} and revision {told.revision}"
+    )
+    hint = "start it on its newest data directory, or an empty one; group.reform() goes on with what the older one holds"
+    return StaleGenerationError(message, hint=hint)

@@ -1,6 +1,7 @@
 """What a member does while its coordinator, its connection or the member itself is away."""
 
 import logging
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +15,14 @@ import pytest
 from ferrorpc.config import Config
 from ferrorpc.coordination import link
 from ferrorpc.coordination.channel import Connector
-from ferrorpc.errors import CoordinatorUnavailableError, GroupClosedError, NcclError, PeerLostError, StaleGenerationError
+from ferrorpc.errors import (
+    CoordinatorUnavailableError,
+    GroupAbortedError,
+    GroupClosedError,
+    NcclError,
+    PeerLostError,
+    StaleGenerationError,
+)
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.v1 import identity_pb2, session_pb2, session_pb2_grpc
 from ferrorpc.wire.options import control_server
@@ -153,6 +161,31 @@ def test_a_coordinator_without_its_journal_is_another_cluster_and_says_so(volati
     memberships = together([lambda s=s: s.rejoin(20) for s in sessions])
     assert {m.assignment.cluster_id for m in memberships} == {service.cluster_id}
     assert sessions[0].store.keys() == []
+    together([session.leave for session in sessions])
+
+
+@pytest.mark.parametrize("reformed", [False, True], ids=["same generation", "later generation"])
+def test_an_older_copy_of_the_journal_under_a_running_job_is_told_of(durable, tmp_path, reformed):
+    """Else what add() counted once would be counted again, and deaths be judged in a generation that nobody lives in."""
+    sessions = join_all(durable.address, 2)
+    shutil.copytree(tmp_path / "journal", tmp_path / "copy")
+    if reformed:
+        sessions[0].report(GroupAbortedError(0, "on purpose"))
+        together([lambda s=s: s.rejoin(20) for s in sessions])
+    counted = [session.store.add("count") for session in sessions]
+    memberships = [session.membership for session in sessions]
+    durable.kill()
+    shutil.rmtree(tmp_path / "journal")
+    (tmp_path / "copy").rename(tmp_path / "journal")
+    durable.start()
+    for membership in memberships:
+        cause = eventually(lambda m=membership: m.latch.cause)
+        assert isinstance(cause, StaleGenerationError)
+        assert "older journal" in str(cause)
+    again = together([lambda s=s: s.rejoin(20) for s in sessions])
+    assert {m.assignment.generation for m in again} == {memberships[0].assignment.generation + 1}
+    assert sessions[0].store.add("count") <= counted[1]
+    assert [m.latch.cause for m in again] == [None, None]
     together([session.leave for session in sessions])
 
 
