@@ -37,7 +37,10 @@ Row = tuple[str, str, bytes | None]
 SCHEMA_VERSION: Final = 2
 """Format 1 had no checksums: it is read, and is of this format from then on."""
 RESERVE_BYTES: Final = 4 << 20
+_RESERVE: Final = "reserve"
 _RETRY_SECONDS: Final = 0.25
+_SHRINK_PAGES: Final = 64
+"""A step writes about as many pages anew, which takes room, too."""
 _TRANSIENT: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY)
 _log = logging.getLogger("ferrorpc.coordinator.journal")
 
@@ -53,7 +56,7 @@ class Journal:
         self._directory = directory
         self._lock = lock
         self._connection = connection
-        self._reserve = directory / "reserve"
+        self._reserve = directory / _RESERVE
         self._reserve_bytes = reserve_bytes
         self._groups: queue.SimpleQueue[tuple[Sequence[Row], Callable[[], None]] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -161,6 +164,7 @@ class Journal:
         while self.full:
             with contextlib.suppress(queue.Empty):
                 return self._groups.get(timeout=_RETRY_SECONDS)
+            self._shrink()
             if self._take_reserve():
                 self.full = False
                 _log.warning("there is room for the journal in %s again", self._directory)
@@ -179,14 +183,25 @@ class Journal:
                     self.full = True
                     _log.error("no room for the journal in %s: writes are refused until there is", self._directory)
                     self._reserve.unlink(missing_ok=True)
+                    self._shrink()
                     continue
                 if error.sqlite_errorcode == sqlite3.SQLITE_BUSY and not held:
                     held = True
                     _log.error("another program holds the journal in %s: nothing is answered until it lets go", self._directory)
+                self._shrink()
                 self._closing.wait(_RETRY_SECONDS)
             else:
                 return True
         return False
+
+    def _shrink(self) -> None:
+        """Gives the disk back what removed rows have left, as far as there is room to do so."""
+        with contextlib.suppress(sqlite3.Error):
+            while True:
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+                if not self._connection.execute("PRAGMA freelist_count").fetchone()[0]:
+                    return
+                self._connection.execute(f"PRAGMA incremental_vacuum({_SHRINK_PAGES})").fetchall()
 
     def _take_reserve(self) -> bool:
         if self._reserve_bytes == 0 or not hasattr(os, "posix_fallocate"):  # macOS has no such promise of room
@@ -242,6 +257,8 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 def _prepare(path: Path, connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA busy_timeout = 1000")
+    if not path.stat().st_size:  # only then does it count; what came before it never gives room back
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     version = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -250,6 +267,8 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
             f"the journal {path} has format {version}, this version reads formats up to {SCHEMA_VERSION}",
             hint="run the version of ferrorpc that wrote it, or give another --data-dir",
         )
+    if version == 0 and (path.parent / _RESERVE).exists():  # it is made beside a database that is there
+        raise damaged(path.parent, f"nothing is left in {path.name}")
     found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if found != "ok":  # a file that was cut off can be read all the same: as one with fewer rows
         raise damaged(path.parent, " ".join(found.split()))

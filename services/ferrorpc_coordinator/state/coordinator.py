@@ -260,7 +260,7 @@ class Coordinator:
         if ended:
             first = min(ended, key=lambda name: self._jobs[name].roster.deserted)
             self._jobs.pop(first).erase()
-            text = f"forgotten, with its store, for a new job: {self.settings.limits.jobs} are kept, and it ended before the others"
+            text = f"forgotten, with its store, for a new job: of the {self.settings.limits.jobs} that are kept it ended first"
             self._world.answers.note(Note(first, "forgotten", text, -1, 0))
 
     def _recover(self) -> None:

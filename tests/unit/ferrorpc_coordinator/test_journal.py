@@ -8,7 +8,7 @@ import sys
 import threading
 
 import pytest
-from ferrorpc_coordinator.journal import Journal
+from ferrorpc_coordinator.journal import RESERVE_BYTES, Journal
 
 from ferrorpc.errors import ConfigError
 from tests.waiting import eventually
@@ -166,6 +166,19 @@ def test_a_journal_that_was_cut_off_is_refused_though_it_could_be_read_as_one_wi
         opened(tmp_path)
 
 
+@pytest.mark.parametrize("left", [b"", None], ids=["empty", "missing"])
+def test_a_journal_of_which_nothing_is_left_is_not_taken_for_a_new_one(tmp_path, left):
+    journal = opened(tmp_path, reserve_bytes=4096)
+    journal.commit([("t", "k", b"kept")])
+    journal.close()
+    path = tmp_path / "data" / "journal.sqlite"
+    path.unlink()
+    if left is not None:
+        path.write_bytes(left)
+    with pytest.raises(ConfigError, match="nothing is left"):
+        opened(tmp_path, reserve_bytes=4096)
+
+
 def test_a_journal_that_cannot_be_used_now_is_not_called_damaged(tmp_path):
     journal = opened(tmp_path)
     journal.close()
@@ -281,29 +294,60 @@ def test_any_other_failure_is_final_and_told_once(tmp_path):
     assert not called
 
 
-@pytest.mark.root
-def test_the_reserve_keeps_a_really_full_disk_working(tmp_path):
+@pytest.fixture
+def small_disk(tmp_path):
+    """A function that makes a disk of so many KiB, with nothing on it."""
     mount = tmp_path / "small"
     mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], capture_output=True, check=False)
-    if made.returncode != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    try:
-        journal = Journal.open(mount, reserve_bytes=256 << 10)
-        journal.start(failed=lambda error: None)
-        filler = mount / "filler"
-        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(4096))
-        done = threading.Event()
-        journal.write([("t", str(number), b"x" * 1000) for number in range(40)], done.set)
-        assert done.wait(10)  # written into the room the reserve gave up
-        assert journal.full
-        filler.unlink()
-        eventually(lambda: not journal.full)
-        freed = threading.Event()
-        journal.write([("t", "more", b"x")], freed.set)
-        assert freed.wait(10)
-        journal.close()
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
+
+    def make(kib):
+        command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(mount)]
+        if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+            pytest.skip("mounting a tmpfs needs root")
+        return mount
+
+    yield make
+    if os.path.ismount(mount):
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
+def written(journal, rows):
+    """Writes a group and waits for it."""
+    done = threading.Event()
+    journal.write(rows, done.set)
+    assert done.wait(10)
+
+
+@pytest.mark.root
+def test_the_reserve_keeps_a_really_full_disk_working(small_disk):
+    mount = small_disk(1024)
+    journal = Journal.open(mount, reserve_bytes=256 << 10)
+    journal.start(failed=lambda error: None)
+    filler = mount / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    written(journal, [("t", str(number), b"x" * 1000) for number in range(40)])  # into the room the reserve gave up
+    assert journal.full
+    filler.unlink()
+    eventually(lambda: not journal.full)
+    written(journal, [("t", "more", b"x")])
+    journal.close()
+
+
+@pytest.mark.root
+def test_rows_that_are_removed_make_room_on_a_full_disk_of_its_own(small_disk):
+    """As on a volume, where there is nothing else to remove."""
+    mount = small_disk(16 << 10)
+    journal = Journal.open(mount)
+    journal.start(failed=lambda error: None)
+    keys = []
+    while not journal.full:
+        keys.append(str(len(keys)))
+        written(journal, [("t", keys[-1], os.urandom(200_000))])
+    assert len(keys) > 20
+    for key in keys:
+        written(journal, [("t", key, None)])
+    eventually(lambda: not journal.full)
+    assert (mount / "reserve").stat().st_size == RESERVE_BYTES
+    journal.close()
