@@ -49,6 +49,9 @@ _CALM: Final = frozenset({"generation", "ended", "left", "back", "forgotten"})
 SLOW_COMMIT_NS: Final = 5_000_000_000
 """A group that takes longer to reach the disk is told of, once: until then everybody waits for it."""
 
+STOOD_STILL_NS: Final = 1_000_000_000
+"""A timer that rings later than that is told of: the log explains what members saw meanwhile."""
+
 Outgoing = Send | SendMany | Reply | Close
 
 
@@ -242,7 +245,14 @@ class Driver:
     def _ring(self) -> None:
         self._timer = None
         now_ns = self._now_ns()
-        self._counters.loop_lag.observe(max(0, now_ns - self._armed_ns) / 1e9)
+        late_ns = max(0, now_ns - self._armed_ns)
+        self._counters.loop_lag.observe(late_ns / 1e9)
+        if late_ns > STOOD_STILL_NS:
+            _log.warning(
+                "this coordinator stood still for %.1f s (suspended, or without a processor); nobody is given up for that",
+                late_ns / 1e9,
+            )
+        self._flushed_ns += late_ns
         self._tell_of_a_slow_commit(now_ns)
         deadline_ns = self._decider.next_deadline()
         if deadline_ns is not None and deadline_ns > now_ns:

@@ -15,6 +15,7 @@ from ferrorpc.errors import CoordinatorUnavailableError
 from ferrorpc.v1 import session_pb2
 
 MILLISECOND = 1_000_000
+SECOND = 1_000 * MILLISECOND
 
 
 class ScriptedDecider:
@@ -408,27 +409,41 @@ async def test_a_cause_that_a_later_version_has_is_told_and_counted(make):
     assert driver._counters.generations_broken == {"unknown": 1}
 
 
-@driven
-async def test_a_disk_that_is_stuck_is_told_of_once(make):
+async def told_while_a_group_is_written(make, rings):
+    """What the log says of a group that never becomes durable while the driver's timer, armed for the first of each pair of
+    seconds, rings at the second one."""
     journal, told = ManualJournal(), logging.handlers.BufferingHandler(100)
     driver, _ = make(lambda event: [Persist("t", "a", b"1")] if isinstance(event, Received) else [], journal)
     driver.connect(session_pb2.Hello())
     driver.receive(1, session_pb2.ClientFrame())
     await turns()
-    now, log = driver._now_ns, logging.getLogger("ferrorpc.coordinator.driver")
+    start, log = driver._flushed_ns, logging.getLogger("ferrorpc.coordinator.driver")
     log.addHandler(told)
     try:
-        driver._ring()
-        assert not told.buffer
-        driver._now_ns = lambda: now() + 7_000 * MILLISECOND
-        driver._ring()
-        driver._ring()
+        for armed, rung in rings:
+            driver._armed_ns, driver._now_ns = start + armed * SECOND, lambda rung=rung: start + rung * SECOND
+            driver._ring()
         journal.groups[0][1]()
         await turns()
+        driver._armed_ns = driver._now_ns()
         driver._ring()
     finally:
         log.removeHandler(told)
-    assert [record.getMessage().partition(" for ")[0] for record in told.buffer] == ["the journal's disk has been stuck"]
+    return [record.getMessage() for record in told.buffer]
+
+
+@driven
+async def test_a_disk_that_is_stuck_is_told_of_once(make):
+    assert await told_while_a_group_is_written(make, [(0, 0)]) == []
+    (line,) = await told_while_a_group_is_written(make, [(1, 1), (7, 7), (8, 8)])
+    assert "disk has been stuck for 7 s" in line
+
+
+@driven
+async def test_a_disk_is_not_blamed_for_the_time_in_which_the_process_itself_stood_still(make):
+    """As after SIGSTOP, or in a virtual machine that was suspended."""
+    (line,) = await told_while_a_group_is_written(make, [(1, 9), (10, 10)])
+    assert "stood still for 8.0 s" in line
 
 
 @driven
