@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
+import resource
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -41,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = Config({name: value for name, value in vars(arguments).items() if name not in ("announce_fd", "transient")})
         set_up_logging(config)
+        _take_descriptors()
         options = options_from(config)
         forgets = options.data_dir is None and not arguments.transient
         asyncio.run(serve(options, lambda announcement: _announce(announcement, arguments.announce_fd, forgets)))
@@ -79,6 +82,13 @@ def options_from(config: Config) -> Options:
         insecure=config["insecure"],
         http_port=config["http_port"],
     )
+
+
+def _take_descriptors() -> None:
+    """As many files and sockets as the system lets it have: each member takes one, and the usual limit is 1,024."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class _Parser(argparse.ArgumentParser):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import socket
 import sqlite3
 import subprocess
@@ -14,7 +15,7 @@ from ferrorpc_coordinator.journal import Journal
 
 from ferrorpc.errors import LimitExceededError
 from ferrorpc.v1 import barrier_pb2, session_pb2, store_pb2
-from tests.integration.coordinator_process import Client, coordinator, joined, refused_start
+from tests.integration.coordinator_process import Client, CoordinatorProcess, coordinator, joined, refused_start
 from tests.waiting import eventually
 
 
@@ -321,3 +322,17 @@ def test_a_coordinator_that_keeps_nothing_says_so_to_whoever_starts_it_by_hand(t
             process.stdout.readline()
             process.terminate()
             assert ("in memory" in process.stderr.read()) is says
+
+
+def test_it_takes_as_many_descriptors_as_it_may_have():
+    """Every member is one; what a service manager or a shell gives by default is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        process = CoordinatorProcess()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        assert resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        process.kill()
