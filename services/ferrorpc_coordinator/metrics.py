@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, Final
@@ -53,11 +53,11 @@ class Counters:
     heartbeats: int = 0
     handled: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(method, gRPC status code) -> how many calls ended so."""
-    generations_broken: Counter[str] = field(default_factory=Counter)
+    generations_broken: Counter[str] = field(default_factory=lambda: _zeros(map(code_label, error_pb2.ErrorCode.values())))
     """Error code of the first cause -> how many generations it ended."""
-    member_changes: Counter[str] = field(default_factory=Counter)
+    member_changes: Counter[str] = field(default_factory=lambda: _zeros(map(state_label, identity_pb2.MemberState.values())))
     """State a member of a living generation went into -> how often."""
-    request_errors: Counter[str] = field(default_factory=Counter)
+    request_errors: Counter[str] = field(default_factory=lambda: _zeros(map(code_label, error_pb2.ErrorCode.values())))
     """Error code -> how many requests of sessions were answered with it."""
     barrier_spread: Histogram = field(default_factory=Histogram)
     """Seconds between first and last arrival of a released barrier."""
@@ -77,6 +77,11 @@ class Counters:
                 self.generations_broken[code_label(event.broken.cause.code)] += 1
             for member in event.standings.members:
                 self.member_changes[state_label(member.state)] += 1
+
+
+def _zeros(labels: Iterable[str]) -> Counter[str]:
+    """Counts from 0 that are there from the start: Prometheus sees no increase in a first value."""
+    return Counter(dict.fromkeys((label for label in labels if label != "unspecified"), 0))
 
 
 def state_label(state: identity_pb2.MemberState.ValueType) -> str:

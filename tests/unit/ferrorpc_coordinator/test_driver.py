@@ -406,7 +406,7 @@ async def test_a_cause_that_a_later_version_has_is_told_and_counted(make):
     outbox = driver.connect(session_pb2.Hello())
     driver.receive(1, session_pb2.ClientFrame())
     assert len(outbox) == 1
-    assert driver._counters.generations_broken == {"unknown": 1}
+    assert +driver._counters.generations_broken == {"unknown": 1}
 
 
 async def told_while_a_group_is_written(make, rings):

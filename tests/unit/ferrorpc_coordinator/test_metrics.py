@@ -20,9 +20,18 @@ def test_answers_are_counted_by_what_they_tell():
     counters.observe(session_pb2.ServerFrame(result={"error": {"code": int(ErrorCode.BARRIER_TIMEOUT)}}))
     counters.observe(session_pb2.ServerFrame(event={"standings": {"members": [{"state": identity_pb2.MEMBER_STATE_STALLED}]}}))
     assert counters.barrier_spread.total == 1.5
-    assert counters.request_errors == {"barrier_timeout": 1}
-    assert counters.member_changes == {"stalled": 1}
-    assert not counters.generations_broken
+    assert +counters.request_errors == {"barrier_timeout": 1}
+    assert +counters.member_changes == {"stalled": 1}
+    assert not +counters.generations_broken
+
+
+def test_what_has_not_happened_yet_is_counted_as_zero():
+    """Prometheus sees no increase in the first value of a series that was not there before."""
+    counters = Counters()
+    assert counters.generations_broken["peer_lost"] == counters.member_changes["dead"] == 0
+    assert {"peer_lost", "collective_mismatch"} <= set(counters.generations_broken)
+    assert {"dead", "stalled"} <= set(counters.member_changes)
+    assert "barrier_timeout" in counters.request_errors
 
 
 def test_only_who_is_there_has_an_age():
