@@ -23,6 +23,8 @@ _OTHER_NAME_HINT: Final = (
     "issue its certificate with this host's name (`ferrorpc certs issue DIRECTORY coordinator --host NAME`), dial a name that "
     "it has, or set FERRORPC_TLS_CERT and FERRORPC_TLS_KEY here: then the job's name counts, not the host's"
 )
+_NOT_NOW: Final = (9, 10)
+"""OpenSSL's codes for a certificate that is not valid yet, or has expired."""
 _OTHER_NAME: Final = (62, 64)
 """OpenSSL's codes for a certificate that is sound, but of another host name or address."""
 
@@ -47,6 +49,11 @@ def diagnose(address: str, tls: TlsFiles | None, job: str, role: Role) -> FerroE
         # Twice: a server that ended at this moment would have hung up as well, and does not listen any more.
         return _try(address, context, name, tls) and _try(address, context, name, tls)
     except ssl.SSLCertVerificationError as error:
+        if error.verify_code in _NOT_NOW:
+            return AuthenticationError(
+                f"the certificate of who listens at {address} does not hold now: {error.verify_message}",
+                hint=f"renew it there (`ferrorpc certs issue DIRECTORY {role}`); if it is new, compare the clocks",
+            )
         return AuthenticationError(
             f"who listens at {address} is not the {role} of job {job!r}: {error.verify_message}",
             hint=_OTHER_NAME_HINT if error.verify_code in _OTHER_NAME and not tls.mutual else _OTHER_HINT,

@@ -1,10 +1,12 @@
 """What a connection that failed is told to come from, where that is TLS."""
 
 import contextlib
+import datetime
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent import futures
+from pathlib import Path
 
 import grpc
 import pytest
@@ -16,6 +18,8 @@ from ferrorpc.wire.tls import TlsFiles
 from tests.certificates import Issuer
 
 pytest.importorskip("cryptography")
+GONE = datetime.timedelta(minutes=-1)
+"""The lifetime of a certificate that has expired."""
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +53,21 @@ def test_who_is_known_by_a_certificate_is_the_coordinator_of_the_job_or_named_as
         found = said_of(f"127.0.0.1:{port}", worker)
     assert "is not the coordinator of job 'a'" in found.message
     assert "issued for this job" in found.hint
+
+
+def test_who_let_its_certificate_expire_is_told_from_somebody_else(ours: Issuer) -> None:
+    """Else whoever is on call looks for another process at that address."""
+    old = ours.issue(Role.COORDINATOR, "a", lifetime=GONE, where="old")
+    authority, certificate, key = (Path(str(file)).read_bytes() for file in (old.authority, old.certificate, old.key))
+    with futures.ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)], authority, True))
+        server.start()
+        found = said_of(f"127.0.0.1:{port}", ours.issue(Role.WORKER, "a"))
+        server.stop(0).wait(5)
+    assert "certificate has expired" in found.message
+    assert "is not the coordinator" not in found.message
+    assert "ferrorpc certs issue DIRECTORY coordinator" in found.hint
 
 
 def test_who_is_known_by_a_hosts_name_has_it_or_is_told_how_to_get_it(ours: Issuer) -> None:
