@@ -12,7 +12,7 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -121,9 +121,8 @@ async def serve(options: Options, announce: Callable[[Announcement], None]) -> N
     warn_of_floods(options, grpc.__version__)
     journal = Journal.open(options.data_dir) if options.data_dir is not None else None
     try:
-        rows = journal.rows() if journal is not None else []
         access = Access(options.grants)
-        coordinator = _recovered(options, rows, access)
+        coordinator = _recovered(options, journal.rows() if journal is not None else [], access)
         await _Service(options, coordinator, access, journal).run(announce)
     finally:
         if journal is not None:
@@ -219,12 +218,20 @@ class _Service:
         )
 
 
-def _recovered(options: Options, rows: Sequence[Row], access: Access) -> Coordinator:
-    """The state, with what the journal holds. What it does not understand in there it would not understand next time either."""
+def _recovered(options: Options, rows: list[Row], access: Access) -> Coordinator:
+    """The state, with what the journal holds; it empties `rows`, so that values are in memory once. What it does not understand
+    in there it would not understand next time either."""
+    known = bool(rows)
+    rows.reverse()
+
+    def taken() -> Iterator[Row]:
+        while rows:
+            yield rows.pop()
+
     try:
-        return Coordinator(options.settings, rows, access=access, mint=_mint, now_ns=time.monotonic_ns())
+        return Coordinator(options.settings, taken(), access=access, mint=_mint, now_ns=time.monotonic_ns())
     except Exception as error:
-        if options.data_dir is None or not rows:
+        if options.data_dir is None or not known:
             raise
         _log.debug("recovery failed", exc_info=True)
         raise damaged(options.data_dir, f"{type(error).__name__}: {error}") from None

@@ -271,4 +271,4 @@ class Coordinator:
                 by_job.setdefault(name, {}).setdefault(table, {})[key] = data
         for name in sorted(by_job):
             job = self._jobs[name] = Job(self._world, name)
-            job.recover(by_job[name])
+            job.recover(by_job.pop(name))

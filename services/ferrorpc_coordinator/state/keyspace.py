@@ -101,9 +101,9 @@ class Keyspace:
         return keys, False
 
     def recover(self, rows: dict[str, bytes]) -> None:
-        """Takes back what was durable."""
-        for key, data in rows.items():
-            row = journal_pb2.EntryRow.FromString(data)
+        """Takes back what was durable, out of `rows`: values twice would be more memory than is needed at any other time."""
+        for key in list(rows):
+            row = journal_pb2.EntryRow.FromString(rows.pop(key))
             self._place(key, Entry(row.value, row.revision, row.owner, row.generation))
             self.bytes += len(key) + len(row.value)
         self._sorted = sorted(self._entries)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from ferrorpc_coordinator.state.access import Access
 from ferrorpc_coordinator.state.settings import Settings
 
 from ferrorpc.errors import ConfigError
+from ferrorpc.v1.journal_pb2 import EntryRow
 from ferrorpc.wire.tls import TlsFiles
 
 OPTIONS = server.Options("127.0.0.1:0", Settings(), data_dir=Path("data"))
@@ -28,6 +30,23 @@ def test_an_empty_journal_is_not_blamed_for_what_fails_without_it(monkeypatch):
     monkeypatch.setattr(server, "_mint", mint)
     with pytest.raises(OSError, match="no entropy"):
         server._recovered(OPTIONS, [], Access(()))
+
+
+def test_what_is_recovered_is_in_memory_once():
+    """Else a coordinator that needs most of its memory for its stores could not start again."""
+    values = 16
+    tracemalloc.start()
+    try:
+        rows = [("meta", "cluster_id", b"c"), ("meta", "revision", b"1")]
+        rows += [("store", f"job/{n}", EntryRow(value=bytes(1 << 20), revision=1).SerializeToString()) for n in range(values)]
+        tracemalloc.reset_peak()
+        coordinator = server._recovered(OPTIONS, rows, Access(()))
+        now, peak = (size >> 20 for size in tracemalloc.get_traced_memory())
+    finally:
+        tracemalloc.stop()
+    assert coordinator.jobs["job"].store.keyspace.bytes >= values << 20
+    assert now < values + 4
+    assert peak < values + 4
 
 
 MEMBERS_ONLY = TlsFiles("ca", "certificate", "key")
