@@ -27,6 +27,8 @@ LATE_MS: Final = 2000
 IN_STEP: Final = 64
 """Ranks that are at most so many operations apart work in step."""
 _ORDER: Final = ("dead", "suspect", "stalled", "joining", "waiting", "active", "left")
+_GONE: Final = ("dead", "left")
+"""Whoever is, and has no rank in the newest generation, is of an earlier one."""
 _RIGHT: Final = frozenset({"rank", "step", "last beat", "late by", "ops/s", "in ops"})
 
 
@@ -49,7 +51,7 @@ def as_text(response: StatusResponse, earlier: Earlier | None = None, rows_max: 
     ]
     if response.waiting_reason:
         parts.append(tame(f"waiting: {response.waiting_reason}"))
-    parts.append(_members(list(response.members), earlier, rows_max))
+    parts.append(_members(response.members, earlier, rows_max))
     if response.barriers:
         parts.append(_titled("open barriers", [_barrier(barrier) for barrier in response.barriers]))
     if response.stragglers:
@@ -83,9 +85,14 @@ def state_of(member: Member) -> str:
     return MemberState.Name(member.state).removeprefix("MEMBER_STATE_").lower()
 
 
-def _members(members: list[Member], earlier: Earlier | None, rows_max: int | None) -> str:
-    if not members:
-        return "no members"
+def _members(members: Sequence[Member], earlier: Earlier | None, rows_max: int | None) -> str:
+    there = [member for member in members if member.rank >= 0 or state_of(member) not in _GONE]
+    gone = [member for member in members if member.rank < 0 and state_of(member) in _GONE]
+    text = _rows(there, earlier, rows_max) if there else "no members"
+    return f"{text}\nearlier processes: {_counted(gone)}" if gone else text
+
+
+def _rows(members: list[Member], earlier: Earlier | None, rows_max: int | None) -> str:
     ordered = sorted(members, key=lambda m: (m.rank < 0, m.rank, m.name))
     late = _lateness(members)
     hidden = 0
@@ -98,9 +105,12 @@ def _members(members: list[Member], earlier: Earlier | None, rows_max: int | Non
     header = ("rank", "name", "state", "host", "step", "ops/s", "in ops", "late by", "last beat", "doing", "why")
     kept = [column for column, name in enumerate(header) if name in _ALWAYS or any(row[column] for row in rows)]
     text = table([header[column] for column in kept], [[row[column] for column in kept] for row in rows], right=_RIGHT)
+    return f"{text}\n... and {hidden} more; of all: {_counted(members)}" if hidden else text
+
+
+def _counted(members: Sequence[Member]) -> str:
     states = [state_of(member) for member in members]
-    rest = f"\n... and {hidden} more; of all: " if hidden else ""
-    return text + (rest + ", ".join(f"{states.count(state)} {state}" for state in _ORDER if state in states) if rest else "")
+    return ", ".join(f"{states.count(state)} {state}" for state in _ORDER if state in states)
 
 
 _ALWAYS: Final = frozenset({"rank", "name", "state", "host", "step", "last beat", "doing", "why"})
@@ -112,7 +122,7 @@ def _lateness(members: Sequence[Member]) -> dict[str, int]:
     Where all stand, the others wait for those behind if the ranks work in step. Ranks that do different things, such as stages
     of a pipeline, drift apart; they are late only while others move.
     """
-    seated = [member for member in members if member.rank >= 0 and state_of(member) not in ("left", "dead")]
+    seated = [member for member in members if member.rank >= 0 and state_of(member) not in _GONE]
     steps = [member.step for member in seated] or [0]
     front = max(steps)
     moved = min((member.step_age_ms for member in seated), default=0)
@@ -135,7 +145,7 @@ def _row(member: Member, before: Member | None, seconds: float, late_ms: int) ->
         rate,
         within,
         f"{late_ms / 1000:.1f} s" if late_ms else "",
-        f"{member.beat_age_ms / 1000:.1f} s",
+        "-" if state_of(member) in _GONE else f"{member.beat_age_ms / 1000:.1f} s",
         member.activity or "-",
         member.reason,
     )

@@ -323,6 +323,7 @@ class Job:
         for name, data in rows.get("member", {}).items():
             member = Member.from_row(name, data)
             self.roster.add(member)
+            member.heard = member.step_since = self.desk.now  # no times are kept: ages count from the restart
             if member.alive:
                 self.leases.recovered(member)
         for number, data in sorted((int(key), data) for key, data in rows.get("generation", {}).items()):

@@ -58,7 +58,6 @@ class Leases:
     def recovered(self, member: Member) -> None:
         """The coordinator restarted; this member has not been heard of yet."""
         patience = max(member.lease_ns, self._desk.settings.restart_grace_ns)
-        member.heard = member.step_since = self._desk.now
         member.patience_until = self._desk.now + patience
         member.reason = "not heard of since the coordinator restarted"
         self._arm(member, member.patience_until)

@@ -161,6 +161,21 @@ def test_where_not_everybody_fits_whoever_is_in_trouble_comes_first():
     assert "... and 2 more; of all: 1 stalled, 1 waiting, 1 active" in text
 
 
+def test_processes_of_earlier_runs_are_counted_and_hide_nobody():
+    """Where every run has names of its own, as with containers, a job knows a thousand of them."""
+    response = answer()
+    for number in range(300):
+        state = identity_pb2.MEMBER_STATE_DEAD if number < 9 else identity_pb2.MEMBER_STATE_LEFT
+        response.members.add(name=f"old-{number}", rank=-1, state=state, host="a")
+    for rows_max in (None, 3):
+        text = as_text(response, rows_max=rows_max)
+        assert all(f" {name} " in text for name in ("a-0", "a-1", "spare"))
+        assert " old-" not in text
+        assert "\nearlier processes: 9 dead, 291 left\n" in text
+    del response.members[:3]
+    assert "no members\nearlier processes: 9 dead, 291 left\n" in as_text(response)
+
+
 def test_events_stragglers_and_times_are_told():
     response = answer()
     response.occurrences.add(kind="stalled", text="rank 1 (a-1 on a): silent", age_ms=4200)

@@ -45,6 +45,15 @@ def test_a_member_is_told_of_with_the_age_of_its_step_and_its_time_in_operations
     assert [(member.step, member.step_age_ms, member.operation_ms) for member in told] == [(4, 2000, 1700), (5, 0, 0)]
 
 
+def test_ages_of_whoever_went_before_a_restart_count_from_the_restart_and_not_from_the_clocks_zero() -> None:
+    world = world_of(1)
+    world.ask("m0", leave={})
+    world.tick(900 * SECOND)
+    world.restart()
+    (told,) = status_of(world).members
+    assert (told.state, told.beat_age_ms, told.step_age_ms) == (identity_pb2.MEMBER_STATE_LEFT, 0, 0)
+
+
 def test_the_time_of_training_steps_is_kept_from_the_last_beat_that_told_of_it() -> None:
     world = world_of(2)
     training = identity_pb2.Training(steps=3, compute_ms=300, exposed_ms=40, hidden_ms=20)
