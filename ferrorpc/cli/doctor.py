@@ -7,6 +7,7 @@ coordinator is asked for its health.
 from __future__ import annotations
 
 import ctypes
+import difflib
 import importlib.util
 import os
 import platform
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from ferrorpc.cli.client import address_of
-from ferrorpc.config import Config
+from ferrorpc.config import SETTINGS, Config
 from ferrorpc.errors import FerroError
 from ferrorpc.wire import options as wire_options
 from ferrorpc.wire.address import split_address
@@ -92,6 +93,18 @@ def versions(config: Config, environment: Mapping[str, str]) -> Findings:
         since = ".".join(map(str, wire_options.FLOODS_BOUNDED_SINCE))
         what = "this grpcio's servers let strangers who reach their ports fill the memory with pings"
         yield Finding("note", "versions", what, f"pip install 'grpcio>={since}'")
+
+
+def settings(config: Config, environment: Mapping[str, str]) -> Findings:
+    """Variables that look like settings and are none."""
+    known = [setting.variable for setting in SETTINGS]
+    unknown = sorted(name for name in environment if name.startswith("FERRORPC_") and name not in known)
+    for name in unknown:
+        (fix,) = difflib.get_close_matches(name, known, n=1) or ["`ferrorpc config`, which shows all there are"]
+        yield Finding("note", "settings", f"{name} is set, but no setting is called so", fix)
+    if not unknown:
+        changed = sum(config.source(setting.name) != "default" for setting in SETTINGS)
+        yield Finding("ok", "settings", f"{changed} of {len(known)} are given, and no variable is misspelt")
 
 
 def names(config: Config, environment: Mapping[str, str]) -> Findings:
@@ -289,6 +302,7 @@ def _private(files: TlsFiles) -> None:
 
 LOOKS: Final[dict[str, Look]] = {
     "versions": versions,
+    "settings": settings,
     "names": names,
     "proxies": proxies,
     "TLS": tls,

@@ -60,6 +60,14 @@ def test_what_listens_but_is_no_coordinator_is_bad(monkeypatch):
     assert (told["ports out"], told["ports"]) == ("ok", "bad")
 
 
+def test_a_misspelt_variable_is_noted_with_what_may_be_meant():
+    """It is not looked at anywhere else, so its default counts in silence."""
+    known = {"FERRORPC_TIMEOUT": "5", "PATH": "/bin"}
+    (one,) = found("settings", {"FERRORPC_TIMOUT": "5", **known})
+    assert (one.state, "FERRORPC_TIMOUT" in one.text, "FERRORPC_TIMEOUT" in one.fix) == ("note", True, True)
+    assert [one.state for one in found("settings", known)] == ["ok"]
+
+
 def test_names_that_lead_nowhere():
     (one,) = [one for one in found("names", coordinator="coordinator.invalid:29700") if "coordinator.invalid" in one.text]
     assert one.state == "bad"
