@@ -209,6 +209,13 @@ def test_a_job_trains_over_mutual_tls(stack: None, tmp_path: Path) -> None:
     assert_that_the_job_ends_well(120)
     stranger = ("run", "--rm", "--no-deps", "--entrypoint", "ferrorpc", "worker", "health", "--addr", "coordinator:29700")
     assert compose(*stranger, check=False).returncode != 0, "a process without certificates was answered"
+    fresh = tmp_path / "fresh"
+    authority.issue(Role.COORDINATOR, ["secret"], [], datetime.timedelta(hours=2), fresh)
+    for path in fresh.iterdir():  # as `cp` does, and the page says: a file that is put in the place of another is not seen
+        shutil.copyfile(path, tmp_path / path.name)
+    seen = compose("exec", "-T", "coordinator", "cat", "/run/secrets/coordinator_cert", variables=tls, over=over).stdout
+    assert seen == (fresh / "coordinator.pem").read_text()
+    compose("exec", "-T", "coordinator", "ferrorpc", "health", "--addr", "127.0.0.1:29700", variables=tls, over=over)
     compose("rm", "--stop", "--force", "worker", "coordinator")
 
 
