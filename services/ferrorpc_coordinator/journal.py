@@ -86,7 +86,8 @@ class Journal:
             os.close(lock)
             raise
         journal = cls(directory, lock, connection, reserve_bytes)
-        journal._take_reserve()
+        if not journal._take_reserve():
+            journal._run_out()
         return journal
 
     def rows(self) -> list[tuple[str, str, bytes]]:
@@ -180,19 +181,23 @@ class Journal:
                 if error.sqlite_errorcode not in _TRANSIENT:
                     raise
                 if error.sqlite_errorcode == sqlite3.SQLITE_FULL and not self.full:
-                    self.full = True
-                    _log.error("no room for the journal in %s: writes are refused until there is", self._directory)
+                    self._run_out()
                     self._reserve.unlink(missing_ok=True)
                     self._shrink()
                     continue
                 if error.sqlite_errorcode == sqlite3.SQLITE_BUSY and not held:
                     held = True
                     _log.error("another program holds the journal in %s: nothing is answered until it lets go", self._directory)
-                self._shrink()
+                if self.full:
+                    self._shrink()
                 self._closing.wait(_RETRY_SECONDS)
             else:
                 return True
         return False
+
+    def _run_out(self) -> None:
+        self.full = True
+        _log.error("no room for the journal in %s: writes are refused until there is", self._directory)
 
     def _shrink(self) -> None:
         """Gives the disk back what removed rows have left, as far as there is room to do so."""

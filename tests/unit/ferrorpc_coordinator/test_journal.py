@@ -336,6 +336,21 @@ def test_the_reserve_keeps_a_really_full_disk_working(small_disk):
 
 
 @pytest.mark.root
+def test_a_start_on_a_disk_that_is_nearly_full_refuses_what_could_fill_it(small_disk):
+    """Without a reserve the write that fills it would wait, and everybody behind it."""
+    mount = small_disk(1024)
+    filler = mount / "filler"
+    filler.write_bytes(bytes(640 << 10))
+    journal = Journal.open(mount, reserve_bytes=512 << 10)
+    journal.start(failed=lambda error: None)
+    assert journal.full
+    written(journal, [("t", "member", b"x")])
+    filler.unlink()
+    eventually(lambda: not journal.full)
+    journal.close()
+
+
+@pytest.mark.root
 def test_rows_that_are_removed_make_room_on_a_full_disk_of_its_own(small_disk):
     """As on a volume, where there is nothing else to remove."""
     mount = small_disk(16 << 10)
