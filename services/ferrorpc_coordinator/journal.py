@@ -201,12 +201,15 @@ class Journal:
 
     def _shrink(self) -> None:
         """Gives the disk back what removed rows have left, as far as there is room to do so."""
+        before = 0
         with contextlib.suppress(sqlite3.Error):
             while True:
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-                if not self._connection.execute("PRAGMA freelist_count").fetchone()[0]:
+                free = self._connection.execute("PRAGMA freelist_count").fetchone()[0]
+                if free in (0, before):
                     return
                 self._connection.execute(f"PRAGMA incremental_vacuum({_SHRINK_PAGES})").fetchall()
+                before = free
 
     def _take_reserve(self) -> bool:
         if self._reserve_bytes == 0 or not hasattr(os, "posix_fallocate"):  # macOS has no such promise of room

@@ -350,6 +350,20 @@ def test_a_start_on_a_disk_that_is_nearly_full_refuses_what_could_fill_it(small_
     journal.close()
 
 
+def test_a_journal_of_a_version_that_gave_no_room_back_still_gives_none(tmp_path):
+    """To write it anew would take as much room as it takes."""
+    with contextlib.closing(sqlite3.connect(tmp_path / "journal.sqlite")) as earlier:
+        earlier.execute("CREATE TABLE rows (tab, key, value, checksum, PRIMARY KEY (tab, key)) WITHOUT ROWID")
+        earlier.execute("PRAGMA user_version = 2")
+    journal = Journal.open(tmp_path, reserve_bytes=0)
+    journal.commit([("t", "k", bytes(100_000))])
+    journal.commit([("t", "k", None)])
+    free = journal._connection.execute("PRAGMA freelist_count").fetchone()
+    journal._shrink()
+    assert journal._connection.execute("PRAGMA freelist_count").fetchone() == free != (0,)
+    journal.close()
+
+
 @pytest.mark.root
 def test_rows_that_are_removed_make_room_on_a_full_disk_of_its_own(small_disk):
     """As on a volume, where there is nothing else to remove."""
