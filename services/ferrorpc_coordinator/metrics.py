@@ -14,11 +14,11 @@ from importlib import metadata
 from typing import Any, Final
 
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
+from ferrorpc_coordinator.state.job import Job
 
 _BOUNDS_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 MEMBERS_BY_RANK_MAX: Final = 256
 """Of a larger job there is no series for each rank: the status page shows those."""
-_GONE: Final = (identity_pb2.MEMBER_STATE_DEAD, identity_pb2.MEMBER_STATE_LEFT)
 
 
 class Histogram:
@@ -112,22 +112,22 @@ class JobGauges:
     store_bytes: int
 
     @classmethod
-    def of(cls, status: session_pb2.StatusResponse) -> JobGauges:
-        """From what the state tells of a job."""
-        members = Counter(state_label(member.state) for member in status.members)
-        newest = max(status.generations, key=lambda generation: generation.generation, default=session_pb2.GenerationStatus())
-        alive = [member for member in status.members if member.rank >= 0 and member.state not in _GONE]
+    def of(cls, job: Job) -> JobGauges:
+        """Counted here and not from the job's status: jobs that ended know many names, and each scrape takes the event loop."""
+        states = Counter(job.roster.state(member, job.rendezvous.joining(member)) for member in job.roster)
+        alive = [member for member in job.roster if member.rank >= 0 and member.alive]
+        newest, barriers = job.generations.newest, job.barriers.status()
         return cls(
-            members=members,
-            generation=newest.generation,
-            world_size=newest.size,
-            beat_age_seconds={member.rank: member.beat_age_ms / 1e3 for member in alive}
+            members={state_label(state): count for state, count in states.items()},
+            generation=0 if newest is None else newest.number,
+            world_size=0 if newest is None else len(newest.seats),
+            beat_age_seconds={member.rank: max(0, job.desk.now - member.heard) / 1e9 for member in alive}
             if len(alive) <= MEMBERS_BY_RANK_MAX
             else {},
-            open_barriers=len(status.barriers),
-            longest_barrier_seconds=max((barrier.age_ms for barrier in status.barriers), default=0) / 1e3,
-            store_keys=status.store_keys,
-            store_bytes=status.store_bytes,
+            open_barriers=len(barriers),
+            longest_barrier_seconds=max((barrier.age_ms for barrier in barriers), default=0) / 1e3,
+            store_keys=len(job.store.keyspace),
+            store_bytes=job.store.keyspace.bytes,
         )
 
 

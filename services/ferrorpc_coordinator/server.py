@@ -208,13 +208,12 @@ class _Service:
         return HttpServer.start(source, _host_of(self._options), self._options.http_port, self._options.tls)
 
     def _gauges(self) -> Gauges:
-        journal, settings = self._journal, self._options.settings
-        statuses = [job.status(settings.version, settings.durable) for job in self._coordinator.jobs.values()]
+        journal = self._journal
         return Gauges(
             sessions=self._driver.sessions,
             journal_commits=0 if journal is None else journal.commits,
             journal_full=self._driver.refuses_writes,
-            jobs={status.job: JobGauges.of(status) for status in statuses},
+            jobs={name: JobGauges.of(job) for name, job in self._coordinator.jobs.items()},
         )
 
 

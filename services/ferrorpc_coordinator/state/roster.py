@@ -83,19 +83,22 @@ class Roster:
             self._by_token.pop(forgotten.token_hash, None)
             self._desk.remove(TABLE, name)
 
+    def state(self, member: Member, joining: bool = False) -> identity_pb2.MemberState.ValueType:
+        """How the member is, as others see it."""
+        state = _STATES.get(member.standing)
+        if state is not None:
+            return state
+        if member.generation == self._desk.newest_generation and member.rank >= 0:
+            return identity_pb2.MEMBER_STATE_ACTIVE
+        return identity_pb2.MEMBER_STATE_JOINING if joining else identity_pb2.MEMBER_STATE_WAITING
+
     def describe(self, member: Member, joining: bool = False) -> identity_pb2.Member:
         """The member as others see it."""
-        state = _STATES.get(member.standing)
-        if state is None:
-            seated = member.generation == self._desk.newest_generation and member.rank >= 0
-            state = identity_pb2.MEMBER_STATE_ACTIVE if seated else identity_pb2.MEMBER_STATE_WAITING
-            if joining and not seated:
-                state = identity_pb2.MEMBER_STATE_JOINING
         told = identity_pb2.Member(
             name=member.name,
             incarnation=member.incarnation,
             rank=member.rank,
-            state=state,
+            state=self.state(member, joining),
             host=member.host,
             address=member.address,
             step=member.step,

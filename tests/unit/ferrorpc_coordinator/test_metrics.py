@@ -1,9 +1,12 @@
 """What is counted, and under which bound and label."""
 
-from ferrorpc_coordinator.metrics import Counters, Histogram, JobGauges
+from ferrorpc_coordinator.metrics import MEMBERS_BY_RANK_MAX, Counters, Histogram, JobGauges
+from ferrorpc_coordinator.state.settings import SECOND
 
 from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import identity_pb2, session_pb2
+from tests.transcripts.world import World
+from tests.unit.coordinator_state.helpers import arrive, join, set_
 
 
 def test_a_value_counts_under_each_bound_that_it_does_not_pass():
@@ -35,15 +38,38 @@ def test_what_has_not_happened_yet_is_counted_as_zero():
 
 
 def test_only_who_is_there_has_an_age():
-    states = (
-        identity_pb2.MEMBER_STATE_ACTIVE,
-        identity_pb2.MEMBER_STATE_STALLED,
-        identity_pb2.MEMBER_STATE_SUSPECT,
-        identity_pb2.MEMBER_STATE_DEAD,
-        identity_pb2.MEMBER_STATE_LEFT,
-    )
-    members = [identity_pb2.Member(rank=rank, state=state, beat_age_ms=250) for rank, state in enumerate(states)]
-    waiting = identity_pb2.Member(rank=-1, state=identity_pb2.MEMBER_STATE_WAITING)
-    gauges = JobGauges.of(session_pb2.StatusResponse(members=[*members, waiting]))
-    assert gauges.beat_age_seconds == {0: 0.25, 1: 0.25, 2: 0.25}
+    world = World()
+    join(world, "active", "stalled", "suspect", "dead", "left")
+    world.hello("waiting")
+    world.clients["stalled"].frozen = True
+    world.tick(4 * SECOND)
+    world.ask("left", leave={})
+    world.ask("dead", leave={"reason": "a bug"})
+    world.cut("suspect")
+    job = world.coordinator.jobs["job"]
+    gauges = JobGauges.of(job)
     assert gauges.members == {"active": 1, "stalled": 1, "suspect": 1, "dead": 1, "left": 1, "waiting": 1}
+    ranks = {name: job.roster.get(name).rank for name in ("active", "stalled", "suspect")}
+    assert gauges.beat_age_seconds == {ranks["active"]: 0, ranks["stalled"]: 4, ranks["suspect"]: 0}
+    assert (gauges.generation, gauges.world_size) == (1, 5)
+
+
+def test_a_large_job_has_no_age_for_each_rank():
+    for members, ages in ((MEMBERS_BY_RANK_MAX, MEMBERS_BY_RANK_MAX), (MEMBERS_BY_RANK_MAX + 1, 0)):
+        world = World()
+        join(world, *(f"m{number}" for number in range(members)))
+        gauges = JobGauges.of(world.coordinator.jobs["job"])
+        assert (gauges.members, len(gauges.beat_age_seconds)) == ({"active": members}, ages)
+
+
+def test_barriers_and_the_store_of_a_job_are_told():
+    world = World()
+    join(world, "a", "b")
+    assert JobGauges.of(world.coordinator.jobs["job"]).longest_barrier_seconds == 0
+    arrive(world, "a", "first")
+    world.tick(5 * SECOND)
+    arrive(world, "b", "second")
+    set_(world, "a", "key", b"value")
+    gauges = JobGauges.of(world.coordinator.jobs["job"])
+    assert (gauges.open_barriers, gauges.longest_barrier_seconds) == (2, 5)
+    assert (gauges.store_keys, gauges.store_bytes) == (1, 8)
