@@ -30,6 +30,9 @@ class Parker(Protocol):
 class Clock(Protocol):
     """Time in seconds from an arbitrary origin, threads, and places to wait."""
 
+    one_at_a_time: bool
+    """Only one of its threads runs at any time, and gives way only while it parks."""
+
     def now(self) -> float:
         """Monotonic seconds."""
 
@@ -74,6 +77,8 @@ class _SemaphoreParker:
 
 class SystemClock:
     """The real clock: time.monotonic, daemon threads, locks."""
+
+    one_at_a_time = False
 
     def now(self) -> float:
         return time.monotonic()

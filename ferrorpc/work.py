@@ -7,13 +7,20 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Final, Generic, NoReturn, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, UsageError
-from ferrorpc.guard import FOREVER, Clock, seconds_of
+from ferrorpc.guard import FOREVER, Clock, Parker, seconds_of
 
 Result = TypeVar("Result")
+TURN_MIN_SECONDS: Final = 1e-5
+TURN_MAX_SECONDS: Final = 1e-2
+"""How long, by a clock whose threads take turns, a loop gives way at a time: long enough that minutes are few turns."""
+
 _log = logging.getLogger("ferrorpc.work")
+_awaiting: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[Clock, Parker]] = WeakKeyDictionary()
+"""Where a loop gives way: one place by each clock, so that it goes on as soon as any Work that its coroutines await is done."""
 
 
 class Meter(Protocol):
@@ -127,10 +134,26 @@ class Work(Generic[Result]):
 
     def __await__(self) -> Generator[Any, None, Result]:
         loop = asyncio.get_running_loop()
-        event = asyncio.Event()
-        self.on_done(lambda: _signal(loop, event))
-        yield from event.wait().__await__()
+        if self._clock.one_at_a_time:
+            yield from self._by_turns(loop).__await__()
+        else:
+            event = asyncio.Event()
+            self.on_done(lambda: _signal(loop, event))
+            yield from event.wait().__await__()
         return self.wait()
+
+    async def _by_turns(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Lets the loop's other coroutines and the clock's other threads run in turn: a loop that slept would stop these."""
+        parkers = _awaiting.setdefault(loop, WeakKeyDictionary())
+        parker = parkers.setdefault(self._clock, self._clock.parker())
+        self.on_done(parker.unpark)
+        seconds = TURN_MIN_SECONDS
+        while True:
+            await asyncio.sleep(0)
+            if self._done:
+                return
+            parker.park(self._clock.now() + seconds)
+            seconds = min(2 * seconds, TURN_MAX_SECONDS)
 
     def on_done(self, callback: Callable[[], None]) -> None:
         """Calls `callback` (which must not block) once the operation has ended; at once if it has."""

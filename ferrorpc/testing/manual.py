@@ -14,6 +14,8 @@ class ManualClock:
         start: its first reading in seconds.
     """
 
+    one_at_a_time = False
+
     def __init__(self, start: float = 0.0) -> None:
         self.changed = threading.Condition()
         self._now = start

@@ -96,6 +96,8 @@ class VirtualClock:
         switches: how many handovers there were.
     """
 
+    one_at_a_time = True
+
     def __init__(self, seed: int = 0) -> None:
         self.trace = 0
         self.switches = 0

@@ -1,5 +1,7 @@
 """run_world: results in rank order, the first cause of a failure, and what the fault plan asks for."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -202,3 +204,28 @@ def test_what_the_root_could_not_send_is_refused_on_every_rank(wrong) -> None:
         return int(group.all_reduce(1))
 
     assert run_world(2, body) == [2, 2]
+
+
+@both_clocks
+def test_works_are_awaited_in_it_beside_each_other(clock) -> None:
+    async def ring(group) -> list[int]:
+        async def receive() -> int:
+            return int(await group.recv((group.rank - 1) % group.size, async_op=True))
+
+        async def send() -> None:
+            await asyncio.sleep(0)
+            await group.all_reduce(1, async_op=True)
+            await group.send(group.rank, (group.rank + 1) % group.size, async_op=True)
+
+        received, _, total = await asyncio.gather(receive(), send(), group.all_reduce(group.rank, async_op=True))
+        return [received, int(total)]
+
+    assert run_world(3, lambda group: asyncio.run(ring(group)), clock=clock) == [[2, 3], [0, 3], [1, 3]]
+
+
+def test_who_awaits_for_ever_is_told_at_the_operations_deadline() -> None:
+    async def lonely(group) -> object:
+        return await group.recv(1 - group.rank, async_op=True)
+
+    results = run_world(2, lambda group: asyncio.run(lonely(group)), return_exceptions=True)
+    assert [type(result) for result in results].count(CollectiveTimeoutError) >= 1
