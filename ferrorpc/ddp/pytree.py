@@ -7,6 +7,7 @@ order of the containers, dicts in their own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import Any
 
 from ferrorpc.errors import UsageError
@@ -54,7 +55,10 @@ def _map(tree: Any, path: str, leaves: Mapping[str, Any]) -> Any:
         return leaves.get(path) if tree is None else leaves[path]
     mapped = [_map(child, _join(path, key), leaves) for key, child in children]
     if isinstance(tree, dict):
-        return dict(zip(tree, mapped, strict=True))
+        made = copy(tree)  # an OrderedDict stays one
+        for key, value in zip(tree, mapped, strict=True):
+            made[key] = value
+        return made
     if isinstance(tree, list):
         return mapped
     return type(tree)(*mapped) if hasattr(tree, "_fields") else tuple(mapped)

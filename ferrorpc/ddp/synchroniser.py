@@ -21,6 +21,7 @@ from ferrorpc.ddp.round import Round, unless_interrupted
 from ferrorpc.ddp.steps import Steps
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup, group_given
+from ferrorpc.operations.arguments import shape_of
 from ferrorpc.types import TensorSpec, dtype_given
 
 if TYPE_CHECKING:
@@ -45,8 +46,9 @@ class GradientSynchronizer(Generic[Tree]):
     None in the result.
 
     Args:
-        like: a tree (dicts, lists, tuples, named tuples) of arrays or `TensorSpec`s, as the gradients will be. Leaves are named
-            by their paths: "layer3/weight". Where all are CuPy arrays of one GPU the buckets lie there, else on the host.
+        like: a tree (dicts, lists, tuples, named tuples) of arrays or `TensorSpec`s, as the gradients will be; the weights are.
+            A spec's dtype may be a name. Leaves are named by their paths: "layer3/weight". Where all are CuPy arrays of one GPU
+            the buckets lie there, else on the host.
         group: every rank constructs its synchroniser at the same point of its program, with the same tree.
         bucket_cap_mb: how many MiB of gradients a bucket may hold; the first one holds at most 1 MiB.
         order: paths in the order in which gradients become ready; None for the reverse of the tree's.
@@ -97,7 +99,7 @@ class GradientSynchronizer(Generic[Tree]):
         group = group_given(group)
         self._like = like
         self._views = gradient_as_bucket_view
-        leaves = {name: _outline(leaf) for name, leaf in flatten(like).items()}
+        leaves = {name: _outline(name, leaf) for name, leaf in flatten(like).items()}
         self._specs = {name: leaf if isinstance(leaf, TensorSpec) else _spec(name, leaf) for name, leaf in leaves.items()}
         self._kinds = {name: NUMPY if isinstance(leaf, TensorSpec) else kind_of(leaf) for name, leaf in leaves.items()}
         self._ordered = {name: leaf for name, leaf in leaves.items() if not kind_of(leaf).takes_any_order(leaf)}
@@ -313,12 +315,18 @@ class SynchronizerStep(Generic[Tree]):
         self._means = self._owner._means(self._round, self._kinds)
 
 
-def _outline(leaf: Any) -> Any:
-    """A spec for what has a shape and a dtype but no elements, such as jax.ShapeDtypeStruct; anything else as it is."""
+def _outline(name: str, leaf: Any) -> Any:
+    """A spec for what has a shape and a dtype but no elements, such as jax.ShapeDtypeStruct; anything else as it is.
+
+    A tensor that requires a gradient, as parameters do, looks like its gradient: no element of it is read.
+    """
+    if getattr(leaf, "requires_grad", False) is True:
+        return leaf.detach()
     is_array = kind_of(leaf) is not NUMPY or hasattr(leaf, "__dlpack__") or hasattr(leaf, "__array__")
-    if is_array or isinstance(leaf, TensorSpec) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+    if is_array or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return leaf
-    return TensorSpec(dtype_given(leaf.dtype), tuple(leaf.shape))
+    with Named(f"gradient {name!r}"):
+        return TensorSpec(dtype_given(leaf.dtype), shape_of(leaf.shape))
 
 
 def _spec(name: str, leaf: Any) -> TensorSpec:

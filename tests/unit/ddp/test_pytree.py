@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict
 from typing import NamedTuple
 
 import pytest
@@ -35,6 +36,13 @@ def test_rebuild_keeps_every_container():
     doubled = rebuild(TREE, {path: 2 * leaf for path, leaf in flatten(TREE).items()})
     assert doubled == {"layers": [Layer(2, 4), Layer(6, None)], "head": {"w": 8, 7: (10, 12)}, "none": None, "empty": {}}
     assert isinstance(doubled["layers"][0], Layer)
+
+
+@pytest.mark.parametrize("made", [OrderedDict(b=1, a=2), defaultdict(list, b=1, a=2), Counter(b=1, a=2)])
+def test_rebuild_keeps_what_kind_of_dict_it_was(made):
+    halved = rebuild(made, {"b": 0.5, "a": 1.0})
+    assert (type(halved), list(halved.items())) == (type(made), [("b", 0.5), ("a", 1.0)])
+    assert dict(made) == {"b": 1, "a": 2}
 
 
 def test_a_single_leaf_is_a_tree():

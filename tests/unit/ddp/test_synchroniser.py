@@ -357,6 +357,25 @@ def test_means_belong_to_the_caller_unless_views_were_asked_for():
     assert run_world(2, body) == [([1.0, 1.0], True)] * 2
 
 
+@pytest.mark.parametrize("dtype", ["float32", np.float32, "f4", np.dtype("float32"), DType.FLOAT32])
+def test_a_specs_dtype_may_be_given_as_dtypes_are_everywhere(dtype):
+    def body(group):
+        sync = GradientSynchronizer({"w": TensorSpec(dtype, [3])}, group)
+        return sync({"w": np.full(3, group.rank, np.float32)})["w"].tolist()
+
+    assert run_world(2, body) == [[0.5, 0.5, 0.5]] * 2
+
+
+def test_a_spec_of_a_dtype_that_is_none_is_refused_by_its_name():
+    def body(group):
+        with pytest.raises(TensorMismatchError, match=r"^gradient 'w': dtype float8 is not supported"):
+            GradientSynchronizer({"w": TensorSpec("float8", (3,))}, group)
+        with pytest.raises(UsageError, match=r"^gradient 'w': shape=\(-3,\) is no shape"):
+            GradientSynchronizer({"w": TensorSpec("float32", (-3,))}, group)
+
+    run_world(1, body)
+
+
 class Outline:
     """As jax.ShapeDtypeStruct: a shape and a dtype, and no elements."""
 

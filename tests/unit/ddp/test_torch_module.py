@@ -63,3 +63,15 @@ def test_trees_of_tensors_come_back_as_tensors():
     for result in run_world(2, body):
         assert result.dtype is torch.bfloat16
         assert result.float().tolist() == [[0.5] * 3] * 2
+
+
+def test_a_modules_parameters_show_a_synchroniser_what_their_gradients_will_be():
+    def body(group):
+        module = network(seed=0)
+        sync = GradientSynchronizer(dict(module.named_parameters()), group)
+        means = sync({name: torch.full_like(each, float(group.rank)) for name, each in module.named_parameters()})
+        assert all(parameter.grad is None for parameter in module.parameters())
+        return {name: (mean.shape, mean.unique().tolist()) for name, mean in means.items()}
+
+    shapes = {name: parameter.shape for name, parameter in network(seed=0).named_parameters()}
+    assert run_world(2, body) == [{name: (shape, [0.5]) for name, shape in shapes.items()}] * 2
