@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -15,17 +15,30 @@ MEASUREMENTS: Final = {
     "rendezvous": Entry("ferrorpc.cli.bench.rendezvous", "Many members joining one round."),
     "barrier": Entry("ferrorpc.cli.bench.barrier", "Named barriers of many members."),
 }
+FIRST: Final = "all_reduce"
+"""What is measured where `--json` stands alone."""
 
 
 @click.pass_context
-def _fit(context: click.Context, fit: Path | None, ranks: str) -> None:
+def _measure(context: click.Context, fit: Path | None, ranks: str, as_json: bool) -> Any:
     """Runs where options of the group itself are given."""
-    if fit is None:
+    if fit is not None:
+        if context.invoked_subcommand is not None or as_json:
+            raise click.UsageError("--fit is a measurement of its own: leave --json and other measurements away")
+        _fit(fit, ranks)
+    elif not as_json:
         if context.invoked_subcommand is None:
             click.echo(context.get_help())
-        return
-    if context.invoked_subcommand is not None:
-        raise click.UsageError("--fit is a measurement of its own: leave the other one away")
+    elif context.invoked_subcommand is None:
+        chosen = command.get_command(context, FIRST)
+        assert chosen is not None
+        return context.invoke(chosen, as_json=True)
+    else:
+        context.default_map = {name: {"as_json": True} for name in MEASUREMENTS}
+    return None
+
+
+def _fit(fit: Path, ranks: str) -> None:
     if not os.access(fit.absolute().parent, os.W_OK):
         raise click.BadParameter(f"nothing can be written beside {fit}", param_hint="--fit")
     from ferrorpc.cli.bench.fit import cases, measure, table_of
@@ -45,7 +58,7 @@ command = LazyGroup(
     name="bench",
     help="Measure on this machine. Each takes --json, and runs its counterparts beside it where they are installed.",
     invoke_without_command=True,
-    callback=_fit,
+    callback=_measure,
     params=[
         click.Option(
             ["--fit"],
@@ -53,5 +66,6 @@ command = LazyGroup(
             help="Measure what messages and folding cost between processes here, and write the cost table into this file.",
         ),
         click.Option(["--ranks"], default="2,4", show_default=True, help="With --fit: numbers of ranks to measure with."),
+        click.Option(["--json", "as_json"], is_flag=True, help=f"Print JSON; of {FIRST}, where no command is named."),
     ],
 )

@@ -41,7 +41,8 @@ def named(name: str, stages: int, microbatches: int, chunks: int | None = None) 
         UsageError: there is no such schedule, or it does not admit these counts; the message names the rule.
     """
     key = name.lower().replace("-", "_")
-    make = NAMED.get(_ALIASES.get(key, key))
+    key = _ALIASES.get(key, key)
+    make = NAMED.get(key)
     if make is None:
         raise UsageError(f"there is no schedule {name!r}", hint=f"use one of: {', '.join(NAMED)}")
     if "chunks" in inspect.signature(make).parameters:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias, TypedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias, TypedDict
 
 from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.actions import Kind
@@ -74,6 +74,7 @@ def simulate(table: Table, costs: tuple[Cost, Cost, Cost], latency: float, trans
     if found:
         raise UsageError(f"{table} is not sound: " + "; ".join(str(each) for each in found[:3]))
     forward, backward_input, backward_weight = (_of_pieces(cost, table) for cost in costs)
+    latency, transfer = _number(latency, "a latency"), _number(transfer, "a transfer")
     durations = {}
     for stage in range(table.virtual_stages):
         durations[Kind.FORWARD, stage] = forward[stage]
@@ -108,12 +109,19 @@ def _lane(rank: int, pieces: Sequence[int]) -> str:
 
 def _of_pieces(cost: Cost, table: Table) -> list[float]:
     """The cost of each piece of the model."""
-    if isinstance(cost, int | float):
-        cost = [float(cost)] * table.stages
-    if len(cost) == table.stages:
+    given = cost if isinstance(cost, Iterable) and not isinstance(cost, str) else [cost] * table.stages
+    costs = [_number(each, "a cost") for each in given]
+    if len(costs) == table.stages:
         held = [len(table.pieces(rank)) for rank in range(table.stages)]
-        return [float(cost[rank]) / held[rank] for rank in table.placement]
-    if len(cost) == table.virtual_stages:
-        return [float(each) for each in cost]
+        return [costs[rank] / held[rank] for rank in table.placement]
+    if len(costs) == table.virtual_stages:
+        return costs
     lengths = " or ".join(str(length) for length in sorted({table.stages, table.virtual_stages}))
-    raise UsageError(f"a list of {len(cost)} costs for {table}", hint=f"give one number, or a list of {lengths}")
+    raise UsageError(f"a list of {len(costs)} costs for {table}", hint=f"give one number, or a list of {lengths}")
+
+
+def _number(value: Any, what: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"{value!r} is no number, so it cannot be {what}", hint="give time units, 0 or more") from None

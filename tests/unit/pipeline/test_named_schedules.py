@@ -151,3 +151,4 @@ def test_chunks_are_refused_where_the_schedule_fixes_them():
     with pytest.raises(UsageError, match="every rank holds 2"):
         schedules.named("zbv", 4, 8, chunks=3)
     assert schedules.named("zbv", 4, 8, chunks=2).actions == schedules.zbv(4, 8).actions
+    assert schedules.named("DualPipeV", 4, 8, chunks=2).actions == schedules.dualpipe_v(4, 8).actions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ferrorpc import schedules
@@ -103,6 +104,11 @@ def test_costs_are_of_ranks_or_of_pieces():
     assert (lengths["0F0"], lengths["1F0"], lengths["2F0"], lengths["3F0"]) == (1, 2, 2, 1)
     by_piece = schedule.simulate(forward=[1.0, 2.0, 3.0, 4.0])
     assert {span.name: span.stop - span.start for span in by_piece.spans}["3F0"] == 4.0
+    one = schedule.simulate().makespan
+    assert schedule.simulate(np.float32(1), np.int64(1), np.ones(2)).makespan == one
+    for wrong in ({"forward": None}, {"backward_input": "two"}, {"backward_weight": [1, "two"]}, {"latency": None}):
+        with pytest.raises(UsageError, match=r"is no number, so it cannot be a (cost|latency)"):
+            schedule.simulate(**wrong)
     with pytest.raises(UsageError, match=r"a list of 3 costs(.|\n)*a list of 2 or 4"):
         schedule.simulate(forward=[1.0, 2.0, 3.0])
 
