@@ -49,6 +49,8 @@ class TorchKind(Kind):
         if str(x.layout) != "torch.strided":
             hint = "pass x.to_dense(); for a gradient, make the module with sparse=False"
             raise UsageError(f"the tensor's layout is {x.layout}", hint=hint)
+        if x.is_nested:
+            raise UsageError("the tensor is nested: its rows differ in length", hint="send x.values(), or each of x.unbind()")
         return TensorSpec(dtype_named(str(x.dtype).removeprefix("torch.")), tuple(x.shape))
 
     def out(self, x: Any, spec: TensorSpec) -> Out:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ferrorpc.arrays.kinds import NUMPY, copy_into, spec_of, view, view_out
 from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.collectives.algorithms.plan import Plan
 from ferrorpc.collectives.announced import prepare
@@ -18,16 +19,16 @@ from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.board import Board
 from ferrorpc.collectives.basis import Basis
 from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.endpoints import BACKEND_TAG_MAX, peer_of, tag_of
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.pairwise import Lines, RecvExecution, SendExecution
 from ferrorpc.collectives.prepared import PlanPrepared
 from ferrorpc.collectives.progress import progress_of
 from ferrorpc.collectives.select import ANYWHERE, explain
 from ferrorpc.coordination.base import Session
-from ferrorpc.errors import InvalidRankError, SelfSendError
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
-from ferrorpc.types import TensorSpec, dtype_of
+from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
 from ferrorpc.work import Work
 
@@ -122,41 +123,31 @@ class MessageBackend(Backend):
         return "; ".join(str(report) for report in reports)
 
     def start_send(self, data: Any, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
-        self._refuse_self(dst)
         return SendExecution(self.transport, self.group_id, self._lines, data, spec, self.world_ranks[dst], tag, guard)
 
     def start_recv(self, src: int, tag: int, out: Any, spec: TensorSpec | None, guard: Guard) -> Execution:
-        self._refuse_self(src)
         return RecvExecution(self.transport, self.group_id, self.world_ranks[src], tag, out, spec, guard)
-
-    def _refuse_self(self, peer: int) -> None:
-        if peer == self.rank:
-            raise SelfSendError(f"rank {peer} cannot send to or receive from itself")
-
-    def _refuse_stranger(self, peer: int) -> None:
-        if not 0 <= peer < self.size:
-            raise InvalidRankError(f"there is no rank {peer}: this group has ranks 0 to {self.size - 1}")
 
     def submit(self, execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
         """Its executions never block, so one thread interleaves those of all groups of the process."""
         return progress_of(self.clock).submit(execution, self.abort, convert)
 
-    def send(self, data: Array, dst: int, tag: int = 0) -> None:
-        self._refuse_stranger(dst)
-        contiguous = np.ascontiguousarray(data).reshape(data.shape)
-        spec = TensorSpec(dtype_of(contiguous.dtype), contiguous.shape)
-        self.run(self.start_send(contiguous, spec, dst, tag, self.guard(None)))
+    def send(self, data: Any, dst: int, tag: int = 0) -> None:
+        peer, tag, source = peer_of(dst, self.rank, self.size, "dst"), tag_of(tag, BACKEND_TAG_MAX), view(data)
+        self.run(self.start_send(source.data, source.spec, peer, tag, self.guard(None)))
 
-    def recv(self, src: int, tag: int = 0, out: Array | None = None, timeout: float | None = None) -> Array:
-        self._refuse_stranger(src)
-        spec = None if out is None else TensorSpec(dtype_of(out.dtype), out.shape)
-        target = out if out is None or out.flags.c_contiguous else np.empty(out.shape, out.dtype)
-        execution = self.start_recv(src, tag, target, spec, self.guard(timeout))
-        result = self.run(execution)[0]
-        if out is None or result is out:
-            return result
-        out[...] = result
-        return out
+    def recv(self, src: int, tag: int = 0, out: Any = None, timeout: float | None = None) -> Array:
+        peer, tag = peer_of(src, self.rank, self.size, "src"), tag_of(tag, BACKEND_TAG_MAX)
+        place = None if out is None else view_out(out, spec_of(out))
+        target, spec = (None, None) if place is None else (place.data, place.spec)
+        execution = self.start_recv(peer, tag, target, spec, self.guard(timeout))
+        found = self.run(execution)[0]
+        if place is None:
+            return NUMPY.wrap(found, execution.specs[0])
+        if found is not place.data:
+            copy_into(place.data, found)
+        received: Array = place.commit()
+        return received
 
     def barrier(self, timeout: float | None = None) -> None:
         with self._lock:

@@ -1,8 +1,9 @@
 """Collectives over nothing but a backend's own blocking send and recv, so that a third party needs to write only those.
 
-The same plans, another way to run them: sends go out on a helper thread in order (a backend's send may block until its
-peer receives), receives are blocking calls on the driver's thread. Every message has a tag of its own, made from the
-operation's key and the plan's slot. Such a backend runs one operation at a time, and cannot tell a mismatch from a delay.
+The same plans, another way to run them: sends go out on helper threads, one for each peer and to each in order (a backend's
+send may block until its peer receives), receives are blocking calls on the driver's thread. Every message has a tag of its
+own, made from the operation's key and the plan's slot. Such a backend runs one operation at a time, and cannot tell a
+mismatch from a delay.
 """
 
 from __future__ import annotations
@@ -50,43 +51,41 @@ def relay_tag(key: Key, slot: int) -> int:
 
 
 class Courier:
-    """Sends arrays in order on a thread of its own; its first failure is kept for the driver."""
+    """Sends arrays to each peer in order, on a thread for each; the first failure is kept for the driver."""
 
     def __init__(self, backend: PointToPoint, guard: Guard) -> None:
         self._backend = backend
         self._guard = guard
         self._lock = threading.Lock()
-        self._queue: deque[tuple[Array, int, int]] = deque()
+        self._queues: dict[int, deque[tuple[Array, int]]] = {}
+        """What each peer is still to get; a peer is here as long as its thread runs."""
         self._drained = guard.clock.parker()
-        self._busy = False
-        self.error: FerroError | None = None
+        self.error: Exception | None = None
 
     def send(self, data: Array, peer: int, tag: int) -> None:
         """Queues one array, which nobody may change any more."""
         with self._lock:
-            self._queue.append((data, peer, tag))
-            start, self._busy = not self._busy, True
+            start = peer not in self._queues
+            self._queues.setdefault(peer, deque()).append((data, tag))
         if start:
-            self._guard.clock.start(self._run, "ferrorpc-courier")
+            self._guard.clock.start(lambda: self._run(peer), "ferrorpc-courier")
 
-    def _run(self) -> None:
+    def _run(self, peer: int) -> None:
         while True:
             with self._lock:
-                if not self._queue:
-                    self._busy = False
+                if not self._queues[peer] or self.error is not None:
+                    del self._queues[peer]
                     break
-                data, peer, tag = self._queue.popleft()
+                data, tag = self._queues[peer].popleft()
             try:
                 self._backend.send(data, peer, tag)
-            except FerroError as error:
-                with self._lock:
-                    self.error = error
-                    self._queue.clear()
+            except Exception as problem:  # noqa: BLE001  the driver raises it: a third party's send may raise anything
+                self.error = problem
         self._drained.unpark()
 
     def drain(self) -> None:
         """Waits until all is sent. Raises what stopped it."""
-        while self._busy:
+        while self._queues:
             if not self._drained.park(self._guard.deadline):
                 raise CollectiveTimeoutError([], f"a send took longer than {self._guard.seconds:g} s")
         if self.error is not None:

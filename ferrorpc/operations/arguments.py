@@ -4,30 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import index
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of, split, view
-from ferrorpc.errors import InvalidRankError, SelfSendError, TensorMismatchError, UsageError
+from ferrorpc.collectives.endpoints import rank_of
+from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.operations.results import NOTHING, Into, IntoList, IntoWhole, New, NewList, Result
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import DIMENSION_MAX, NDIM_MAX
 
-TAG_MAX: Final = (1 << 62) - 1
-"""Larger tags belong to collectives that run over a backend's send and recv."""
-
 Aliasing: TypeAlias = Into | IntoList | IntoWhole
-
-
-def rank_of(rank: Any, size: int, what: str) -> int:
-    """A rank of a group of `size`. Raises InvalidRankError."""
-    try:
-        found = index(rank)
-    except TypeError:
-        found = -1
-    if not 0 <= found < size:
-        raise InvalidRankError(f"{what} is {rank!r}, but this group has ranks 0 to {size - 1}")
-    return found
 
 
 def ranks_of(ranks: Iterable[Any], size: int) -> list[int]:
@@ -39,25 +26,6 @@ def ranks_of(ranks: Iterable[Any], size: int) -> list[int]:
         hint = "give at least one rank, and none twice"
         raise UsageError(f"ranks={chosen!r} must name each member of the subgroup once", hint=hint)
     return chosen
-
-
-def peer_of(peer: Any, own: int, size: int, what: str) -> int:
-    """The other rank of a send or recv. Raises InvalidRankError or SelfSendError."""
-    found = rank_of(peer, size, what)
-    if found == own:
-        raise SelfSendError(f"{what} is {found}, which is this rank itself")
-    return found
-
-
-def tag_of(tag: Any) -> int:
-    """The tag of a send or recv. Raises UsageError."""
-    try:
-        found = index(tag)
-    except TypeError:
-        found = -1
-    if not 0 <= found <= TAG_MAX:
-        raise UsageError(f"tag={tag!r} is no integer from 0 to 2^62 - 1", hint="leave it away, or count from 0")
-    return found
 
 
 def shape_of(shape: Any) -> tuple[int, ...]:

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from ferrorpc.arrays.base import View
 from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.endpoints import rank_of
 from ferrorpc.errors import UsageError
 from ferrorpc.guard import seconds_of
-from ferrorpc.operations.arguments import kind_like, no_result, rank_of
+from ferrorpc.operations.arguments import kind_like, no_result
 from ferrorpc.operations.messages import Messages
 from ferrorpc.operations.results import NOTHING, Result
 from ferrorpc.operations.signatures import A, Later, Moving, Now, Op, Parts, Readable, Reducing, Scalar, Timed

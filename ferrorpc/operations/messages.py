@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 
 from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.backends.base import Backend
+from ferrorpc.collectives.endpoints import peer_of, tag_of
 from ferrorpc.guard import seconds_of
-from ferrorpc.operations.arguments import Arguments, peer_of, tag_of
+from ferrorpc.operations.arguments import Arguments
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.expected import Expected
 from ferrorpc.operations.results import Into

@@ -121,6 +121,8 @@ class IntoList(Result):
     def __init__(self, out: Sequence[Any], size: int, near: bool = False) -> None:
         if len(out) != size:
             raise TensorMismatchError(f"out has {len(out)} arrays for {size} ranks", hint="pass one array for each rank")
+        if len(set(map(id, out))) != size:
+            raise TensorMismatchError("out has one array several times", hint="pass a list of arrays, not [array] * group.size")
         self._given = out
         self._outs: list[Out] = [view_out(part, spec_of(part), near) for part in out]
         self.targets = [part.data for part in self._outs]

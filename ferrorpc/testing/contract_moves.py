@@ -193,6 +193,9 @@ class MoveContract(Contract):
                     group.all_to_all([np.ones(1), *[np.ones(1, np.float32)] * (size - 1)])
             with pytest.raises(TensorMismatchError, match="arrays for"):
                 group.all_gather(1.0, out=[np.zeros(())] * (size + 1))
+            if group.size > 1:
+                with pytest.raises(TensorMismatchError, match="one array several times"):
+                    group.all_gather(np.zeros(3), out=[np.zeros(3)] * group.size)
             with pytest.raises(UsageError):
                 group.all_gather("text")  # type: ignore[call-overload]
             with pytest.raises(TensorMismatchError, match="object"):

@@ -58,7 +58,24 @@ class QueueBackend(Backend):
         """Nothing is held."""
 
 
-def queue_backends(size: int) -> list[QueueBackend]:
+class MeetingBackend(QueueBackend):
+    """One whose send returns only when the peer has received, as MPI's synchronous one does."""
+
+    name = "meetings"
+
+    def send(self, data: Array, dst: int, tag: int = 0) -> None:
+        taken = threading.Event()
+        self.wires.queue(dst, self.rank, -1 - tag).put(taken)  # type: ignore[arg-type]
+        super().send(data, dst, tag)
+        taken.wait()
+
+    def recv(self, src: int, tag: int = 0, out: Array | None = None, timeout: float | None = None) -> Array:
+        data = super().recv(src, tag, out, timeout)
+        self.wires.queue(self.rank, src, -1 - tag).get().set()  # type: ignore[attr-defined]
+        return data
+
+
+def queue_backends(size: int, kind: type[QueueBackend] = QueueBackend) -> list[QueueBackend]:
     """One for each rank of a world."""
     wires = Wires(size)
-    return [QueueBackend(rank, size, wires) for rank in range(size)]
+    return [kind(rank, size, wires) for rank in range(size)]

@@ -8,8 +8,11 @@ from typing import Any
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing import BackendContract, BasicBackendContract, FaultPlan, run_groups, run_world
+from ferrorpc.testing.contract_moves import MoveContract
+from ferrorpc.testing.contract_reductions import ReductionContract
 from ferrorpc.transports.routed import RoutedTransport
-from tests.contract.queues import queue_backends
+from tests.contract.queues import MeetingBackend, queue_backends
+from tests.contract.wrapped import wrapped_backends
 from tests.integration.test_grpc_backend import GrpcWorld
 
 
@@ -68,3 +71,17 @@ class TestThirdParty(BasicBackendContract):
 
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         return run_groups([ProcessGroup(backend, timeout=20.0) for backend in queue_backends(size)], fn)
+
+
+class TestThirdPartyWhoseSendsWait(ReductionContract, MoveContract):
+    """One whose send waits until the peer receives: its collectives must not send to one peer after the other."""
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        return run_groups([ProcessGroup(each, timeout=20.0) for each in queue_backends(size, MeetingBackend)], fn)
+
+
+class TestWrapped(BasicBackendContract):
+    """A backend of somebody else's that hands on to one of ours what it is asked for."""
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        return run_groups([ProcessGroup(backend, timeout=20.0) for backend in wrapped_backends(size)], fn)

@@ -57,6 +57,14 @@ def test_sparse_tensors_and_other_dtypes_are_refused():
         view(torch.zeros(2, dtype=torch.float8_e4m3fn))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_are_refused(layout):
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=layout)
+    with pytest.raises(UsageError, match=r"nested|jagged"):
+        view(nested)
+
+
 def test_conjugated_views_are_resolved():
     x = torch.tensor([1 + 2j])
     assert view(x.conj()).data.tolist() == [1 - 2j]

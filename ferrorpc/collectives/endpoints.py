@@ -1,0 +1,44 @@
+"""Whom a message is from and to, and its tag, as callers name them."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any, Final
+
+from ferrorpc.errors import InvalidRankError, SelfSendError, UsageError
+
+TAG_MAX: Final = (1 << 62) - 1
+"""Larger tags belong to collectives that run over a backend's send and recv."""
+BACKEND_TAG_MAX: Final = (1 << 63) - 1
+"""A backend takes theirs, too."""
+
+
+def rank_of(rank: Any, size: int, what: str) -> int:
+    """A rank of a group of `size`. Raises InvalidRankError."""
+    try:
+        found = index(rank)
+    except TypeError:
+        found = -1
+    if not 0 <= found < size:
+        raise InvalidRankError(f"{what} is {rank!r}, but this group has ranks 0 to {size - 1}")
+    return found
+
+
+def peer_of(peer: Any, own: int, size: int, what: str) -> int:
+    """The other rank of a send or recv. Raises InvalidRankError or SelfSendError."""
+    found = rank_of(peer, size, what)
+    if found == own:
+        raise SelfSendError(f"{what} is {found}, which is this rank itself")
+    return found
+
+
+def tag_of(tag: Any, largest: int = TAG_MAX) -> int:
+    """The tag of a send or recv. Raises UsageError."""
+    try:
+        found = index(tag)
+    except TypeError:
+        found = -1
+    if not 0 <= found <= largest:
+        reach = largest.bit_length()
+        raise UsageError(f"tag={tag!r} is no integer from 0 to 2^{reach} - 1", hint="leave it away, or count from 0")
+    return found
