@@ -39,7 +39,9 @@ class NumpyKind(Kind):
         return Out(x, spec, array.view(np.uint16) if dtype is DType.BFLOAT16 else array)
 
     def wrap(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> np.ndarray[Any, Any]:
-        return self.typed(owned(data, spec), spec)
+        if spec.dtype is DType.BFLOAT16:
+            return self.typed(data.reshape(spec.shape), spec).copy()  # a view would not own its memory
+        return owned(data, spec)
 
     def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> np.ndarray[Any, Any]:
         return self.typed(data.reshape(spec.shape), spec)
