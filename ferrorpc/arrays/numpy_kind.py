@@ -66,6 +66,8 @@ def read_dlpack(x: Any) -> np.ndarray[Any, Any]:
     try:
         return np.from_dlpack(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as problem:
+        if hasattr(x, "__array__") and str(getattr(x, "dtype", "")) == DType.BFLOAT16.label:
+            return np.asarray(x)  # NumPy takes no bfloat16 through DLPack; JAX gives it as ml_dtypes'
         raise TensorMismatchError(
             f"cannot read this {type(x).__module__}.{type(x).__qualname__}: {problem}",
             hint="move it to the host, or convert it to a NumPy array first",

@@ -137,6 +137,24 @@ def test_objects_that_speak_dlpack_are_read_and_numpy_comes_back():
     assert type(NUMPY.wrap(got.data, got.spec)) is np.ndarray
 
 
+class JaxBfloat16(Foreign):
+    """As JAX's arrays: what NumPy does not take through DLPack they give as an array of ml_dtypes' bfloat16."""
+
+    dtype = np.dtype(ml_dtypes.bfloat16)
+
+    def __dlpack__(self, **more):
+        raise BufferError("Unsupported dtype in DLTensor.")
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+def test_bfloat16_of_a_library_that_speaks_dlpack_is_read():
+    got = view(JaxBfloat16(np.array([1.0, -2.5], ml_dtypes.bfloat16)))
+    assert (got.kind, got.spec) == (NUMPY, TensorSpec(DType.BFLOAT16, (2,)))
+    assert got.data.view(ml_dtypes.bfloat16).tolist() == [1.0, -2.5]
+
+
 def test_dlpack_objects_out_of_reach_say_why():
     with pytest.raises(TensorMismatchError, match="device 7"):
         view(Elsewhere(np.zeros(2)))
