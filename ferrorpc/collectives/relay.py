@@ -122,9 +122,15 @@ class RelayExecution(Execution):
     def finish(self) -> None:
         """Nothing is held."""
 
-    def remaining(self) -> float:
-        """Seconds left for a blocking call."""
-        return max(0.0, self.guard.deadline - self.guard.clock.now())
+    def receive(self, src: int, tag: int, out: Array | None = None) -> Array:
+        """A blocking recv until the deadline. Its timeout is one of ours, also where the backend raises a socket's."""
+        remaining = max(0.0, self.guard.deadline - self.guard.clock.now())
+        try:
+            return self._backend.recv(src, tag, out=out, timeout=remaining)
+        except TimeoutError as late:
+            if isinstance(late, FerroError):
+                raise
+            raise self.timeout_error() from late
 
 
 class RelayPrepared(Prepared):
@@ -177,7 +183,7 @@ class RelayCollective(RelayExecution):
         return NUMPY.typed(values.copy().reshape(spec.shape), spec)
 
     def _take(self, action: Receive | Fold | FoldUnder) -> None:
-        data = self._backend.recv(action.peer, relay_tag(self._key, action.slot), timeout=self.remaining())
+        data = self.receive(action.peer, relay_tag(self._key, action.slot))
         spec = TensorSpec(dtype_of(data.dtype), data.shape)
         self._workspace.expect(action.region, spec)
         flat = np.ascontiguousarray(data).reshape(-1).view(spec.dtype.storage)
@@ -215,7 +221,7 @@ class RelayRecv(RelayExecution):
         self._out = out if out is None or spec is None else NUMPY.typed(out, spec)
 
     def advance(self) -> bool:
-        data = self._backend.recv(self._src, self._tag, self._out, self.remaining())
+        data = self.receive(self._src, self._tag, self._out)
         spec = TensorSpec(dtype_of(data.dtype), data.shape)
         self.results, self.specs = [data.view(spec.dtype.storage)], [spec]
         return True

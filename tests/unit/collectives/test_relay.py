@@ -1,4 +1,4 @@
-"""Collectives over a third party's send and recv, where its send goes wrong."""
+"""Collectives over a third party's send and recv, where one of them goes wrong."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc import ProcessGroup
+from ferrorpc import Backend, CollectiveTimeoutError, ProcessGroup
 from ferrorpc.testing import run_groups
 from tests.contract.queues import QueueBackend, queue_backends
 
@@ -29,3 +29,37 @@ def test_what_a_backends_send_raises_is_raised_by_the_operation():
             group.all_gather(np.ones(3), timeout=60.0 if group.rank else 0.2)
 
     run_groups([ProcessGroup(backend) for backend in queue_backends(2, CutBackend)], body)
+
+
+class SocketBackend(Backend):
+    """As one over sockets: it has send, recv and barrier, no more, and its timeouts are those of the sockets."""
+
+    name = "sockets"
+
+    def __init__(self, queues: QueueBackend) -> None:
+        self.rank, self.size, self.queues = queues.rank, queues.size, queues
+
+    def send(self, data: Any, dst: int, tag: int = 0) -> None:
+        self.queues.send(data, dst, tag)
+
+    def recv(self, src: int, tag: int = 0, out: Any = None, timeout: float | None = None) -> Any:
+        try:
+            return self.queues.recv(src, tag, out, timeout)
+        except CollectiveTimeoutError:
+            raise TimeoutError("timed out") from None
+
+    def barrier(self, timeout: float | None = None) -> None:
+        self.queues.barrier(timeout)
+
+
+def test_a_timeout_of_a_sockets_recv_breaks_nothing_and_one_of_a_collective_names_who_is_missing():
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(CollectiveTimeoutError, match=f"waits for ranks \\[{1 - group.rank}\\]"):
+            group.recv(1 - group.rank, timeout=0.01)
+        assert int(group.all_reduce(1)) == 2
+        if group.rank == 0:
+            with pytest.raises(CollectiveTimeoutError) as raised:
+                group.all_reduce(1, timeout=0.01)
+            assert raised.value.waiting_on == [1]
+
+    run_groups([ProcessGroup(SocketBackend(queues)) for queues in queue_backends(2)], body)
