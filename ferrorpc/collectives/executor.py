@@ -156,9 +156,9 @@ class PlanExecution(Advancing):
 
     def _do(self, index: int, box: Box) -> bool:
         """Does one chunk of an action; False when it has to wait."""
-        waits, _, fence = self._steps[index]
+        waits = self._steps[index].waits
         limit = bound(waits, self._done) if waits else FAR
-        if limit <= 0 or (fence and limit != FAR):
+        if limit <= 0:
             return False
         task = self._tasks[index]
         if isinstance(task, Send):
@@ -230,8 +230,6 @@ class PlanExecution(Advancing):
         if first == 0:
             self._workspace.expect(task.region, _spec(frame))
         start, last = self._extent(task, frame)
-        if start != first:
-            raise self._out_of_turn(frame, first)
         if last > limit or (first < last and not self._risen(index, frame)):
             return False
         queue.popleft()
@@ -256,8 +254,6 @@ class PlanExecution(Advancing):
             return False
         parts = []
         for frame, queue, (start, end) in zip(frames, queues, extents, strict=True):
-            if not start <= first < end:
-                raise self._out_of_turn(frame, first)
             parts.append((self._dtype(frame), self._part(frame, start, end, first, last)))
             if end == last and queue:
                 queue.popleft()
@@ -270,14 +266,14 @@ class PlanExecution(Advancing):
         size_bytes, codec = len(frame.payload), self._layout.rules.codec
         if codec is None or not size_bytes:
             itemsize = frame.header.dtype.itemsize
-            if size_bytes % itemsize or frame.offset % itemsize:
+            if size_bytes % itemsize:
                 raise CodecError(
                     f"{self.label}: a chunk of {size_bytes} bytes holds no whole number of {frame.header.dtype.label}"
                 )
             return frame.offset // itemsize, (frame.offset + size_bytes) // itemsize
         start = frame.offset // codec.encoded_bytes(CODED_VALUES) * CODED_VALUES
         count = min(CODED_VALUES, self._workspace.elements(task) - start)
-        if codec.encoded_bytes(start) != frame.offset or codec.encoded_bytes(count) != size_bytes:
+        if codec.encoded_bytes(count) != size_bytes:
             raise CodecError(f"{self.label}: a chunk of {size_bytes} bytes came where {count} values as {codec.name} were due")
         return start, start + count
 
@@ -297,9 +293,6 @@ class PlanExecution(Advancing):
         else:
             values = codec.decode(np.frombuffer(frame.payload, np.uint8), end - start)
         return values[first - start : last - start]
-
-    def _out_of_turn(self, frame: Frame, first: int) -> CodecError:
-        return CodecError(f"{self.label}: chunk at byte {frame.offset} came where element {first} was due")
 
     def _compute(self, index: int, limit: int) -> bool:
         """The next elements of an action that needs no message: as many as a chunk holds, or all that are left."""
@@ -373,7 +366,6 @@ class PlanExecution(Advancing):
             self._transport.mailbox.leave(self._key)
             # Nothing refers in a circle, so that its arrays are free at once.
             self._box = None
-        self._outgoing.clear()
 
 
 def _spec(frame: Frame) -> TensorSpec:

@@ -43,12 +43,10 @@ class Step(NamedTuple):
     Attributes:
         waits: what it waits for.
         wakes: indices of the actions that wait for it.
-        fence: it moves no elements, and stands for an order in time: it waits for all before it, and all after it wait for it.
     """
 
     waits: tuple[Wait, ...]
     wakes: tuple[int, ...]
-    fence: bool
 
 
 def bound(waits: tuple[Wait, ...], done: list[int]) -> int:
@@ -68,11 +66,10 @@ def steps_of(tasks: Sequence[Task], operation: Operation, rank: int) -> tuple[St
     strips: dict[Place, _Strip] = {}
     own = _in_place(operation, rank)
     waits: list[tuple[Wait, ...]] = []
-    fences: list[bool] = []
     last_fence = -1
     for index, action in enumerate(tasks):
-        fence = action.region.start == action.region.stop
-        if fence:
+        if action.region.start == action.region.stop:
+            # It moves nothing and stands for an order in time: it waits for all before it, and all after it wait for it.
             found = [_whole(earlier) for earlier in range(max(last_fence, 0), index)]
             last_fence = index
         else:
@@ -83,14 +80,11 @@ def steps_of(tasks: Sequence[Task], operation: Operation, rank: int) -> tuple[St
                 )
                 found += strip.touch(index, region, writes)
         waits.append(tuple(found))
-        fences.append(fence)
     wakes: list[list[int]] = [[] for _ in waits]
     for index, each in enumerate(waits):
         for wait in each:
             wakes[wait.action].append(index)
-    return tuple(
-        Step(each, tuple(dict.fromkeys(woken)), fence) for each, woken, fence in zip(waits, wakes, fences, strict=True)
-    )
+    return tuple(Step(each, tuple(dict.fromkeys(woken))) for each, woken in zip(waits, wakes, strict=True))
 
 
 def _in_place(operation: Operation, rank: int) -> Place | None:

@@ -31,6 +31,7 @@ from ferrorpc.collectives.fusion import Reduce
 from ferrorpc.collectives.outgoing import CODED_VALUES, Encoded
 from ferrorpc.collectives.polling import Polling
 from ferrorpc.collectives.workspace import Rules, Workspace
+from ferrorpc.errors import CodecError
 from ferrorpc.guard import Guard
 from ferrorpc.kernels.cuda import codecs
 from ferrorpc.transports.base import Transport
@@ -299,7 +300,7 @@ class DeviceExecution(PlanExecution):
 
     def _part(self, frame: Frame, start: int, end: int, first: int, last: int) -> Any:
         if (start, end) != (first, last):
-            raise self._out_of_turn(frame, first)
+            raise CodecError(f"{self.label}: chunk at byte {frame.offset} came where element {first} was due")
         self._moves += 1
         return self._workspace.risen(frame)
 

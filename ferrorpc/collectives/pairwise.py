@@ -18,7 +18,7 @@ from ferrorpc.collectives.advancing import Advancing
 from ferrorpc.collectives.ferry import ferry_for
 from ferrorpc.collectives.flow import FAR
 from ferrorpc.collectives.outgoing import Outgoing
-from ferrorpc.errors import CodecError, CollectiveTimeoutError, FerroError, TensorMismatchError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, TensorMismatchError
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import Box
@@ -197,11 +197,8 @@ class RecvExecution(_Pairwise):
             self._transport.grant(self._peer, Key(self._group, POINT_TO_POINT, number), self._tag)
 
     def _take(self, frame: Frame) -> None:
-        if frame.offset != self._received:
-            raise CodecError(f"{self.label}: chunk at byte {frame.offset} came where byte {self._received} was due")
-        last = frame.offset + len(frame.payload)
-        self._taken[frame.offset : last] = frame.payload
-        self._received = last
+        self._received = frame.offset + len(frame.payload)
+        self._taken[frame.offset : self._received] = frame.payload
 
     def attend(self) -> None:
         self._transport.attend(self._peer, lambda: self._ended)

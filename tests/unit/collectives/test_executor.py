@@ -18,7 +18,7 @@ from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.pairwise import RecvExecution
 from ferrorpc.collectives.prepared import PlanPrepared
 from ferrorpc.collectives.select import plan_for
-from ferrorpc.errors import CodecError, FerroError
+from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, TensorMismatchError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import FaultPlan, VirtualClock, run_world
 from ferrorpc.transports import mailbox as mailboxes, pairwise as inbound
@@ -53,6 +53,7 @@ class Wire(Transport):
         self.sent: list[tuple[int, int, int, bytes]] = []
         """(peer, slot, offset, payload)"""
         self.granted: list[tuple[int, int]] = []
+        self.probed: list[int] = []
         self.full = False
         self.rooms: list[Callable[[], None]] = []
         self.wakes = 0
@@ -69,7 +70,7 @@ class Wire(Transport):
         self.granted.append((peer, slot))
 
     def probe(self, peer: int, key: Key, signature: str) -> None:
-        """Nobody is there."""
+        self.probed.append(peer)
 
     def close(self, timeout: float) -> None:
         """Nothing to close."""
@@ -81,11 +82,19 @@ class Wire(Transport):
         self.mailbox.deliver(Frame(key, source, header, offset, memoryview(payload)))
 
 
-def begin(wire: Wire, call: Call, *inputs: np.ndarray, out: np.ndarray | None = None) -> Execution:
+def start(
+    wire: Wire, call: Call, *inputs: np.ndarray, out: np.ndarray | None = None, ranks: tuple[int, ...] | None = None
+) -> Execution:
+    """`ranks`: world rank of each group rank, where these are not the same."""
     plan = plan_for(call, 0, wire.size)
-    prepared = PlanPrepared(wire, range(wire.size), 0, call, plan, lambda ranks: "")
+    prepared = PlanPrepared(wire, ranks or range(wire.size), 0, call, plan, lambda ranks: "")
     execution = prepared.start(KEY, inputs, None if out is None else [out], Guard(SYSTEM_CLOCK, Latch(), 20.0))
     execution.wake = wire.wake
+    return execution
+
+
+def begin(wire: Wire, call: Call, *inputs: np.ndarray, out: np.ndarray | None = None) -> Execution:
+    execution = start(wire, call, *inputs, out=out)
     assert not execution.advance()
     return execution
 
@@ -168,6 +177,77 @@ def test_only_eager_chunks_go_before_the_grant_and_the_driver_tries_a_full_lane_
     assert len(wire.sent) == 4
     assert not execution.advance()
     assert [offset for _, _, offset, _ in wire.sent] == [CHUNK * number for number in range(8)]
+
+
+def test_a_grant_is_all_that_the_rest_of_a_message_waits_for() -> None:
+    wire = Wire(2)
+    begin(wire, all_reduce(16 * 256), numbers(16 * 256))
+    wire.mailbox.granted(1, KEY, 0)
+    assert [offset for _, _, offset, _ in wire.sent] == [CHUNK * number for number in range(8)]
+
+
+def test_peers_may_cut_their_messages_into_chunks_of_different_sizes() -> None:
+    wire, mine = Wire(3), numbers(3072)
+    begin(wire, all_reduce(3072), mine)
+    header = Header(0, all_reduce(3072).signature, DType.FLOAT32, (1024,), 4096)
+    parts = {source: numbers(1024, source) for source in (1, 2)}
+    for source, step in ((1, 1024), (2, 384)):
+        for first in range(0, 1024, step):
+            wire.arrive(source, KEY, header, 4 * first, parts[source][first : first + step].tobytes())
+    expected = (mine[:1024] + parts[1]) + parts[2]
+    assert b"".join(payload for peer, slot, _, payload in wire.sent if (peer, slot) == (1, 1)) == expected.tobytes()
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["early", "late"])
+def test_a_peer_in_another_call_fails_one_that_needs_nothing_of_that_peer(early: bool) -> None:
+    wire, x = Wire(2), numbers(16 * 256)
+    call = Call(Operation.BROADCAST, (TensorSpec(DType.FLOAT32, x.shape),), root=0, algorithm="direct")
+    execution = start(wire, call, x)
+    wire.full = not early
+    if not early:
+        assert not execution.advance()
+        wire.full = False
+    wire.arrive(1, KEY, Header(0, "barrier()", DType.UINT8, (0,), 0), 0, b"")
+    with pytest.raises(CollectiveMismatchError):
+        execution.advance()
+
+
+def test_who_is_not_in_the_operation_yet_is_waited_for_and_named_with_its_last_one() -> None:
+    wire, call = Wire(4), all_reduce(4096)
+    execution = begin(wire, call, numbers(4096))
+    assert execution.waiting_on() == [1, 2, 3]
+    assert "rank 3 (no answer yet)" in execution.explain()
+    for peer, standing, number, last in ((1, mailboxes.SAME, 1, call.signature), (2, mailboxes.ABSENT, 7, "barrier()")):
+        wire.mailbox.probe_answered(peer, KEY, standing, last, number, last)
+    wire.mailbox.probe_answered(3, KEY, mailboxes.ABSENT, "", 0, "")
+    assert execution.waiting_on() == [2, 3]
+    assert execution.explain().endswith(
+        "waits for rank 2 (not there yet: last entered barrier() #7), rank 3 (not there yet: entered nothing yet)"
+    )
+    for peer in (2, 3):
+        wire.mailbox.probe_answered(peer, KEY, mailboxes.SAME, call.signature, 1, call.signature)
+    assert execution.waiting_on() == [1, 2, 3]
+    assert "rank 1 (is in it too)" in execution.explain()
+
+
+def test_who_has_not_granted_the_rest_of_a_message_is_waited_for_by_its_world_rank() -> None:
+    wire, x = Wire(2), numbers(16 * 256)
+    call = Call(Operation.REDUCE, (TensorSpec(DType.FLOAT32, x.shape),), ReduceOp.SUM, root=1, algorithm="direct")
+    execution = start(wire, call, x, ranks=(0, 5))
+    assert not execution.advance()
+    assert execution.waiting_on() == [5]
+    execution.probe()
+    assert wire.probed == [5]
+
+
+def test_nobody_is_asked_while_messages_still_come() -> None:
+    wire = Wire(2)
+    execution = begin(wire, all_reduce(2048), numbers(2048))
+    wire.arrive(1, KEY, Header(0, all_reduce(2048).signature, DType.FLOAT32, (1024,), 4096), 0, bytes(CHUNK))
+    execution.probe()
+    assert wire.probed == []
+    execution.probe()
+    assert wire.probed == [1]
 
 
 @pytest.mark.parametrize("name", ["bf16", "f16", "int8"])
@@ -259,6 +339,21 @@ def test_a_recv_takes_chunks_as_they_come_and_hands_on_what_it_took_when_it_give
     second.finish()
     assert second.results[0].tobytes() == data.tobytes()
     assert wire.granted == [(1, 7)]
+
+
+@pytest.mark.parametrize("out", [np.zeros(4, np.int32), np.zeros(5, np.float32)], ids=["dtype", "shape"])
+def test_an_out_that_does_not_fit_leaves_the_message_to_the_next_recv(out: np.ndarray) -> None:
+    wire, data = Wire(2), numbers(4)
+    spec = TensorSpec(DType[out.dtype.name.upper()], out.shape)
+    wrong = RecvExecution(wire, 0, 1, 7, out, spec, Guard(SYSTEM_CLOCK, Latch(), 20.0))
+    wrong.wake = lambda: None
+    wire.arrive(1, Key(0, POINT_TO_POINT, 1), Header(7, "send", DType.FLOAT32, (4,), 16), 0, data.tobytes())
+    with pytest.raises(TensorMismatchError):
+        wrong.advance()
+    wrong.finish()
+    right = receive(wire)
+    assert right.advance()
+    assert right.results[0].tobytes() == data.tobytes()
 
 
 def test_what_an_operation_held_is_free_as_soon_as_it_is_over() -> None:

@@ -86,9 +86,7 @@ class World:
 
     def advance(self, rank: Rank, index: int) -> bool:
         """Does one element of an action; False when it has to wait."""
-        waits, _, fence = rank.steps[index]
-        limit = bound(waits, rank.done)
-        if rank.done[index] == FAR or limit <= rank.done[index] or (fence and limit != FAR):
+        if rank.done[index] == FAR or bound(rank.steps[index].waits, rank.done) <= rank.done[index]:
             return False
         action = rank.plan.actions[index]
         if isinstance(action, Send):
@@ -160,7 +158,7 @@ def in_order(calls: list[Call], plans: list[Plan], in_place: bool) -> list[dict[
         for rank in world.ranks:
             while position[rank.number] < len(rank.plan.actions):
                 index = position[rank.number]
-                rank.steps = tuple(step._replace(waits=(), fence=False) for step in rank.steps)
+                rank.steps = tuple(step._replace(waits=()) for step in rank.steps)
                 if not world.advance(rank, index):
                     break
                 moved = True
@@ -214,19 +212,27 @@ def test_a_writer_lets_readers_go_first_and_readers_pass_each_other():
     assert bound(flow[2].waits, [5, 2, 0]) == 2
 
 
-def test_results_may_be_the_memory_of_what_was_brought():
-    flow = steps(Send(1, 0, Region(IN, 0, 0, 8)), Receive(1, 1, Region(OUT, 0, 0, 8)))
-    assert bound(flow[1].waits, [3, 0]) == 3
-    apart = steps(Send(1, 0, Region(IN, 0, 0, 8)), Receive(1, 1, Region(OUT, 0, 0, 8)), operation=Operation.ALL_TO_ALL)
-    assert bound(apart[1].waits, [3, 0]) == FAR
+@pytest.mark.parametrize(
+    ("operation", "item"),
+    [(Operation.ALL_REDUCE, 0), (Operation.REDUCE, 0), (Operation.BROADCAST, 0), (Operation.REDUCE_SCATTER, 2)],
+    ids=lambda value: getattr(value, "value", ""),
+)
+def test_results_may_be_the_memory_of_what_was_brought(operation, item):
+    moves = (Send(1, 0, Region(IN, item, 0, 8)), Receive(1, 1, Region(OUT, 0, 0, 8)))
+    assert bound(steps_of(moves, operation, 2)[1].waits, [3, 0]) == 3
+    assert bound(steps_of(moves, Operation.ALL_TO_ALL, 2)[1].waits, [3, 0]) == FAR
 
 
 def test_nothing_overtakes_an_action_that_only_stands_for_an_order_in_time():
     flow = steps_of(barrier.dissemination(0, 8).actions, Operation.BARRIER, 0)
     done = [0] * len(flow)
     for index, step in enumerate(flow):
-        assert step.fence
         assert bound(step.waits, done) == FAR
         for later in flow[index + 1 :]:
             assert bound(later.waits, done) == 0
         done[index] = FAR
+
+
+def test_what_moves_something_waits_for_an_action_that_only_stands_for_an_order_in_time():
+    flow = steps(Receive(1, 0, Region(OUT, 0, 0, 0)), Send(1, 1, Region(IN, 0, 0, 8)))
+    assert [bound(flow[1].waits, [done, 0]) for done in (0, FAR)] == [0, FAR]

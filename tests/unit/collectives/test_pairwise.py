@@ -92,6 +92,18 @@ def test_a_send_that_gives_up_lets_the_next_one_go(sender: Sender) -> None:
     assert not sender.lines._waiting
 
 
+def test_a_send_that_gives_up_in_the_middle_of_its_line_takes_nobody_elses_place(sender: Sender) -> None:
+    sender.lane.room = 0
+    sends = [sender.call(number) for number in (1, 2, 3)]
+    for one in sends:
+        assert not one.advance()
+    sends[1].finish()
+    sender.lane.room = 100
+    assert sends[0].advance()
+    assert sends[2].advance()
+    assert sender.lane.gone == [(0, 1), (0, 3)]
+
+
 def test_no_tag_is_remembered_once_its_messages_have_been_taken() -> None:
     def body(group: Any) -> tuple[int, int]:
         other = 1 - group.rank
