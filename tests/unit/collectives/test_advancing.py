@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -29,6 +32,8 @@ class Counting(Advancing):
         self.wake = lambda: None
         self._count = count
         self._work = work
+        self.looked: Callable[[], None] = lambda: None
+        """Called when a step has taken what there was."""
 
     def step(self) -> bool:
         self.inside += 1
@@ -37,6 +42,7 @@ class Counting(Advancing):
         self._work()
         while len(self.news) > self.taken:
             self.taken += 1
+        self.looked()
         self.inside -= 1
         return self.taken >= self._count
 
@@ -120,6 +126,24 @@ def test_nobody_waits_for_a_turn_that_another_has() -> None:
     assert execution.advance()
 
 
+def test_news_that_comes_after_whoever_has_the_turn_has_looked_is_looked_for_once_more() -> None:
+    looked, go_on, woken = threading.Event(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        looked.set()
+        assert go_on.wait(SECONDS)
+
+    execution = Counting(1)
+    assert not execution.advance()
+    execution.looked, execution.wake = hold, woken.set
+    threading.Thread(target=execution.poke, daemon=True).start()
+    assert looked.wait(SECONDS)
+    execution.tell()
+    go_on.set()
+    assert woken.wait(SECONDS)
+    assert execution.advance()
+
+
 def test_news_that_advancing_brings_to_others_does_not_pile_up_calls() -> None:
     deep = 5000
     executions = [Counting(1) for _ in range(deep)]
@@ -143,6 +167,24 @@ def test_what_goes_wrong_on_another_thread_is_raised_by_the_driver() -> None:
     with pytest.raises(UsageError, match="reader's thread"):
         drive(execution, lambda error: None)
     assert execution.left == 1
+
+
+def test_what_failed_is_free_as_soon_as_it_is_over() -> None:
+    """Without waiting for the garbage collector: an error refers to whom it was raised in."""
+
+    def wrong() -> None:
+        raise UsageError("wrong")
+
+    execution = Counting(1, wrong)
+    held = weakref.ref(execution)
+    gc.disable()
+    try:
+        with contextlib.suppress(UsageError):
+            drive(execution, lambda error: None)
+        del execution
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_nothing_is_done_any_more_once_it_is_finished() -> None:

@@ -290,6 +290,25 @@ def test_a_compressed_message_is_encoded_chunk_by_chunk_and_once_for_all_its_rec
     assert not execution.advance()
 
 
+def test_a_compressed_chunk_that_finds_no_room_is_not_encoded_again(monkeypatch) -> None:
+    encoded, honest = [], type(codec("bf16")).encode
+
+    def encode(self: Any, values: np.ndarray) -> np.ndarray:
+        encoded.append(values.size)
+        return honest(self, values)
+
+    monkeypatch.setattr(type(codec("bf16")), "encode", encode)
+    wire = Wire(2)
+    wire.full = True
+    execution = begin(wire, all_reduce(1024, "bf16"), numbers(1024))
+    assert not execution.advance()
+    wire.full = False
+    wire.rooms[0]()
+    assert not execution.advance()
+    assert len(wire.sent) == 2
+    assert encoded == [256, 256]
+
+
 def test_a_chunk_that_holds_half_a_number_is_an_error_of_the_operation() -> None:
     wire = Wire(2)
     execution = begin(wire, all_reduce(2048), numbers(2048))

@@ -10,8 +10,9 @@ import pytest
 from ferrorpc.backends.simulated import SimulatedBackend
 from ferrorpc.collectives.algorithms.catalogue import CATALOGUE
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.errors import CollectiveMismatchError
+from ferrorpc.errors import CollectiveMismatchError, TensorMismatchError
 from ferrorpc.guard import Guard
+from ferrorpc.testing import run_world
 from ferrorpc.types import DType, TensorSpec
 from ferrorpc.wire.frames import Key
 from ferrorpc.wire.notice import INLINE_BYTES
@@ -49,6 +50,23 @@ def test_announced_arrays_go_into_given_memory(count):
     for result, out in zip(results, outputs, strict=True):
         assert result[0] is out[0]
         assert np.array_equal(out[0], array)
+
+
+@pytest.mark.parametrize("algorithm", [None, "direct"])
+@pytest.mark.parametrize("count", [INLINE_BYTES // 4, INLINE_BYTES // 4 + 1])
+@pytest.mark.parametrize(("given", "more"), [(np.float64, 0), (np.float32, 1)], ids=["dtype", "shape"])
+def test_what_does_not_fit_is_not_written_to_what_was_given(algorithm, count, given, more):
+    def body(group):
+        out = np.zeros(count + more, given)
+        if group.rank == 0:
+            group.broadcast(np.ones(count, np.float32), algorithm=algorithm)
+        else:
+            with pytest.raises(TensorMismatchError, match="gave float32"):
+                group.broadcast(out=out, algorithm=algorithm)
+        group.barrier()
+        return out.any()
+
+    assert not any(run_world(3, body))
 
 
 def test_a_prepared_broadcast_serves_arrays_of_any_size():

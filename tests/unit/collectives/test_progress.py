@@ -4,14 +4,17 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from ferrorpc.collectives import progress as progressing
 from ferrorpc.collectives.execution import Execution
+from ferrorpc.collectives.polling import Polling
 from ferrorpc.collectives.progress import Progress, drive
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, LimitExceededError, PeerLostError, UsageError
-from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
+from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch, Parker, SystemClock
+from tests.waiting import eventually
 
 
 class Scripted(Execution):
@@ -143,6 +146,47 @@ def test_the_end_of_the_generation_ends_the_wait(way: str) -> None:
 
 
 @both
+def test_the_end_of_the_generation_ends_the_wait_of_one_that_is_polled(way: str) -> None:
+    latch, last = Latch(), 900 if way == "drive" else 20  # a driver looks 800 times before it sleeps between looks
+
+    class Polled(Never):
+        polling = Polling(1)
+
+        def advance(self) -> bool:
+            if self.advances == last:
+                latch.trip(PeerLostError(1, "gone"))
+            assert self.advances <= last, "it is advanced after the end"
+            return super().advance()
+
+    execution = Polled(latch)
+    with pytest.raises(PeerLostError):
+        run(way, execution, lambda error: None)
+    assert execution.finished == 1
+
+
+@pytest.fixture
+def no_verdict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(progressing, "VERDICT_SECONDS", 0.01)
+    yield
+
+
+@both
+@pytest.mark.parametrize("error", [None, UsageError("a bad argument"), PeerLostError(2, "mine")], ids=["well", "alone", "lost"])
+def test_what_is_over_no_longer_watches_its_generation(way: str, error: Exception | None, no_verdict: None) -> None:
+    called: list[str] = []
+
+    class Watched(Latch):
+        def watch(self, watcher: Callable[[], None]) -> int:
+            return super().watch(lambda: called.append("watcher"))
+
+    latch = Watched()
+    with contextlib.suppress(FerroError):
+        run(way, Scripted(latch, steps=2, error=error), lambda error: None)
+    latch.trip(PeerLostError(1, "gone"))
+    assert called == []
+
+
+@both
 def test_a_usage_error_concerns_this_rank_alone(way: str) -> None:
     latch = Latch()
     reported, report = reporter(latch)
@@ -170,10 +214,11 @@ def test_nothing_starts_after_the_generation_has_ended(way: str) -> None:
     assert execution.advances == 0
 
 
-def test_a_verdict_that_does_not_come_leaves_the_ranks_own_error() -> None:
+@both
+def test_a_verdict_that_does_not_come_leaves_the_ranks_own_error(way: str, no_verdict: None) -> None:
     execution = Scripted(Latch(), steps=1, error=PeerLostError(2, "mine"))
     with pytest.raises(PeerLostError, match="mine"):
-        drive(execution, lambda error: None)
+        run(way, execution, lambda error: None)
 
 
 def test_a_bug_in_one_operation_does_not_stop_the_others() -> None:
@@ -193,6 +238,30 @@ def test_many_operations_in_flight_end_in_their_own_time() -> None:
     works = [progress.submit(Scripted(Latch(), steps=n % 5), lambda error: None, lambda done, n=n: n) for n in range(50)]
     assert [work.wait(timeout=20.0) for work in works] == list(range(50))
     assert sum(thread.name == "ferrorpc-progress" for thread in threading.enumerate()) >= 1
+
+
+def test_nobody_looks_for_what_was_polled_once_it_is_over() -> None:
+    naps: list[float] = []
+
+    class Naps(SystemClock):
+        def parker(self) -> Parker:
+            parker = super().parker()
+
+            class Noted:
+                def park(self, until: float) -> bool:
+                    naps.append(until - SYSTEM_CLOCK.now())
+                    return parker.park(until)
+
+                def unpark(self) -> None:
+                    parker.unpark()
+
+            return Noted()
+
+    class Polled(Scripted):
+        polling = Polling(1)
+
+    Progress(Naps()).submit(Polled(Latch(), steps=2), lambda error: None, lambda done: done).wait(timeout=20.0)
+    eventually(lambda: naps[-1] > 0.02, "a thread that sleeps until something happens")
 
 
 @pytest.mark.parametrize("fails", [False, True])
