@@ -341,7 +341,7 @@ class PlanExecution(Advancing):
             elif answer.standing == ABSENT:
                 last = (
                     f"last entered {answer.last_signature} #{answer.last_number}"
-                    if answer.last_number
+                    if answer.last_signature
                     else "entered nothing yet"
                 )
                 parts.append(f"rank {rank} (not there yet: {last})")

@@ -40,7 +40,7 @@ LINE_WORDS: Final = 16
 STAGED: Final = 0
 """How many chunks of the operation this rank has put where others can read them; POISONED after a failure."""
 REDUCED: Final = 1
-"""How many of them it has reduced its slice of; POISONED after a failure."""
+"""How many of them it has reduced its slice of."""
 LEFT: Final = 2
 """How many of them it needs nothing more of."""
 SIGNATURE: Final = 3
@@ -385,7 +385,7 @@ class Channel:
 
     def poison(self) -> None:
         """This rank's operation failed: what it staged may change from now on, so nobody may rely on it any more."""
-        self.line[STAGED] = self.line[REDUCED] = POISONED
+        self.line[STAGED] = POISONED
 
 
 def _line(place: Place, channel: int) -> Words:

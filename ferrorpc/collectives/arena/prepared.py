@@ -143,7 +143,7 @@ class ArenaPrepared(Prepared):
             CodecError: they lie outside of it.
         """
         memory = channel.bank.memories[peer]
-        if offset < 0 or nbytes < 0 or offset + nbytes > memory.size:
+        if offset < 0 or offset + nbytes > memory.size:
             name = channel.bank.peers[peer]
             raise CodecError(f"rank {name} says that its part of {self.signature} lies at {offset}, outside its memory")
         return memory[offset : offset + nbytes]

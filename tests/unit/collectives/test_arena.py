@@ -10,7 +10,7 @@ import pytest
 from ferrorpc.collectives.arena import all_reduce
 from ferrorpc.collectives.arena.all_reduce import OneShot, TwoShot
 from ferrorpc.collectives.arena.arena import PROGRAM_CHANNELS
-from ferrorpc.collectives.arena.board import DIRECTORY_ENTRIES, LINE_BYTES, RING, SLOT_BYTES, SOURCE, STAGED
+from ferrorpc.collectives.arena.board import DIRECTORY_ENTRIES, LINE_BYTES, REDUCED, RING, SLOT_BYTES, SOURCE, STAGED
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CodecError, CollectiveMismatchError, LimitExceededError, UsageError
@@ -199,8 +199,9 @@ def test_a_promise_about_order_that_is_not_kept_is_an_error():
         call, array = all_reduce_call(DType.INT64, 2), np.zeros(2, np.int64)
         world.begin(0, call, [array], number=6, stream=1)
         world.begin(0, call, [array], number=1, stream=1)
-        with pytest.raises(UsageError, match="operation 2 of this stream starts after operation 6"):
-            world.begin(0, call, [array], number=2, stream=1)
+        for number in (2, 6):
+            with pytest.raises(UsageError, match=f"operation {number} of this stream starts after operation 6"):
+                world.begin(0, call, [array], number=number, stream=1)
 
 
 def test_a_rank_that_is_many_operations_ahead_waits_and_nothing_is_overwritten():
@@ -218,6 +219,20 @@ def test_a_rank_that_is_many_operations_ahead_waits_and_nothing_is_overwritten()
         assert world.advance(ahead + behind)
         for array, part in zip(sent, behind, strict=True):
             assert (part.results[0] == array).all()
+
+
+def test_an_operation_waits_for_its_own_ranks_part_of_the_one_before_it_on_the_channel():
+    """A blocking call comes round to the channel of an asynchronous one that the progress thread has not looked at lately."""
+    with SharedWorld(2) as world:
+        call, ones = all_reduce_call(DType.FLOAT32, 4), np.ones(4, np.float32)
+        first, theirs = (world.begin(rank, call, [ones * (1 + rank)], number=1) for rank in range(2))
+        first.advance()
+        assert world.advance([theirs])
+        assert not first.over
+        second = world.begin(0, call, [ones * 100], number=1 + PROGRAM_CHANNELS)
+        assert not world.advance([second], limit=100)
+        assert world.advance([first])
+        assert first.results[0].tolist() == [3.0] * 4
 
 
 def test_different_calls_are_a_mismatch_with_both_signatures():
@@ -306,6 +321,67 @@ def test_nobody_completes_with_what_a_failed_rank_may_have_changed():
     assert staged > 5
 
 
+def fail(part: Running, array: np.ndarray) -> None:
+    """Its rank gives up, and its caller writes to its array."""
+    part.steps.close()
+    part.channel.poison()
+    array[:] = 777.0
+
+
+def test_nobody_completes_with_what_a_failed_rank_may_have_changed_since_it_was_found():
+    """Rank 0 knows where rank 1's array lies and waits for rank 2 when rank 1 fails."""
+    with SharedWorld(3) as world:
+        arrays = [np.ones(4, np.float32), own(world, 1, np.ones(4, np.float32)), np.ones(4, np.float32)]
+        call = Call(Operation.ALL_GATHER, (TensorSpec(DType.FLOAT32, (4,)),))
+        first, second, third = (world.begin(rank, call, [array], number=1) for rank, array in enumerate(arrays))
+        second.advance()
+        first.advance()
+        fail(second, arrays[1])
+        assert not world.advance([first, third], limit=500)
+        assert first.results is third.results is None
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_nobody_completes_with_a_result_that_a_failed_rank_may_have_changed_since_it_was_reduced():
+    with SharedWorld(2) as world:
+        call, array = all_reduce_call(DType.FLOAT32, 50), own(world, 1, np.ones(50, np.float32))
+        first = world.begin(0, call, [np.ones(50, np.float32)], number=1)
+        second = world.begin(1, call, [array], [array], number=1)
+        for part in (second, first, second):
+            part.advance()
+        assert not first.over
+        assert second.channel.line[REDUCED] == first.channel.line[REDUCED]
+        fail(second, array)
+        assert not world.advance([first], limit=500)
+        assert first.results is None
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_result_that_others_read_where_it_lies_is_given_out_when_they_have_read_it():
+    with SharedWorld(2) as world:
+        call, ones = all_reduce_call(DType.FLOAT32, 50), np.ones(50, np.float32)
+        first = world.begin(0, call, [ones], [own(world, 0, np.zeros(50, np.float32))], number=1)
+        second = world.begin(1, call, [ones], number=1)
+        first.advance()
+        second.advance()
+        assert not world.advance([first], limit=500)
+        assert not second.over
+        assert world.advance([second])
+        assert world.advance([first])
+        assert first.results[0].tolist() == second.results[0].tolist() == [2.0] * 50
+
+
+def test_an_array_that_others_read_where_it_lies_is_given_back_when_they_have_read_it():
+    with SharedWorld(2) as world:
+        array = own(world, 1, np.ones(4, np.float32))
+        call = Call(Operation.BROADCAST, (TensorSpec(DType.FLOAT32, (4,)),), root=1)
+        reader = world.begin(0, Call(Operation.BROADCAST, root=1), [], number=1)
+        root = world.begin(1, call, [array], number=1)
+        assert not world.advance([root], limit=100)
+        assert world.advance([reader, root])
+        assert reader.results[0].tolist() == [1.0] * 4
+
+
 # -- what a peer may get wrong ----------------------------------------------------------------------------------------------
 
 
@@ -339,6 +415,40 @@ def test_a_table_that_no_rank_writes_is_refused(word, value):
         table[word] = value
         world.advance(running[:1], limit=2000)
         assert isinstance(running[0].error, CodecError)
+
+
+def test_a_part_of_another_shape_than_the_reductions_is_refused():
+    with SharedWorld(2) as world:
+        call, array = Call(Operation.REDUCE, (TensorSpec(DType.INT32, (10,)),), ReduceOp.SUM, root=0), np.zeros(10, np.int32)
+        running = [world.begin(rank, call, [array], number=1) for rank in range(2)]
+        assert world.advance(running[1:])
+        world.arenas[1].bank(0).channels[1].ring[: 35 * 8].view(np.int64)[3] = 1
+        world.advance(running[:1], limit=2000)
+        assert isinstance(running[0].error, CodecError)
+
+
+@pytest.mark.parametrize("count", [DIRECTORY_ENTRIES + 1, 1 << 62, -1])
+def test_a_directory_that_claims_to_be_longer_than_any_is_searched_to_its_end(count):
+    with SharedWorld(2) as world:
+        world.arenas[1].bank(0)
+        world.arenas[1].board._directory[0] = count
+        assert world.arenas[0].board.find(1, (0, 77), 1) is None
+
+
+@pytest.mark.parametrize("length", [-1, 4097, 1 << 62])
+def test_the_name_of_a_call_is_read_as_far_as_a_name_can_go(length):
+    with SharedWorld(2) as world:
+        mine, theirs = (arena.board for arena in world.arenas)
+        _, offset = theirs.sign("barrier()")
+        assert mine.read_text(1, offset) == "barrier()"
+        theirs.memory.own.memory[offset : offset + 8].view(np.int64)[0] = length
+        assert len(mine.read_text(1, offset)) == min(max(length, 0), 4096)
+
+
+@pytest.mark.parametrize("offset", [0, -8, 4, (64 << 20) - 7, 64 << 20, 1 << 62])
+def test_a_name_that_lies_nowhere_is_not_looked_for(offset):
+    with SharedWorld(2) as world:
+        assert world.arenas[0].board.read_text(1, offset) == "an operation that it does not name"
 
 
 @pytest.fixture
@@ -387,6 +497,10 @@ def test_what_a_peer_still_reads_is_not_given_away():
         board.allocate(board.memory.own.size_bytes // 2)[1][: 4 << 20] = 0xFF
         assert world.advance([second])
         assert second.results[0].tolist() == [3.0] * 8
+        before = board.memory.own.used_bytes
+        board.bank(0, 3, (0, 1), 1)
+        gc.collect()
+        assert board.memory.own.used_bytes < before
 
 
 def test_the_directory_says_when_it_is_full():

@@ -87,6 +87,19 @@ def test_a_rank_that_runs_ahead_learns_it_when_it_comes_back_to_the_channel():
         assert again.error.fields["number"] == 1
 
 
+def test_ranks_that_only_send_learn_it_although_every_channel_knows_the_next_call():
+    with SharedWorld(2) as world:
+        for number in range(1, 1 + PROGRAM_CHANNELS):
+            assert world.advance([begin(world, rank, BARRIER, number) for rank in range(2)])
+        calls = [[broadcast(0, 0), BARRIER], [reduce(0), BARRIER]]
+        errors = []
+        for number in range(2):
+            parts = [begin(world, rank, mine[number], 1 + PROGRAM_CHANNELS + number) for rank, mine in enumerate(calls)]
+            world.advance(parts, limit=500)
+            errors += [part.error for part in parts if part.error is not None]
+        assert isinstance(errors[0], CollectiveMismatchError)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(5))
 def test_equal_calls_are_never_accused(size, seed):

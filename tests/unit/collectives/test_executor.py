@@ -224,6 +224,8 @@ def test_who_is_not_in_the_operation_yet_is_waited_for_and_named_with_its_last_o
     assert execution.explain().endswith(
         "waits for rank 2 (not there yet: last entered barrier() #7), rank 3 (not there yet: entered nothing yet)"
     )
+    wire.mailbox.probe_answered(3, KEY, mailboxes.ABSENT, "", 0, "barrier()")
+    assert "rank 3 (not there yet: last entered barrier() #0)" in execution.explain()
     for peer in (2, 3):
         wire.mailbox.probe_answered(peer, KEY, mailboxes.SAME, call.signature, 1, call.signature)
     assert execution.waiting_on() == [1, 2, 3]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.collectives.pairwise import Lines, SendExecution
+from ferrorpc.errors import CollectiveTimeoutError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import run_world
 from ferrorpc.transports.base import Transport
@@ -104,12 +105,14 @@ def test_a_send_that_gives_up_in_the_middle_of_its_line_takes_nobody_elses_place
     assert sender.lane.gone == [(0, 1), (0, 3)]
 
 
-def test_no_tag_is_remembered_once_its_messages_have_been_taken() -> None:
+def test_no_tag_is_remembered_once_its_messages_have_been_taken_or_nobody_waits_for_them_any_more() -> None:
     def body(group: Any) -> tuple[int, int]:
         other = 1 - group.rank
         for tag in range(200):
             group.send(float(tag), other, tag=tag)
             assert group.recv(other, tag=tag) == tag
+            with pytest.raises(CollectiveTimeoutError):
+                group.recv(other, tag=1000 + tag, timeout=0.001)
         backend = group._backend
         return len(backend._lines._waiting), len(backend.transport.mailbox._inbound)
 

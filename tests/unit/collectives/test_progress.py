@@ -4,7 +4,7 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -165,9 +165,8 @@ def test_the_end_of_the_generation_ends_the_wait_of_one_that_is_polled(way: str)
 
 
 @pytest.fixture
-def no_verdict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progressing, "VERDICT_SECONDS", 0.01)
-    yield
 
 
 @both

@@ -4,7 +4,7 @@ import pytest
 
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, LimitExceededError
 from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_BYTES, EAGER_CHUNKS, FRAME_COST_BYTES
-from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, GRANTS_MAX, HISTORY, SAME, Mailbox
+from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, GRANTS_MAX, HISTORY, SAME, Entered, Mailbox
 from ferrorpc.transports.pairwise import Post
 from ferrorpc.types import DType
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
@@ -80,14 +80,30 @@ def test_a_late_frame_of_a_finished_call_is_dropped_when_it_agrees() -> None:
     assert box_of.standing(key, "a()").standing == FINISHED
 
 
-def test_frames_older_than_the_history_leave_nothing_behind() -> None:
-    box_of, reported = mailbox()
-    for number in range(1, HISTORY + 11):
-        box_of.enter(Key(0, 0, number), "a()", lambda: None)
-        box_of.leave(Key(0, 0, number))
-    box_of.deliver(frame(Key(0, 0, 3), 0, signature="b()"))
+@pytest.mark.parametrize("number", [3, 10])
+def test_frames_older_than_the_history_leave_nothing_behind(number: int) -> None:
+    reported: list[FerroError] = []
+    box_of = Mailbox(1, reported.append, unasked_bytes_max=0)
+    for passed in range(1, HISTORY + 11):
+        box_of.enter(Key(0, 0, passed), "a()", lambda: None)
+        box_of.leave(Key(0, 0, passed))
+    box_of.deliver(frame(Key(0, 0, number), 0, signature="b()"))
     assert reported == []
-    assert box_of.standing(Key(0, 0, 3), "a()").standing == FINISHED
+    assert box_of.standing(Key(0, 0, number), "a()").standing == FINISHED
+
+
+def test_where_operations_come_in_any_order_a_later_one_says_nothing_of_an_earlier_one() -> None:
+    box_of, _ = mailbox()
+    box_of.enter(Key(0, 2, 7), "a()", lambda: None)
+    assert box_of.standing(Key(0, 2, 3), "a()") == (ABSENT, "", 7, "a()")
+
+
+def test_the_last_operation_of_a_group_is_over_although_others_have_filled_the_history_since() -> None:
+    box_of, _ = mailbox()
+    for key in (Key(0, 0, 1), *(Key(7, 0, number) for number in range(1, HISTORY + 2))):
+        box_of.enter(key, "a()", lambda: None)
+        box_of.leave(key)
+    assert box_of.standing(Key(0, 0, 1), "a()").standing == FINISHED
 
 
 def test_a_probe_is_answered_with_where_this_rank_stands() -> None:
@@ -100,9 +116,25 @@ def test_a_probe_is_answered_with_where_this_rank_stands() -> None:
     assert (absent.standing, absent.last_number, absent.last_signature) == (ABSENT, 1, "a()")
 
 
+@pytest.mark.parametrize(("elsewhere", "last"), [(7, (7, "there()")), (2, (3, "here()"))])
+def test_a_probe_is_answered_with_the_last_operation_whether_it_sent_messages_or_not(elsewhere: int, last) -> None:
+    class Arena:
+        def entered(self, key: Key) -> Entered:
+            return Entered(None, elsewhere, "there()")
+
+    box_of, _ = mailbox()
+    arena = Arena()
+    box_of.look_elsewhere(0, arena.entered)
+    box_of.enter(Key(0, 0, 3), "here()", lambda: None)
+    box_of.leave(Key(0, 0, 3))
+    assert box_of.standing(Key(0, 0, 9), "a()") == (ABSENT, "", *last)
+
+
 def test_an_answer_that_differs_is_a_mismatch_although_no_frame_came() -> None:
     box_of, reported = mailbox()
     box_of.enter(Key(0, 0, 1), "a()", lambda: None)
+    box_of.probe_answered(0, Key(0, 0, 1), DIFFERENT, "a()", 1, "a()")
+    assert reported == []
     box_of.probe_answered(0, Key(0, 0, 1), DIFFERENT, "b()", 1, "b()")
     assert [type(error) for error in reported] == [CollectiveMismatchError]
 
@@ -112,8 +144,8 @@ def test_a_chunk_that_describes_another_message_than_the_first_ends_the_generati
     box_of, reported = mailbox()
     key = Key(0, stream, 1)
     box_of.enter(key, "a()", lambda: None)
-    box_of.deliver(frame(key, 0, total=8))
-    box_of.deliver(frame(key, 0, total=12, offset=4, size=8))
+    assert box_of.deliver(frame(key, 0, total=8))
+    assert not box_of.deliver(frame(key, 0, total=12, offset=4, size=8))
     assert [type(error) for error in reported] == [CodecError]
 
 
