@@ -194,6 +194,8 @@ def test_a_goodbye_is_no_loss_until_the_peer_is_needed() -> None:
         ranks[0].lose(1, "rank 1 has left")
         ranks[0].lose(1, "rank 1 has left")
         assert ranks.lost == [(0, 1, "rank 1 has left")]
+        ranks[1].lose(0, "it is over here")
+        assert len(ranks.lost) == 1
 
 
 def test_messages_arrive_whole_and_in_order_although_nobody_waits_for_room() -> None:

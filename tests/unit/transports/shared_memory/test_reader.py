@@ -188,6 +188,16 @@ def test_what_the_kernel_had_no_room_for_is_written_while_somebody_attends(ends:
         assert ends.other.recv(1 << 16) == message
 
 
+def test_who_waits_for_room_on_a_link_is_told_of_its_end(ends: Ends) -> None:
+    told = threading.Event()
+    while ends.link.offer(b"\1" * 4000, told.set):
+        pass
+    ends.other.close()
+    ends.thread.start()
+    assert told.wait(SECONDS)
+    ends.wait_for(lambda: ends.ends == [PEER])
+
+
 def test_closing_waits_for_who_reads_and_leaves_nothing_to_read() -> None:
     ends = Ends()
     ends.thread.start()

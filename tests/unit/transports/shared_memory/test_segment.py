@@ -7,6 +7,7 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -216,6 +217,21 @@ def test_threads_may_allocate_and_free(segment: Segment) -> None:
     assert segment.used_bytes == 0
 
 
+def test_what_is_freed_after_the_end_punches_no_hole_into_a_file_that_has_the_descriptor_now(
+    segment: Segment, tmp_path: Path
+) -> None:
+    block, descriptor = segment.allocate(GIVE_BACK_BYTES), segment._descriptor
+    path = tmp_path / "somebody's file"
+    path.write_bytes(b"\1" * (block.offset + block.nbytes))
+    segment.close()
+    opened = os.open(path, os.O_RDWR)
+    os.dup2(opened, descriptor)
+    block.free()
+    for each in {opened, descriptor}:
+        os.close(each)
+    assert path.read_bytes().count(b"\1") == block.offset + block.nbytes
+
+
 def test_a_closed_segment_refuses(segment: Segment) -> None:
     segment.close()
     segment.close()
@@ -251,6 +267,7 @@ def foreign(kind: str) -> int:
         return reading
     descriptor = os.memfd_create("foreign", os.MFD_ALLOW_SEALING)
     os.truncate(f"/proc/self/fd/{descriptor}", SIZE_BYTES_MIN)
+    os.write(descriptor, NONCE)
     return descriptor
 
 

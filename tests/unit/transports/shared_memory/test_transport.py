@@ -150,6 +150,26 @@ def test_what_a_neighbour_changes_afterwards_changes_nothing_that_was_read(pair:
     assert frame.payload.readonly
 
 
+def test_a_parcel_is_no_longer_than_a_slot_whatever_lies_there(pair: Pair) -> None:
+    """Nobody makes room for as much as a neighbour says that it has."""
+    message = frame_of(2 * SLOT_BYTES)
+    block = pair.stranger.own.allocate(len(message))
+    block.array[:] = np.frombuffer(message, np.uint8)
+    pair.tell(parcel={"offset": block.offset, "size_bytes": len(message)})
+    eventually(lambda: pair.failures)
+    assert f"says that a frame of {len(message)} bytes lies at {block.offset}" in pair.failures[0].message
+
+
+@pytest.mark.parametrize("size", [INLINE_BYTES, CHUNK_BYTES], ids=["socket", "slots"])
+def test_who_waits_for_room_is_told_when_the_neighbour_leaves_and_what_found_none_is_not_counted(pair: Pair, size: int) -> None:
+    told, sent, payload = threading.Event(), 0, np.zeros(size, np.uint8)
+    while pair.transport.send(0, KEY, header_of(1 << 30), sent * size, payload, told.set):
+        sent += 1
+    assert pair.transport.traffic() == {0: ("shared_memory", sent * size)}
+    pair.stranger.close(1.0)
+    assert told.wait(20.0)
+
+
 def test_the_longest_frame_fits_into_its_message_and_into_its_slot() -> None:
     for size, limit in ((INLINE_BYTES, MESSAGE_BYTES_MAX), (CHUNK_BYTES, SLOT_BYTES)):
         header = Header(0, LONGEST, DType.UINT8, (*WIDEST, size), size)
