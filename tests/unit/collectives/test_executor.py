@@ -319,6 +319,16 @@ def test_a_chunk_that_holds_half_a_number_is_an_error_of_the_operation() -> None
         execution.advance()
 
 
+@pytest.mark.parametrize("slot", [0, 1], ids=["part", "result"])
+@pytest.mark.parametrize("count", [512, 2048])
+def test_a_message_of_another_size_than_was_agreed_is_an_error_of_the_operation(slot: int, count: int) -> None:
+    wire = Wire(2)
+    execution = begin(wire, all_reduce(2048), numbers(2048))
+    wire.arrive(1, KEY, Header(slot, all_reduce(2048).signature, DType.FLOAT32, (count,), 4 * count), 0, bytes(CHUNK))
+    with pytest.raises(CodecError, match="which holds 1024 elements"):
+        execution.advance()
+
+
 def test_a_compressed_chunk_of_another_size_is_an_error_of_the_operation() -> None:
     wire, call = Wire(2), all_reduce(2048, "int8")
     total = codec("int8").encoded_bytes(1024)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from weakref import WeakSet
 
 import numpy as np
 import pytest
 
 from ferrorpc.backends.simulated import SimulatedBackend
 from ferrorpc.collectives.algorithms.catalogue import CATALOGUE
+from ferrorpc.collectives.announced import prepare
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CollectiveMismatchError, TensorMismatchError
 from ferrorpc.guard import Guard
@@ -88,6 +90,23 @@ def test_a_prepared_broadcast_serves_arrays_of_any_size():
                 assert np.array_equal(result[0], array)
     for backend in backends:
         backend.close()
+
+
+def test_a_broadcast_of_ever_other_sizes_does_not_keep_what_it_prepared_for_each():
+    alive = WeakSet()
+
+    class Laid:
+        pass
+
+    def run_plan(call, plan):
+        alive.add(laid := Laid())
+        return laid
+
+    announced = prepare(Call(Operation.BROADCAST, root=0), 1, 4, run_plan)
+    for count in range(100_000, 100_500):
+        known = announced.known(TensorSpec(DType.INT32, (count,)))
+        assert announced.known(TensorSpec(DType.INT32, (count,))) is known
+    assert len(alive) < 100
 
 
 @pytest.mark.parametrize("name", ["direct", "ring"])
