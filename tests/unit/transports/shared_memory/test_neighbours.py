@@ -4,13 +4,18 @@ import contextlib
 import gc
 import os
 import socket
+import uuid
 import weakref
 from typing import Any
 
 import pytest
 
+from ferrorpc.coordination.local import LocalWorld
 from ferrorpc.errors import BackendUnavailableError, GroupClosedError, PeerLostError, UsageError
+from ferrorpc.guard import Latch
+from ferrorpc.testing import ManualClock
 from ferrorpc.transports.shared_memory import greeting, meeting, place
+from ferrorpc.transports.shared_memory.segment import NONCE_BYTES, SIZE_BYTES_MIN, Segment
 from ferrorpc.v1 import shared_memory_pb2
 from tests.unit.transports.shared_memory.meetings import SECONDS, Meeting, in_a_forked_child
 from tests.waiting import eventually
@@ -91,6 +96,19 @@ def test_a_rank_that_does_not_know_the_secret_is_no_neighbour(monkeypatch: pytes
         for rank in range(3):
             assert ranks[rank].hosts == ((0, 2), (1,))
         assert "a greeting of rank 1 belongs to another generation" in ranks[0].why_not
+
+
+def test_nobody_is_waited_for_once_the_generation_has_ended() -> None:
+    """The clock stands still: whoever waited would do so for ever."""
+    segment = Segment("test", bytes(NONCE_BYTES), SIZE_BYTES_MIN)
+    latch = Latch()
+    latch.trip(PeerLostError(1, "exit code 9"))
+    with greeting.listen(f"ferrorpc/test/{uuid.uuid4()}") as listener:
+        assignment = LocalWorld(2).session(0).membership.assignment
+        greeter = greeting.Greeter(assignment, (0, 1), {}, listener, segment)
+        greeter.run(latch, ManualClock())
+    segment.close()
+    assert list(greeter.failures) == [1]
 
 
 @pytest.mark.parametrize("what", [b"", b"nonsense", b"\x08\x01"])

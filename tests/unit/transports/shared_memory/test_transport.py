@@ -230,3 +230,10 @@ def test_who_waits_for_a_slot_is_told_when_there_will_be_none(segment: Segment) 
     assert slots.take(told.set) is None
     assert taken[0] is not None
     slots.give_back(taken[0].offset)
+
+
+def test_no_slot_is_given_out_after_the_end(segment: Segment) -> None:
+    slots = Slots(segment, 1)
+    assert slots.take(lambda: None) is not None
+    slots.end()
+    assert slots.take(lambda: None) is None
