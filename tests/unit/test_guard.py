@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from ferrorpc.errors import GroupAbortedError, PeerLostError
-from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Guard, Latch
+from ferrorpc.errors import GroupAbortedError, PeerLostError, UsageError
+from ferrorpc.guard import FOREVER, SYSTEM_CLOCK, Guard, Latch, seconds_of
 
 
 def test_a_permit_given_early_is_kept_and_counts_once() -> None:
@@ -58,3 +58,10 @@ def test_many_threads_trip_a_latch_once() -> None:
 def test_a_guard_knows_when_it_is_over() -> None:
     assert Guard(SYSTEM_CLOCK, Latch(), 0.0).expired
     assert not Guard(SYSTEM_CLOCK, Latch(), 60.0).expired
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), -1e-9, "soon", [1], 1j])
+def test_a_timeout_is_a_number_of_seconds(timeout: object) -> None:
+    assert [seconds_of(good, 7.0) for good in (None, 0, 1.5, FOREVER)] == [7.0, 0.0, 1.5, FOREVER]
+    with pytest.raises(UsageError, match="is no number of seconds"):
+        seconds_of(timeout, 7.0)

@@ -3,11 +3,13 @@
 import asyncio
 import gc
 import logging
+import threading
 
 import pytest
 
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, PeerLostError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.testing import ManualClock
 from ferrorpc.work import Work
 
 
@@ -45,7 +47,9 @@ def test_it_can_be_awaited() -> None:
     assert asyncio.run(main()) == 3
 
 
-def test_who_stopped_awaiting_and_closed_the_loop_disturbs_neither_the_driver_nor_who_waits() -> None:
+def test_who_stopped_awaiting_and_closed_the_loop_disturbs_neither_the_driver_nor_who_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     handle = work()
     told: list[int] = []
 
@@ -56,7 +60,7 @@ def test_who_stopped_awaiting_and_closed_the_loop_disturbs_neither_the_driver_no
     asyncio.run(impatient())
     handle.on_done(lambda: told.append(1))
     handle.complete(3)
-    assert (handle.wait(timeout=0), told) == (3, [1])
+    assert (handle.wait(timeout=0), told, caplog.records) == (3, [1], [])
 
 
 def test_a_callback_that_fails_is_logged_and_keeps_nobody_else_waiting(caplog: pytest.LogCaptureFixture) -> None:
@@ -140,6 +144,33 @@ def test_a_meter_is_told_of_every_wait_from_its_beginning() -> None:
     handle.complete(3)
     assert handle.wait() == 3
     assert meter.told == ["waits", "has waited"], "nobody waited for what was there"
+
+
+def test_a_meter_is_told_how_long_a_wait_took_by_the_operations_clock() -> None:
+    clock, seconds = ManualClock(), list[float]()
+
+    class Meter(Counted):
+        def operated(self, waited: float) -> None:
+            seconds.append(waited)
+
+    handle: Work[int] = Work(clock, "send")
+    handle.meter = Meter()
+    waiting = threading.Thread(target=handle.wait, daemon=True)
+    waiting.start()
+    clock.wait_for_parked(1)
+    clock.advance(7.0)
+    handle.complete(3)
+    waiting.join(20.0)
+    assert seconds == [7.0]
+
+
+def test_a_result_is_made_once_however_often_it_is_waited_for() -> None:
+    handle: Work[list[int]] = Work(SYSTEM_CLOCK, "all_reduce #1")
+    handle.bring = lambda left: [left]
+    handle.complete(3)  # type: ignore[arg-type]  what it is made of
+    first = handle.wait()
+    assert first == [3]
+    assert handle.wait() is first
 
 
 def test_a_wait_that_timed_out_leaves_nothing_behind() -> None:

@@ -82,6 +82,13 @@ def test_who_waits_for_room_is_told_by_a_message_that_finds_it(ends: Ends) -> No
     assert ends.told == 1
 
 
+def test_what_a_peer_said_before_it_ended_is_read_although_it_had_not_read_everything(ends: Ends) -> None:
+    ends.link.send(MESSAGE)
+    ends.other.send(b"goodbye")
+    ends.other.close()
+    assert [ends.link.receive(), ends.link.receive()] == [b"goodbye", b""]
+
+
 @pytest.mark.parametrize("end", ["the peer's", "this one"])
 def test_who_waits_for_room_is_told_of_the_end(ends: Ends, end: str) -> None:
     ends.fill()
