@@ -52,6 +52,7 @@ def test_a_dimension_of_one_is_a_group_of_one():
         ({"dp": 2, "pp": 2}, r"has 4 ranks, but the group has 2"),
         ({"dp": 0}, "integers of at least 1"),
         ({"dp": 2.0}, "integers of at least 1"),
+        ({"dp": 2, "pp": True}, "integers of at least 1"),
         ({2: 2}, "names are text"),
         ({}, "has 1 ranks, but the group has 2"),
     ],

@@ -113,6 +113,17 @@ def test_a_failed_operation_says_what_it_failed_with(told):
     assert counts(durations, "ferrorpc.operation.duration")["all_reduce", "CollectiveMismatchError"] >= 2
 
 
+def test_what_an_operation_failed_with_is_told_to_both_who_want_it(told, tmp_path):
+    spans, _ = told
+    set_up_telemetry({"otel": True, "trace_dir": str(tmp_path)})
+    both = telemetry()
+    both.end(both.begin("barrier() #1", {"ferrorpc.world_rank": 3}), "barrier() #1", 0.5, "PeerLostError")
+    set_up_telemetry({"otel": True, "trace_dir": None})
+    (path,) = tmp_path.iterdir()
+    assert json.loads(path.read_text())[-1]["args"] == {"error": "PeerLostError"}
+    assert spans.get_finished_spans()[-1].attributes["error.type"] == "PeerLostError"
+
+
 def test_training_steps_are_told_by_part(told):
     _, durations = told
 

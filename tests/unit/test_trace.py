@@ -83,6 +83,7 @@ def test_steps_are_counted(tmp_path) -> None:
     trace.stepped(1.0, 1.0, 1.0)  # by a thread that is not told of its end
     trace.close()
     (event,) = json.loads(trace.path.read_text())
+    assert event["pid"] == 0
     assert event["args"] == {"compute": 1.0, "exposed": 0.25, "hidden": 0.5}
     assert abs(event["ts"] / 1e6 - time.time()) < 600
 

@@ -216,6 +216,13 @@ def test_a_goodbye_is_no_loss_until_the_peer_is_needed() -> None:
         assert len(ranks.lost) == 1
 
 
+def test_the_end_of_a_link_is_no_news_once_the_generation_has_ended() -> None:
+    with Meeting(2) as ranks:
+        ranks.sessions[0].membership.latch.trip(PeerLostError(1, "exit code 9"))
+        ranks[0].lose(1, "its process ended without a goodbye")
+        assert ranks.lost == []
+
+
 def test_messages_arrive_whole_and_in_order_although_nobody_waits_for_room() -> None:
     with Meeting(2) as ranks:
         sent = [bytes([1, number % 256]) * (1 + number % 3000) for number in range(3000)]
