@@ -184,6 +184,22 @@ def test_a_process_of_another_user_is_hung_up_on_before_it_can_say_anything(monk
         stranger.close()
 
 
+def test_a_process_of_another_user_behind_a_ranks_name_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is first may listen under any name."""
+    check, user_of, dialled = greeting.Greeter._check, greeting._user_of, list[socket.socket]()
+
+    def note(self: greeting.Greeter, told: Any, connection: socket.socket, rank: int | None) -> int:
+        if rank is not None:
+            dialled.append(connection)
+        return check(self, told, connection, rank)
+
+    monkeypatch.setattr(greeting.Greeter, "_check", note)
+    monkeypatch.setattr(greeting, "_user_of", lambda connection: -1 if connection in dialled else user_of(connection))
+    with Meeting(2) as ranks:
+        assert ranks[0].hosts == ((0,), (1,))
+        assert f"a process of user -1 greeted one of user {os.geteuid()}" in ranks[0].why_not
+
+
 def test_a_name_that_is_taken_means_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(name: str) -> socket.socket:
         raise OSError(98, "Address already in use")

@@ -302,6 +302,11 @@ def test_a_forked_child_reads_and_writes_a_copy(segment: Segment) -> None:
     assert (theirs[offset : offset + array.nbytes].view(np.int32) == 5).all()
 
 
+def test_a_child_may_be_forked_while_a_thread_allocates(segment: Segment) -> None:
+    with segment._lock:
+        assert in_a_forked_child(lambda: segment.memory.size == 0) == 0
+
+
 def test_a_forked_child_frees_nothing_of_its_parents(segment: Segment) -> None:
     arrays = [segment.empty((GIVE_BACK_BYTES,), np.dtype(np.uint8))]
     arrays[0][:] = 9
