@@ -29,6 +29,21 @@ def test_a_deadline_in_the_past_does_not_wait() -> None:
     assert time.monotonic() - started < 1.0
 
 
+def test_a_deadline_beyond_what_the_system_can_wait_for_is_one_all_the_same() -> None:
+    parker = SYSTEM_CLOCK.parker()
+    parker.unpark()
+    assert parker.park(SYSTEM_CLOCK.now() + 1e300)
+
+
+def test_what_is_to_be_done_later_keeps_no_process_alive() -> None:
+    before = set(threading.enumerate())
+    SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 1000.0, lambda: None)
+    (timer,) = set(threading.enumerate()) - before
+    assert isinstance(timer, threading.Timer)
+    timer.cancel()
+    assert timer.daemon
+
+
 def test_a_latch_keeps_the_first_cause_and_calls_each_watcher_once() -> None:
     latch = Latch()
     calls: list[str] = []

@@ -1,6 +1,7 @@
 """The handle of an asynchronous operation."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import threading
@@ -8,7 +9,7 @@ import threading
 import pytest
 
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, PeerLostError, UsageError
-from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.guard import SYSTEM_CLOCK, Parker, SystemClock
 from ferrorpc.testing import ManualClock
 from ferrorpc.work import Work
 
@@ -84,8 +85,19 @@ def test_an_unobserved_error_is_logged_once(caplog: pytest.LogCaptureFixture) ->
         watched.fail(PeerLostError(2, "gone"))
         watched.exception()
         del watched
+        waited = work()
+        waited.fail(PeerLostError(2, "gone"))
+        with contextlib.suppress(PeerLostError):
+            waited.wait()
+        del waited
         gc.collect()
-    assert [record.getMessage().split(" failed")[0] for record in caplog.records] == ["all_reduce #1"]
+        assert len(caplog.records) == 1
+        looked_too_soon = work()
+        assert looked_too_soon.exception() is None
+        looked_too_soon.fail(PeerLostError(3, "gone"))
+        del looked_too_soon
+        gc.collect()
+    assert [record.getMessage().split(" failed")[0] for record in caplog.records] == ["all_reduce #1"] * 2
 
 
 def failed_with(error: FerroError) -> Work[int]:
@@ -162,6 +174,29 @@ def test_a_meter_is_told_how_long_a_wait_took_by_the_operations_clock() -> None:
     handle.complete(3)
     waiting.join(20.0)
     assert seconds == [7.0]
+
+
+def test_what_ends_in_the_moment_of_a_timeout_has_ended() -> None:
+    class Late(SystemClock):
+        def parker(self) -> Parker:
+            return self
+
+        def park(self, until: float) -> bool:
+            handle.complete(7)
+            return False
+
+        def unpark(self) -> None: ...
+
+    handle: Work[int] = Work(Late(), "all_reduce #1")
+    assert handle.wait(timeout=0.01) == 7
+
+
+def test_a_result_on_a_device_is_waited_for_on_the_host_only_where_that_is_asked_for() -> None:
+    handle, settled = work(), list[int]()
+    handle.settle = lambda result, until: settled.append(result)
+    handle.complete(7)
+    assert (handle.wait(), settled) == (7, [])
+    assert (handle.wait(host=True), settled) == (7, [7])
 
 
 def test_a_result_is_made_once_however_often_it_is_waited_for() -> None:

@@ -106,14 +106,15 @@ def test_a_send_that_gives_up_in_the_middle_of_its_line_takes_nobody_elses_place
 
 
 def test_no_tag_is_remembered_once_its_messages_have_been_taken_or_nobody_waits_for_them_any_more() -> None:
-    def body(group: Any) -> tuple[int, int]:
+    def body(group: Any) -> tuple[int, int, int]:
         other = 1 - group.rank
         for tag in range(200):
-            group.send(float(tag), other, tag=tag)
+            group.send(float(tag), other, tag=tag, async_op=tag % 2 == 0)
             assert group.recv(other, tag=tag) == tag
             with pytest.raises(CollectiveTimeoutError):
                 group.recv(other, tag=1000 + tag, timeout=0.001)
         backend = group._backend
-        return len(backend._lines._waiting), len(backend.transport.mailbox._inbound)
+        mailbox = backend.transport.mailbox
+        return len(backend._lines._waiting), len(mailbox._inbound), len(mailbox._sending)
 
-    assert run_world(2, body) == [(0, 0), (0, 0)]
+    assert run_world(2, body) == [(0, 0, 0), (0, 0, 0)]
