@@ -13,14 +13,14 @@ from ferrorpc.testing import FaultPlan, run_world
 
 def test_ranks_in_errors_are_world_ranks_with_the_group_rank_beside_them() -> None:
     def body(group: ProcessGroup) -> Any:
-        sub = group.subgroup([3, 1])
+        sub = group.subgroup([3, 2, 1])
         if sub is None:
             return None
         if group.rank == 1:
             group.session.clock.parker().park(2.0)
-        waiting = sub.recv(1, tag=1, async_op=True)
+        waiting = sub.recv(2, tag=1, async_op=True)
         errors = []
-        for call in (lambda: sub.recv(1, timeout=30.0), sub.barrier, lambda: sub.barrier(async_op=True).wait(), waiting.wait):
+        for call in (lambda: sub.recv(2, timeout=30.0), sub.barrier, lambda: sub.barrier(async_op=True).wait(), waiting.wait):
             with pytest.raises(PeerLostError) as raised:
                 call()
             errors.append((raised.value.rank, raised.value.group_rank))
@@ -29,7 +29,7 @@ def test_ranks_in_errors_are_world_ranks_with_the_group_rank_beside_them() -> No
         return errors, raised.value.group_rank
 
     outcomes = run_world(4, body, faults=FaultPlan(kill={1: 1.0}))
-    assert outcomes[3] == ([(1, 1)] * 4, None)
+    assert outcomes[3] == ([(1, 2)] * 4, None)
 
 
 def test_a_timeout_in_a_subgroup_names_world_ranks_and_breaks_the_world() -> None:
