@@ -1,0 +1,114 @@
+"""What callers pass: results never overwrite what is still to be read, every result lands in the caller's own array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc import ProcessGroup, TensorMismatchError, UsageError
+from ferrorpc.arrays.kinds import NUMPY
+from ferrorpc.operations.arguments import Arguments
+from ferrorpc.testing import run_world
+
+GIVEN = Arguments(False)
+
+
+def test_an_array_of_several_that_the_result_is_written_to_is_read_from_a_copy() -> None:
+    parts = [np.full(4, number, np.float32) for number in range(3)]
+    sources = GIVEN.parts(parts, 3)
+    GIVEN.one_result(parts[1], NUMPY, sources[0].spec, sources)
+    assert [np.shares_memory(source.data, part) for source, part in zip(sources, parts, strict=True)] == [True, False, True]
+    assert sources[1].data.tolist() == [1.0] * 4
+
+
+def test_the_only_array_may_be_the_result() -> None:
+    x = np.ones(4, np.float32)
+    sources = [GIVEN.view(x)]
+    GIVEN.one_result(x, NUMPY, sources[0].spec, sources)
+    assert np.shares_memory(sources[0].data, x)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["list", "whole"])
+def test_an_array_that_one_of_several_results_is_written_to_is_read_from_a_copy(whole: bool) -> None:
+    memory = np.arange(6, dtype=np.float32).reshape(3, 2)
+    sources = [GIVEN.view(memory[1:2])]
+    GIVEN.list_result(memory if whole else [memory[row : row + 1] for row in range(3)], NUMPY, 3, sources)
+    assert not np.shares_memory(sources[0].data, memory)
+    assert sources[0].data.tolist() == [[2.0, 3.0]]
+
+
+def test_results_land_in_arrays_that_are_strided() -> None:
+    def body(group: ProcessGroup) -> Any:
+        memory = np.zeros((2, 3, 2))
+        rows = [memory[rank, :, 1] for rank in range(2)]
+        assert group.all_gather(np.full(3, 1.0 + group.rank), out=rows) is rows
+        parts = group.all_to_all(rows, out=[memory[rank, :, 0] for rank in range(2)])
+        assert parts[0].tolist() == [1.0 + group.rank] * 3
+        columns = np.zeros((4, 2))[:, 0]
+        group.all_gather(np.full(2, 1.0 + group.rank), out=columns)
+        assert group.all_reduce(memory[0, :, 1], out=memory[1, :, 0]).tolist() == [2.0] * 3
+        return memory.tolist(), columns.tolist()
+
+    for rank, (memory, columns) in enumerate(run_world(2, body)):
+        mine = 1.0 + rank
+        assert memory == [[[mine, 1.0]] * 3, [[2.0, 2.0]] * 3]
+        assert columns == [1.0, 1.0, 2.0, 2.0]
+
+
+def test_a_group_of_one_gives_back_arrays_of_their_own() -> None:
+    def body(group: ProcessGroup) -> None:
+        x = np.ones(4)
+        for result in (group.all_reduce(x), group.broadcast(x), group.all_gather(x)[0], group.reduce_scatter([x])):
+            assert not np.shares_memory(result, x)
+            assert result.flags.owndata
+        assert group.all_reduce(x, out=x) is x
+
+    run_world(1, body)
+
+
+def test_a_call_that_differs_in_its_algorithm_or_codec_alone_is_another_call() -> None:
+    """What was prepared for the first is not taken for the second."""
+
+    def body(group: ProcessGroup) -> None:
+        x = np.ones(4, np.float32)
+        moves = (
+            lambda **options: group.broadcast(x, **options),
+            lambda **options: group.all_gather(x, **options),
+            lambda **options: group.all_to_all([x] * 3, **options),
+        )
+        reductions = (
+            lambda **options: group.all_reduce(x, **options),
+            lambda **options: group.reduce(x, **options),
+            lambda **options: group.reduce_scatter([x] * 3, **options),
+        )
+        for call in (*moves, *reductions):
+            call()
+            with pytest.raises(UsageError, match="has no algorithm 'none'"):
+                call(algorithm="none")
+        for call in reductions:
+            with pytest.raises(UsageError):
+                call(wire="none")
+
+    run_world(3, body)
+
+
+def test_what_is_no_array_is_refused_off_the_root_too() -> None:
+    def body(group: ProcessGroup) -> None:
+        with pytest.raises(UsageError):
+            group.reduce(np.ones(4), root=0, out="nothing that could be written to")
+
+    run_world(2, body)
+
+
+def test_a_root_other_than_0_and_a_part_other_than_the_first_have_shapes_of_their_own() -> None:
+    def body(group: ProcessGroup) -> None:
+        parts = [np.ones(1 + rank) for rank in range(3)]
+        out = np.zeros(1 + group.rank)
+        assert group.reduce_scatter(parts, out=out) is out
+        assert group.scatter(parts if group.rank == 2 else None, root=2, out=out) is out
+        with pytest.raises(TensorMismatchError):
+            group.reduce_scatter(parts, out=np.zeros(4))
+
+    run_world(3, body)

@@ -1,0 +1,123 @@
+"""The short way takes only what it knows, and hands what fails to the general one, which breaks the generation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import pytest
+
+from ferrorpc.collectives.arena.prepared import ArenaPrepared
+from ferrorpc.collectives.arena.select import prepare
+from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.execution import Execution
+from ferrorpc.errors import CollectiveMismatchError, GroupClosedError, PeerLostError
+from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
+from ferrorpc.operations.shortcut import REMEMBERED, Shortcut
+from tests.unit.collectives.shared_world import SharedWorld
+
+
+class General:
+    """Stands for the general way of rank 0: keeps what it is handed, and does not drive it."""
+
+    def __init__(self, world: SharedWorld) -> None:
+        self.arena = world.arenas[0]
+        self.backend = SimpleNamespace(latch=Latch(), session=None, group_id=0)
+        self.telemetry = None
+        self.timeout = 20.0
+        self.refuses = False
+        self.handed: list[Execution] = []
+        self.alive: WeakSet[ArenaPrepared] = WeakSet()
+        self._numbers = itertools.count(1)
+
+    def check_open(self) -> None:
+        self.backend.latch.check()
+        raise GroupClosedError("the group was closed")
+
+    def next_number(self) -> int:
+        return next(self._numbers)
+
+    def guard(self, seconds: float) -> Guard:
+        return Guard(SYSTEM_CLOCK, self.backend.latch, seconds)
+
+    def prepared(self, signature: Any, call: Callable[[], Call]) -> ArenaPrepared:
+        found = prepare(self.arena, call())
+        assert found is not None
+        self.alive.add(found)
+        return found
+
+    def run(self, execution: Execution) -> None:
+        self.handed.append(execution)
+
+
+@pytest.fixture
+def world() -> Iterator[SharedWorld]:
+    with SharedWorld(2) as world:
+        yield world
+
+
+def test_a_failure_is_handed_to_the_general_way(world: SharedWorld) -> None:
+    general = General(world)
+    shortcut = Shortcut(general, general.arena)  # type: ignore[arg-type]
+    prepared = prepare(world.arenas[1], prepare_call(np.ones(5)))
+    assert prepared is not None
+    _, steps = prepared.begin(world.arenas[1].bank(0), 1, [np.ones(5)], None)
+    general.arena.bank(0)
+    next(steps)
+    assert shortcut.all_reduce(np.ones(4), "sum", None) is not None
+    (execution,) = general.handed
+    with pytest.raises(CollectiveMismatchError):
+        execution.advance()
+
+
+def prepare_call(x: np.ndarray) -> Call:
+    from ferrorpc.collectives.call import Operation
+    from ferrorpc.types import ReduceOp, TensorSpec, dtype_of
+
+    return Call(Operation.ALL_REDUCE, (TensorSpec(dtype_of(x.dtype), x.shape),), ReduceOp.SUM)
+
+
+def test_nothing_begins_once_the_group_is_closed_or_its_generation_over(world: SharedWorld) -> None:
+    general = General(world)
+    shortcut = Shortcut(general, general.arena)  # type: ignore[arg-type]
+    general.refuses = True
+    with pytest.raises(GroupClosedError):
+        shortcut.all_reduce(np.ones(4), "sum", None)
+    general.refuses = False
+    general.backend.latch.trip(PeerLostError(1, "gone"))
+    for begin in (lambda: shortcut.all_reduce(np.ones(4), "sum", None), shortcut.barrier):
+        with pytest.raises(PeerLostError):
+            begin()
+    assert general.handed == []
+
+
+@pytest.mark.parametrize(
+    "out",
+    [np.zeros(4, np.float32), np.zeros(5), np.zeros(8)[::2], [0.0] * 4, np.zeros(4).astype(">f8")],
+    ids=["dtype", "shape", "strided", "list", "byte order"],
+)
+def test_an_out_that_needs_more_than_writing_is_left_to_the_general_way(world: SharedWorld, out: Any) -> None:
+    general = General(world)
+    assert Shortcut(general, general.arena).all_reduce(np.ones(4), "sum", out) is None  # type: ignore[arg-type]
+    assert general.handed == []
+
+
+def test_an_out_that_overlaps_in_part_is_left_to_the_general_way(world: SharedWorld) -> None:
+    general, memory = General(world), np.ones(5)
+    shortcut = Shortcut(general, general.arena)  # type: ignore[arg-type]
+    assert shortcut.all_reduce(memory[:4], "sum", memory[1:]) is None
+    x = memory[:4]
+    assert shortcut.all_reduce(x, "sum", x) is x
+
+
+def test_a_program_of_ever_other_shapes_does_not_keep_what_was_prepared_for_each(world: SharedWorld) -> None:
+    general = General(world)
+    shortcut = Shortcut(general, general.arena)  # type: ignore[arg-type]
+    shortcut._run = lambda *_: None  # type: ignore[method-assign]
+    for count in range(2 * REMEMBERED):
+        shortcut.all_reduce(np.ones(count), "sum", None)
+    assert len(general.alive) <= REMEMBERED + 1
