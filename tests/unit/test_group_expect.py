@@ -23,6 +23,19 @@ def test_messages_come_in_the_order_in_which_they_were_expected():
     assert run_world(2, body)[1] == (1, 0, 2)
 
 
+def test_the_time_a_message_may_take_begins_when_it_is_waited_for():
+    def body(group):
+        if group.rank == 0:
+            group.session.clock.parker().park(130.0)
+            group.send(7, 1)
+            return None
+        expected = group.expect(0)
+        group.session.clock.parker().park(100.0)
+        return expected.take(timeout=50.0).item()
+
+    assert run_world(2, body)[1] == 7
+
+
 def test_a_long_message_travels_before_it_is_waited_for():
     """Its sender has gone on when the receiver first looks: nobody waits for a grant."""
     long = np.arange(2 * EAGER_BYTES, dtype=np.uint8)

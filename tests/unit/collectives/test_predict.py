@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ferrorpc.collectives.algorithms.catalogue import CATALOGUE, CHUNK_BYTES
+from ferrorpc.collectives.algorithms.entry import Cost, Entry
+from ferrorpc.collectives.algorithms.plan import Buffer, Plan, Receive, Region, Send
 from ferrorpc.collectives.basis import Basis
 from ferrorpc.collectives.call import Call, Operation, example
 from ferrorpc.collectives.predict import CHUNKS_MAX, predict
@@ -38,6 +40,15 @@ def test_one_message_takes_alpha_its_opening_and_its_bytes():
 @pytest.mark.parametrize("name", ["one_shot", "two_shot", "ring"])
 def test_where_there_is_nothing_to_do_it_takes_no_time(name):
     assert time_of("all_reduce", name, 0, 8) == 0
+
+
+def test_a_plan_that_waits_for_ever_is_an_error_and_not_a_wait_for_ever():
+    def build(call, rank, size):
+        return Plan("made", (Receive(1 - rank, 0, Region(Buffer.OUT, 0, 0, 4)), Send(1 - rank, 0, Region(Buffer.IN, 0, 0, 4))))
+
+    made = Entry("made", build, lambda size, nbytes: Cost(1, nbytes))
+    with pytest.raises(UsageError, match="made never ends: 2 ranks wait"):
+        predict(made, example("all_reduce", 16, 2), 2, COSTS)
 
 
 def test_links_are_shared_one_message_after_the_other():
@@ -97,6 +108,12 @@ def test_folding_keeps_a_processor_too():
     n, costs = 4000, Costs(0.0, 0.0, 0.0, GAMMA, 1)
     assert time_of("reduce_scatter", "direct", 4 * n, 4, costs) == pytest.approx(4 * 3 * n * GAMMA)
     assert time_of("reduce_scatter", "direct", 4 * n, 4, replace(costs, processors=None)) == pytest.approx(3 * n * GAMMA)
+
+
+def test_the_closed_form_knows_that_processors_can_be_enough_for_all():
+    cost = entry(Operation.ALL_REDUCE, "two_shot").cost(8, MIB)
+    free = seconds(cost, 8, COSTS)
+    assert seconds(cost, 8, crowded(1000)) == free < seconds(cost, 8, crowded(1))
 
 
 @pytest.mark.parametrize("operation", list(Operation))

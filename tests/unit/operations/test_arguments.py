@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc import ProcessGroup, TensorMismatchError, UsageError
+from ferrorpc import InvalidRankError, ProcessGroup, SelfSendError, TensorMismatchError, UsageError
 from ferrorpc.arrays.kinds import NUMPY
-from ferrorpc.operations.arguments import Arguments
+from ferrorpc.operations.arguments import TAG_MAX, Arguments
 from ferrorpc.testing import run_world
 
 GIVEN = Arguments(False)
@@ -37,6 +37,12 @@ def test_an_array_that_one_of_several_results_is_written_to_is_read_from_a_copy(
     GIVEN.list_result(memory if whole else [memory[row : row + 1] for row in range(3)], NUMPY, 3, sources)
     assert not np.shares_memory(sources[0].data, memory)
     assert sources[0].data.tolist() == [[2.0, 3.0]]
+
+
+def test_a_result_that_overlaps_an_array_in_part_is_refused_wherever_it_stands_in_the_list() -> None:
+    memory = np.zeros(6, np.float32)
+    with pytest.raises(UsageError, match="overlap"):
+        GIVEN.list_result([memory[:3], memory[1:4]], NUMPY, 2, [GIVEN.view(memory[:3])])
 
 
 def test_results_land_in_arrays_that_are_strided() -> None:
@@ -94,8 +100,38 @@ def test_a_call_that_differs_in_its_algorithm_or_codec_alone_is_another_call() -
     run_world(3, body)
 
 
+def test_peers_and_tags_that_cannot_be_are_refused_before_anything_is_sent() -> None:
+    def body(group: ProcessGroup) -> float:
+        mine, other = group.rank, 1 - group.rank
+        for call in (lambda: group.send(1.0, mine), lambda: group.recv(mine), lambda: group.expect(mine)):
+            with pytest.raises(SelfSendError, match=f"is {mine}, which is this rank itself"):
+                call()
+        for wrong in (2, -1, 0.0, None):
+            with pytest.raises(InvalidRankError):
+                group.send(1.0, wrong)
+        for tag in (TAG_MAX + 1, -1, 1.5):
+            with pytest.raises(UsageError, match="is no integer from 0"):
+                group.send(1.0, other, tag=tag)
+        group.send(7.0, other, tag=TAG_MAX)
+        return float(group.recv(other, tag=TAG_MAX))
+
+    assert run_world(2, body) == [7.0, 7.0]
+
+
+def test_streams_tell_operations_apart_that_differ_in_their_root_alone() -> None:
+    def body(group: ProcessGroup) -> list[float]:
+        stream = group.stream()
+        arrays = [np.full(4, float(group.rank)) for _ in range(3)]
+        return [stream.broadcast(array, root, root=root).wait()[0] for root, array in enumerate(arrays)]
+
+    assert run_world(3, body) == [[0.0, 1.0, 2.0]] * 3
+
+
 def test_what_is_no_array_is_refused_off_the_root_too() -> None:
     def body(group: ProcessGroup) -> None:
+        if group.rank == 1:
+            with pytest.raises(UsageError):
+                group.broadcast(np.array(["text"]), root=0)
         with pytest.raises(UsageError):
             group.reduce(np.ones(4), root=0, out="nothing that could be written to")
 

@@ -55,7 +55,8 @@ def test_a_program_that_ends_blocks_nobody():
         (Task("a", 2, 1.0), "lane 2 of 2"),
         (Task("a", 0, -1.0), "-1.0 time units"),
         (Task("a", 0, float("nan")), "nan time units"),
-        (Task("a", 0, 1.0, (Need(7),)), "task 7 of 1"),
+        (Task("a", 0, 1.0, (Need(1),)), "task 1 of 1"),
+        (Task("a", 0, 1.0, (Need(-1),)), "task -1 of 1"),
         (Task("a", 0, 1.0, (Need(0, -0.5),)), "after -0.5"),
     ],
 )

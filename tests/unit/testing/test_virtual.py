@@ -1,5 +1,6 @@
 """A virtual world replays from its seed, never really waits, and never hangs silently."""
 
+import threading
 import time
 
 import pytest
@@ -163,11 +164,76 @@ def test_a_paused_thread_goes_on_where_it_was() -> None:
     assert readings == [7.0]
 
 
+def test_a_thread_that_could_run_stands_still_too_when_it_is_paused() -> None:
+    clock = VirtualClock()
+    parker, readings = clock.parker(), []
+
+    def paused() -> None:
+        parker.park(FOREVER)
+        readings.append(clock.now())
+
+    def other() -> None:
+        clock.parker().park(1.0)
+        parker.unpark()
+        clock.pause(0)
+        clock.parker().park(5.0)
+        clock.unpause(0)
+
+    run(clock, paused, other)
+    assert readings == [5.0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_who_is_interrupted_before_it_began_does_nothing_any_more(seed: int) -> None:
+    clock, ran, at_the_interrupt = VirtualClock(seed), list[str](), list[str]()
+
+    def interrupt() -> None:
+        at_the_interrupt.extend(ran)
+        clock.interrupt(1, Unwound())
+
+    run(clock, interrupt, lambda: ran.append("victim"))
+    assert ran == at_the_interrupt
+
+
+def test_an_interrupted_thread_unwinds_at_once_although_it_is_paused() -> None:
+    clock = VirtualClock()
+    readings = []
+
+    class Gone(Unwound):
+        pass
+
+    def body() -> None:
+        try:
+            clock.parker().park(5.0)
+        finally:
+            readings.append(clock.now())
+
+    clock.call_at(1.0, lambda: clock.pause(0))
+    clock.call_at(2.0, lambda: clock.interrupt(0, Gone()))
+    clock.call_at(1000.0, lambda: clock.unpause(0))
+    run(clock, body)
+    assert readings == [2.0]
+
+
 def test_threads_from_outside_cannot_wait_in_it_and_a_world_runs_once() -> None:
     clock = VirtualClock()
     with pytest.raises(UsageError, match="outside"):
         clock.parker().park(1.0)
-    run(clock, lambda: None)
+    refused: list[UsageError] = []
+
+    def outside() -> None:
+        try:
+            clock.parker().park(1.0)
+        except UsageError as error:
+            refused.append(error)
+
+    def body() -> None:
+        stranger = threading.Thread(target=outside, daemon=True)
+        stranger.start()
+        stranger.join(20.0)
+
+    run(clock, body)
+    assert len(refused) == 1
     with pytest.raises(UsageError, match="had its world"):
         run(clock, lambda: None)
 
@@ -203,3 +269,6 @@ def test_a_manual_clock_moves_only_by_hand() -> None:
     assert outcomes == [False, False]
     parker.unpark()
     assert parker.park(0.0) is True
+    assert parker.park(0.0) is False
+    with pytest.raises(AssertionError, match="0 threads wait on the clock, not 1"):
+        clock.wait_for_parked(1, wall_seconds=0.01)

@@ -8,7 +8,7 @@ import pytest
 import ferrorpc
 from ferrorpc import CollectiveTimeoutError, ConfigError, FerroError, InvalidRankError, PeerLostError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK
-from ferrorpc.testing import FaultPlan, Kill, Pause, RankKilled, World, run_world
+from ferrorpc.testing import FaultPlan, Kill, Pause, RankKilled, World, run_groups, run_world
 
 both_clocks = pytest.mark.parametrize("clock", [None, SYSTEM_CLOCK], ids=["virtual", "real"])
 
@@ -46,12 +46,13 @@ def test_the_first_failure_is_raised_with_the_others_as_notes(clock) -> None:
 
 def test_of_equal_failures_the_lowest_ranks_is_raised() -> None:
     def body(group) -> None:
-        group.barrier()
         raise KeyError("same")
 
-    with pytest.raises(KeyError) as raised:
-        run_world(3, body, seed=5)
-    assert raised.value.__notes__[0] == "raised on rank 0 of 3"
+    for seed in range(5):
+        with pytest.raises(KeyError) as raised:
+            run_world(3, body, seed=seed)
+        notes = [note.split(":")[0] for note in raised.value.__notes__]
+        assert notes == ["raised on rank 0 of 3", "rank 1", "rank 2"]
 
 
 @both_clocks
@@ -140,13 +141,30 @@ def test_what_waits_for_ever_is_an_error_that_says_where() -> None:
         run_world(2, body)
 
 
-def test_a_new_member_takes_the_place_of_a_dead_one() -> None:
-    world = World(3, faults=FaultPlan(kill={1: 1.0}))
+def test_what_goes_wrong_when_a_rank_closes_its_group_is_its_failure() -> None:
+    class Stubborn:
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *error: object) -> None:
+            raise FerroError("it does not close")
+
+    with pytest.raises(FerroError, match="it does not close") as raised:
+        run_groups([Stubborn()], lambda group: 7)  # type: ignore[list-item]
+    assert raised.value.__notes__ == ["raised on rank 0 of 1"]
+
+
+@pytest.mark.parametrize("end", [1.0, Kill(at_seconds=1.0, at_operation=2), Kill(at_seconds=2.5, at_operation=1)])
+def test_a_new_member_takes_the_place_of_a_dead_one(end: float | Kill) -> None:
+    world = World(3, faults=FaultPlan(kill={1: end}))
     joined = []
 
     def replacement() -> None:
         group = world.join(30.0)
         joined.append((group.rank, group.generation, int(group.all_reduce(10))))
+        for _ in range(3):
+            group.barrier()
+        world.clock.parker().park(world.clock.now() + 1.0)
+        group.barrier()
 
     def body(group):
         world.clock.parker().park(2.0)
@@ -156,7 +174,10 @@ def test_a_new_member_takes_the_place_of_a_dead_one() -> None:
             group.barrier()
         with group.reform(30.0) as renewed:
             total = int(renewed.all_reduce(1))
+            for _ in range(3):
+                renewed.barrier()
             world.clock.parker().park(world.clock.now() + 1.0)
+            renewed.barrier()
             return renewed.rank, renewed.size, renewed.generation, total
 
     outcomes = world.run(body)
