@@ -356,6 +356,27 @@ class TestGrpc(BoundedTransportContract):
             yield first, second
 
 
+    def test_closing_leaves_no_thread_behind_although_the_peer_reads_nothing(self, pair: tuple[End, End]) -> None:
+        first, second = pair
+        reading = threading.Event()
+        second.mailbox.deliver = lambda frame: reading.wait(SECONDS) and None  # type: ignore[method-assign]
+        payload, before = random_bytes(CHUNK_BYTES), set(threading.enumerate())
+        while first.transport.send(second.rank, KEY, header_of(1 << 30), 0, payload, lambda: None):
+            pass
+        lanes = {thread for thread in set(threading.enumerate()) - before if thread.name.startswith("ferrorpc-lane-")}
+        assert lanes
+        first.transport.close(0.2)
+        eventually(lambda: not any(thread.is_alive() for thread in lanes), "the end of every lane")
+        reading.set()
+
+    def test_a_stream_that_breaks_after_its_rank_has_said_goodbye_is_no_loss(self, pair: tuple[End, End]) -> None:
+        first, second = pair
+        assert isinstance(first.transport, GrpcTransport)
+        first.transport.inlet_ended(second.rank, 2, "")
+        first.transport.inlet_ended(second.rank, 0, "its stream broke")
+        assert first.lost == []
+
+
 class TestGrpcWithSeveralLanes(TestGrpc):
     """Three streams each way, on three connections."""
 
