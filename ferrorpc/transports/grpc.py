@@ -146,6 +146,10 @@ class GrpcTransport(Transport):
         for inlet in inlets:
             inlet.hang_up()
 
+    def abandon_in_child(self) -> None:
+        self._lock = threading.Lock()  # a thread of the parent's may have held it
+        self._closing = True
+
     # -- what the server calls -----------------------------------------------------------------------------------------
 
     def serve(self, source: int, lane: int, requests: Requests, context: Any) -> Iterator[bytes]:

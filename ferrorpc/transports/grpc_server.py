@@ -69,6 +69,9 @@ class Seat(Protocol):
     def close(self, timeout: float) -> None:
         """Says goodbye on every stream, in at most `timeout` seconds."""
 
+    def abandon_in_child(self) -> None:
+        """In a forked child: nothing of the parent's streams is touched any more."""
+
 
 class _Method(grpc.GenericRpcHandler):
     """The one method of the service; each call of it has its own way in."""
@@ -177,6 +180,13 @@ class WorkerServer:
         self._server.stop(None).wait(STOP_SECONDS)
         _exits.discard(self)
 
+    def abandon_in_child(self) -> None:
+        """In a forked child: nothing of the parent's streams is touched, and to close this changes nothing for their peers."""
+        self._changed = threading.Condition()  # a thread of the parent's may have held it
+        self._closed = True
+        for seat in self._seats.values():
+            seat.abandon_in_child()
+
     def _stream(self, requests: Requests, context: Any) -> Iterator[bytes]:
         """One call, from its Open to its end. Runs on a thread of its own."""
         try:
@@ -262,14 +272,23 @@ class WorkerServer:
 
 
 _exits: Final[weakref.WeakSet[WorkerServer]] = weakref.WeakSet()
-_process = os.getpid()
+_inherited: list[WorkerServer] = []
+"""What a forked child got from its parent: kept, because finalising it would touch the parent's sockets."""
 
 
 def _say_goodbye() -> None:
-    """Nobody called close: peers are told all the same. Not in a forked child, whose streams belong to its parent."""
-    if os.getpid() == _process:
-        for server in list(_exits):
-            server.close()
+    """Nobody called close: peers are told all the same."""
+    for server in list(_exits):
+        server.close()
+
+
+def _abandon_all() -> None:
+    """In a forked child: streams belong to its parent."""
+    _inherited.extend(_exits)
+    _exits.clear()
+    for server in _inherited:
+        server.abandon_in_child()
 
 
 atexit.register(_say_goodbye)
+os.register_at_fork(after_in_child=_abandon_all)

@@ -355,7 +355,6 @@ class TestGrpc(BoundedTransportContract):
                 end.transport = grpc_transport(end, servers)
             yield first, second
 
-
     def test_closing_leaves_no_thread_behind_although_the_peer_reads_nothing(self, pair: tuple[End, End]) -> None:
         first, second = pair
         reading = threading.Event()

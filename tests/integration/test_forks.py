@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.integration.launching import environment, run, write_script
 from tests.integration.service import Service
 
@@ -56,6 +58,31 @@ def test_a_child_of_a_member_is_refused_a_seat_of_its_own_at_once(tmp_path: Path
     """
     result = run("-n", "2", write_script(tmp_path, body))
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
+@pytest.mark.parametrize(
+    "end", ["sys.exit(7)", "group.close(); os._exit(7)", "raise SystemExit(7)"], ids=["exit", "close", "raise"]
+)
+def test_what_a_child_does_with_its_parents_group_ends_nothing(tmp_path: Path, transport: str, end: str) -> None:
+    body = f"""
+    import os
+    import sys
+    import ferrorpc
+
+    with ferrorpc.init_process_group(transport="{transport}") as group:
+        assert float(group.all_reduce(1.0)) == 2.0
+        child = os.fork()
+        if child == 0:
+            {end}
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        group.barrier()
+        assert float(group.all_reduce(1.0)) == 2.0
+        print("went on", flush=True)
+    """
+    result = run("-n", "2", write_script(tmp_path, body))
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["0: went on", "1: went on"]
 
 
 DIES_BESIDE_A_CHILD = """
