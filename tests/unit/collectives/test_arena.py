@@ -171,6 +171,15 @@ def test_large_moves_give_their_memory_back():
         assert world.segments[0].used_bytes < 1 << 20
 
 
+@pytest.mark.parametrize("given", [np.zeros(4, np.float64), np.zeros(5, np.float32)], ids=["dtype", "shape"])
+def test_what_does_not_fit_is_not_written_to_what_was_given(given):
+    with SharedWorld(2) as world:
+        calls = [Call(Operation.BROADCAST, (TensorSpec(DType.FLOAT32, (4,)),), root=0), Call(Operation.BROADCAST, root=0)]
+        results = world.run(calls, [[np.ones(4, np.float32)], []], [None, [given]])
+        assert results[1][0].tolist() == [1.0] * 4
+        assert not given.any()
+
+
 # -- order -----------------------------------------------------------------------------------------------------------------
 
 
@@ -460,8 +469,9 @@ def little_garbage():
 
 
 @pytest.mark.usefixtures("little_garbage")
+@pytest.mark.parametrize("whole", [False, True], ids=["stream", "group"])
 @pytest.mark.parametrize("count", [8, 100_000], ids=["slots", "rings"])
-def test_a_stream_that_is_over_gives_its_memory_to_the_next(count):
+def test_a_stream_that_is_over_gives_its_memory_to_the_next(count, whole):
     call, ones = all_reduce_call(DType.FLOAT32, count), np.ones(count, np.float32)
     with SharedWorld(2) as world:
         used = []
@@ -473,7 +483,7 @@ def test_a_stream_that_is_over_gives_its_memory_to_the_next(count):
             assert world.advance(running)
             assert all((part.results[0] == 2).all() for part in running)
             for arena in world.arenas:
-                arena.let_go(stream)
+                arena.close() if whole else arena.let_go(stream)
             del running
             gc.collect()
             used.append([memory.own.used_bytes for memory in world.memories])

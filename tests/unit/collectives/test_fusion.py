@@ -30,6 +30,7 @@ def test_what_is_sent_on_from_the_accumulator_or_folded_from_the_left_stays_as_i
         (*chain[:2], Send(2, 1, TOTAL), chain[2]),
         (chain[0], FoldUnder(1, 0, TOTAL), chain[2]),
         (chain[0], Fold(1, 0, Region(WORK, 0, 0, 4)), chain[2]),
+        (*chain[:2], Finish(Region(WORK, 0, 0, 4), Region(OUT, 0, 8, 12))),
         (chain[0], chain[2]),
         chain[:2],
         (Load(Region(WORK, 1, 0, 8), TOTAL), *chain[1:]),

@@ -24,3 +24,13 @@ def test_what_was_written_since_it_was_encoded_is_encoded_again() -> None:
     assert before[0] is before[1]
     assert after[0] is after[1]
     assert [codec("bf16").decode(each[0], 4).tolist() for each in (before, after)] == [[1, 1, 1, 1], [1, 1, 7, 1]]
+
+
+def test_halves_are_widened_where_they_are_added_up() -> None:
+    """bfloat16 is kept as its bits, which as numbers would be others."""
+    come = Receive(1, 0, Region(Buffer.WORK, 0, 0, 2))
+    plan = Plan("made", (come, Send(1, 1, come.region)), (2,))
+    call = Call(Operation.ALL_REDUCE, (TensorSpec(DType.BFLOAT16, (2,)),), ReduceOp.SUM)
+    workspace = Workspace(Rules(call, plan, plan.actions, 0, 2), [np.zeros(2, np.uint16)], None)
+    workspace.accept(come, DType.BFLOAT16, 0, np.array([0x3F80, 0x4000], np.uint16))
+    assert workspace.outgoing(come.region)[1].tolist() == [1.0, 2.0]

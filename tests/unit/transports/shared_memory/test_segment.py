@@ -232,6 +232,12 @@ def test_what_is_freed_after_the_end_punches_no_hole_into_a_file_that_has_the_de
     assert path.read_bytes().count(b"\1") == block.offset + block.nbytes
 
 
+def test_a_program_that_is_started_does_not_get_the_memory(segment: Segment) -> None:
+    descriptor = segment.descriptor_for_peers()
+    assert [os.get_inheritable(each) for each in (segment._descriptor, descriptor)] == [False, False]
+    os.close(descriptor)
+
+
 def test_a_closed_segment_refuses(segment: Segment) -> None:
     segment.close()
     segment.close()

@@ -1,0 +1,36 @@
+"""Two transports as one share the time that closing may take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ferrorpc.testing import ManualClock
+from ferrorpc.transports.routed import RoutedTransport
+
+
+class Slow:
+    """Takes all the time it is given, up to `seconds`."""
+
+    rank, size, mailbox = 0, 3, None
+
+    def __init__(self, clock: ManualClock, seconds: float) -> None:
+        self.clock = clock
+        self.seconds = seconds
+        self.given = -1.0
+
+    def close(self, timeout: float) -> None:
+        self.given = timeout
+        self.clock.advance(min(timeout, self.seconds))
+
+
+def given(near_takes: float) -> tuple[float, float]:
+    clock = ManualClock()
+    near: Any = Slow(clock, near_takes)
+    far: Any = Slow(clock, 0.0)
+    RoutedTransport(near, (1,), far, clock).close(10.0)
+    return near.given, far.given
+
+
+def test_a_neighbour_that_hangs_leaves_half_of_the_time_and_one_that_does_not_all_of_it() -> None:
+    assert given(near_takes=100.0) == (5.0, 5.0)
+    assert given(near_takes=1.0) == (5.0, 9.0)
