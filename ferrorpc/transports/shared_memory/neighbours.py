@@ -180,7 +180,6 @@ def _nobody(*_: Any) -> None:
     """Nobody has asked to be told yet."""
 
 
-_process = os.getpid()
 _all: Final[weakref.WeakSet[Neighbours]] = weakref.WeakSet()
 
 
@@ -190,10 +189,9 @@ def _abandon_all() -> None:
 
 
 def _say_goodbye() -> None:
-    """Nobody called close: neighbours are told all the same. Not in a forked child, whose links belong to its parent."""
-    if os.getpid() == _process:
-        for neighbours in list(_all):
-            neighbours.close(STOP_SECONDS)
+    """Nobody called close: neighbours are told all the same."""
+    for neighbours in list(_all):
+        neighbours.close(STOP_SECONDS)
 
 
 atexit.register(_say_goodbye)

@@ -1,5 +1,6 @@
 """A rank's shared memory: what is allocated, found, freed and given back, and what others can do with it."""
 
+import fcntl
 import gc
 import itertools
 import mmap
@@ -259,10 +260,21 @@ def test_the_usual_size_fits_beside_all_others() -> None:
     assert usual_bytes(4096) * 4096 <= 1 << 46
 
 
-def test_what_the_system_does_not_grant_is_tried_smaller() -> None:
+def test_what_the_system_does_not_grant_is_tried_smaller_and_leaves_nothing_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
     segment = Segment("test", NONCE, 1 << 48)
     assert SIZE_BYTES_MIN <= segment.size_bytes < 1 << 48
     segment.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_segment_without_room_for_its_front_is_not_mapped() -> None:
+    descriptor = os.memfd_create("small", os.MFD_ALLOW_SEALING)
+    os.write(descriptor, NONCE.ljust(FRONT_OFFSET, b"\0"))
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    with pytest.raises(CodecError, match="were announced"):
+        map_peer(descriptor, FRONT_OFFSET, NONCE)
+    os.close(descriptor)
 
 
 def foreign(kind: str) -> int:
