@@ -127,6 +127,15 @@ def test_streams_tell_operations_apart_that_differ_in_their_root_alone() -> None
     assert run_world(3, body) == [[0.0, 1.0, 2.0]] * 3
 
 
+def test_results_for_another_number_of_ranks_are_refused() -> None:
+    def body(group: ProcessGroup) -> None:
+        for count in (1, 3):
+            with pytest.raises(TensorMismatchError, match=f"out has {count} arrays for 2 ranks"):
+                group.all_gather(np.ones(2), out=[np.zeros(2) for _ in range(count)])
+
+    run_world(2, body)
+
+
 def test_what_is_no_array_is_refused_off_the_root_too() -> None:
     def body(group: ProcessGroup) -> None:
         if group.rank == 1:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet, ref
 
 import numpy as np
+import pytest
 
-from ferrorpc import ProcessGroup
+from ferrorpc import PeerLostError, ProcessGroup, UsageError
 from ferrorpc.backends.simulated import SimulatedBackend
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Prepared
+from ferrorpc.collectives.progress import drive
+from ferrorpc.guard import Latch
 from ferrorpc.operations.dispatch import PREPARED_CALLS, Dispatch
-from ferrorpc.testing import run_world
+from ferrorpc.testing import ManualClock, run_world
+from tests.unit.collectives.test_advancing import Counting
 
 
 def test_the_calls_prepared_last_are_kept_and_no_more_of_them_than_a_program_needs() -> None:
@@ -43,3 +48,52 @@ def test_a_group_holds_nothing_of_an_asynchronous_operation_that_is_over() -> No
         return held()
 
     assert run_world(2, body) == [None, None]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_time_in_an_operation_is_told_from_its_beginning_to_its_end(fails: bool) -> None:
+    clock, told = ManualClock(10.0), list[tuple[str, float]]()
+
+    def run(execution: Any) -> None:
+        clock.advance(4.0)
+        if fails:
+            raise PeerLostError(1, "gone")
+
+    activity = SimpleNamespace(
+        operating=lambda began: told.append(("since", began)), operated=lambda seconds: told.append(("for", seconds))
+    )
+    session = SimpleNamespace(activity=activity)
+    backend: Any = SimpleNamespace(group_id=0, session=session, latch=Latch(), clock=clock, run=run)
+    if fails:
+        with pytest.raises(PeerLostError):
+            Dispatch(backend, 20.0).run(Counting(1))
+    else:
+        Dispatch(backend, 20.0).run(Counting(1))
+    assert told == [("since", 10.0), ("for", 4.0)]
+
+
+def test_what_goes_wrong_at_once_is_met_by_who_drives_it() -> None:
+    def wrong() -> None:
+        raise UsageError("wrong")
+
+    (backend,) = SimulatedBackend.create_group(1)
+    failing = Counting(1, wrong)
+    assert not Dispatch(backend, 20.0).begin(failing)
+    with pytest.raises(UsageError, match="wrong"):
+        drive(failing, lambda error: None)
+    backend.close()
+
+
+def test_who_waits_for_everything_in_flight_goes_on_as_soon_as_it_is_over() -> None:
+    def body(group: ProcessGroup) -> float | None:
+        clock = group.session.clock
+        if group.rank == 0:
+            clock.parker().park(3.0)
+            group.send(1.0, 1)
+            return None
+        waiting = group.recv(0, async_op=True)
+        group.synchronize()
+        assert waiting.done()
+        return clock.now()
+
+    assert run_world(2, body) == [None, 3.0]

@@ -26,7 +26,9 @@ class General:
 
     def __init__(self, world: SharedWorld) -> None:
         self.arena = world.arenas[0]
-        self.backend = SimpleNamespace(latch=Latch(), session=None, group_id=0)
+        self.notes: list[str] = []
+        session = SimpleNamespace(activity=SimpleNamespace(note=self.notes.append))
+        self.backend = SimpleNamespace(latch=Latch(), session=session, group_id=0)
         self.telemetry = None
         self.timeout = 20.0
         self.refuses = False
@@ -69,6 +71,7 @@ def test_a_failure_is_handed_to_the_general_way(world: SharedWorld) -> None:
     general.arena.bank(0)
     next(steps)
     assert shortcut.all_reduce(np.ones(4), "sum", None) is not None
+    assert general.notes == [prepare_call(np.ones(4)).signature], "what this rank was last seen in"
     (execution,) = general.handed
     with pytest.raises(CollectiveMismatchError):
         execution.advance()

@@ -11,7 +11,7 @@ ONES = np.ones(3, np.float32)
 
 
 @pytest.mark.parametrize("check", [check_same, check_near])
-@pytest.mark.parametrize("found", [[1.0] * 3, np.ones(3), np.ones((3, 1), np.float32), ONES * 1.1, None])
+@pytest.mark.parametrize("found", [[1.0] * 3, np.ones(3), np.ones((3, 1), np.float32), ONES * 1.1, ONES.view(np.int32), None])
 def test_what_is_another_array_fails(check, found):
     with pytest.raises(AssertionError):
         check(found, ONES)

@@ -270,5 +270,7 @@ def test_a_manual_clock_moves_only_by_hand() -> None:
     parker.unpark()
     assert parker.park(0.0) is True
     assert parker.park(0.0) is False
+    clock.call_at(1.0, lambda: seen.append(clock.now()))
+    assert seen == [12.0, 17.0], "what is due already is done at once"
     with pytest.raises(AssertionError, match="0 threads wait on the clock, not 1"):
         clock.wait_for_parked(1, wall_seconds=0.01)
