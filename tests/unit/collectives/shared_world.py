@@ -12,8 +12,9 @@ from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.board import Bank, Board
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.arena.select import prepare
-from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.transports.shared_memory.segment import NONCE_BYTES, Segment, map_peer
+from ferrorpc.types import DType, ReduceOp, TensorSpec
 
 Array = np.ndarray
 SEGMENT_BYTES = 64 << 20
@@ -115,3 +116,14 @@ class SharedWorld:
             if part.error is not None:
                 raise part.error
         return [part.results for part in running]
+
+
+def own(world: SharedWorld, rank: int, array: Array) -> Array:
+    """The array in its rank's shared memory."""
+    place = world.memories[rank].own.empty(array.shape, array.dtype)
+    place[...] = array
+    return place
+
+
+def all_reduce_call(dtype: DType, count: int, op: ReduceOp = ReduceOp.SUM) -> Call:
+    return Call(Operation.ALL_REDUCE, (TensorSpec(dtype, (count,)),), op)

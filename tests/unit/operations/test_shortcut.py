@@ -13,11 +13,12 @@ import pytest
 
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.arena.select import prepare
-from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.errors import CollectiveMismatchError, GroupClosedError, PeerLostError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.operations.shortcut import REMEMBERED, Shortcut
+from ferrorpc.types import DType, ReduceOp, TensorSpec
 from tests.unit.collectives.shared_world import SharedWorld
 
 
@@ -56,6 +57,10 @@ class General:
         self.handed.append(execution)
 
 
+def call_of(count: int) -> Call:
+    return Call(Operation.ALL_REDUCE, (TensorSpec(DType.FLOAT64, (count,)),), ReduceOp.SUM)
+
+
 @pytest.fixture
 def world() -> Iterator[SharedWorld]:
     with SharedWorld(2) as world:
@@ -65,23 +70,12 @@ def world() -> Iterator[SharedWorld]:
 def test_a_failure_is_handed_to_the_general_way(world: SharedWorld) -> None:
     general = General(world)
     shortcut = Shortcut(general, general.arena)  # type: ignore[arg-type]
-    prepared = prepare(world.arenas[1], prepare_call(np.ones(5)))
-    assert prepared is not None
-    _, steps = prepared.begin(world.arenas[1].bank(0), 1, [np.ones(5)], None)
-    general.arena.bank(0)
-    next(steps)
+    world.begin(1, call_of(5), [np.ones(5)], number=1).advance()
     assert shortcut.all_reduce(np.ones(4), "sum", None) is not None
-    assert general.notes == [prepare_call(np.ones(4)).signature], "what this rank was last seen in"
+    assert general.notes == [call_of(4).signature], "what this rank was last seen in"
     (execution,) = general.handed
     with pytest.raises(CollectiveMismatchError):
         execution.advance()
-
-
-def prepare_call(x: np.ndarray) -> Call:
-    from ferrorpc.collectives.call import Operation
-    from ferrorpc.types import ReduceOp, TensorSpec, dtype_of
-
-    return Call(Operation.ALL_REDUCE, (TensorSpec(dtype_of(x.dtype), x.shape),), ReduceOp.SUM)
 
 
 def test_nothing_begins_once_the_group_is_closed_or_its_generation_over(world: SharedWorld) -> None:

@@ -155,13 +155,14 @@ def test_a_paused_thread_goes_on_where_it_was() -> None:
     readings = []
 
     def body() -> None:
-        clock.parker().park(2.0)
-        readings.append(clock.now())
+        for until in (2.0, 9.0):
+            clock.parker().park(until)
+            readings.append(clock.now())
 
     clock.call_at(1.0, lambda: clock.pause(0))
     clock.call_at(7.0, lambda: clock.unpause(0))
     run(clock, body, lambda: clock.parker().park(8.0))
-    assert readings == [7.0]
+    assert readings == [7.0, 9.0]
 
 
 def test_a_thread_that_could_run_stands_still_too_when_it_is_paused() -> None:

@@ -1,0 +1,167 @@
+"""Collectives in shared memory where a rank fails or says what cannot be: nothing is read that may have changed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ferrorpc.collectives.arena.arena import PROGRAM_CHANNELS
+from ferrorpc.collectives.arena.board import DIRECTORY_ENTRIES, REDUCED, RING, SOURCE, STAGED
+from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.errors import CodecError
+from ferrorpc.types import DType, ReduceOp, TensorSpec
+from tests.unit.collectives.shared_world import Running, SharedWorld, all_reduce_call, own
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_nobody_completes_with_what_a_failed_rank_may_have_changed():
+    """Rank 1 gives up after it has staged registered memory; its caller then writes to the array."""
+    staged = 0
+    for seed in range(30):
+        with SharedWorld(2, seed) as world:
+            call = all_reduce_call(DType.FLOAT32, 500)
+            array = own(world, 1, np.ones(500, np.float32))
+            first = world.begin(0, call, [np.ones(500, np.float32)], number=1)
+            second = world.begin(1, call, [array], [array], number=1)
+            for _ in range(world.chance.randrange(2, 12)):
+                second.advance()
+                first.advance()
+            if second.over:
+                continue
+            staged += second.channel.line[STAGED] > 0
+            second.steps.close()
+            second.channel.poison()
+            array[:] = 777.0
+            world.advance([first], limit=2000)
+            assert first.results is None or (first.results[0] == 2.0).all()
+    assert staged > 5
+
+
+def fail(part: Running, array: np.ndarray) -> None:
+    """Its rank gives up, and its caller writes to its array."""
+    part.steps.close()
+    part.channel.poison()
+    array[:] = 777.0
+
+
+def test_nobody_completes_with_what_a_failed_rank_may_have_changed_since_it_was_found():
+    """Rank 0 knows where rank 1's array lies and waits for rank 2 when rank 1 fails."""
+    with SharedWorld(3) as world:
+        arrays = [np.ones(4, np.float32), own(world, 1, np.ones(4, np.float32)), np.ones(4, np.float32)]
+        call = Call(Operation.ALL_GATHER, (TensorSpec(DType.FLOAT32, (4,)),))
+        first, second, third = (world.begin(rank, call, [array], number=1) for rank, array in enumerate(arrays))
+        second.advance()
+        first.advance()
+        fail(second, arrays[1])
+        assert not world.advance([first, third], limit=500)
+        assert first.results is third.results is None
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_nobody_completes_with_a_result_that_a_failed_rank_may_have_changed_since_it_was_reduced():
+    with SharedWorld(2) as world:
+        call, array = all_reduce_call(DType.FLOAT32, 50), own(world, 1, np.ones(50, np.float32))
+        first = world.begin(0, call, [np.ones(50, np.float32)], number=1)
+        second = world.begin(1, call, [array], [array], number=1)
+        for part in (second, first, second):
+            part.advance()
+        assert not first.over
+        assert second.channel.line[REDUCED] == first.channel.line[REDUCED]
+        fail(second, array)
+        assert not world.advance([first], limit=500)
+        assert first.results is None
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_result_that_others_read_where_it_lies_is_given_out_when_they_have_read_it():
+    with SharedWorld(2) as world:
+        call, ones = all_reduce_call(DType.FLOAT32, 50), np.ones(50, np.float32)
+        first = world.begin(0, call, [ones], [own(world, 0, np.zeros(50, np.float32))], number=1)
+        second = world.begin(1, call, [ones], number=1)
+        first.advance()
+        second.advance()
+        assert not world.advance([first], limit=500)
+        assert not second.over
+        assert world.advance([second])
+        assert world.advance([first])
+        assert first.results[0].tolist() == second.results[0].tolist() == [2.0] * 50
+
+
+def test_an_array_that_others_read_where_it_lies_is_given_back_when_they_have_read_it():
+    with SharedWorld(2) as world:
+        array = own(world, 1, np.ones(4, np.float32))
+        call = Call(Operation.BROADCAST, (TensorSpec(DType.FLOAT32, (4,)),), root=1)
+        reader = world.begin(0, Call(Operation.BROADCAST, root=1), [], number=1)
+        root = world.begin(1, call, [array], number=1)
+        assert not world.advance([root], limit=100)
+        assert world.advance([reader, root])
+        assert reader.results[0].tolist() == [1.0] * 4
+
+
+# -- what a peer may get wrong ----------------------------------------------------------------------------------------------
+
+
+def line_of(world: SharedWorld, rank: int, number: int):
+    return world.arenas[rank].bank(0).channels[number % PROGRAM_CHANNELS].line
+
+
+@pytest.mark.parametrize("offset", [-1, 1 << 62, (64 << 20) - 8])
+def test_a_place_outside_a_peers_memory_is_refused(offset, small_chunks):
+    with SharedWorld(2) as world:
+        call = all_reduce_call(DType.FLOAT32, 500)
+        array = np.ones(500, np.float32)
+        running = [world.begin(rank, call, [array], number=1) for rank in range(2)]
+        running[1].advance()
+        assert line_of(world, 1, 1)[RING]
+        line_of(world, 1, 1)[SOURCE] = offset
+        world.advance(running[:1], limit=2000)
+        assert isinstance(running[0].error, CodecError)
+
+
+@pytest.mark.parametrize(("word", "value"), [(1, 99), (2, 33), (2, -1), (3, -5), (0, 1 << 61)])
+def test_a_table_that_no_rank_writes_is_refused(word, value):
+    with SharedWorld(2) as world:
+        call = Call(Operation.BROADCAST, (TensorSpec(DType.INT32, (10,)),), root=1)
+        running = [
+            world.begin(0, Call(Operation.BROADCAST, root=1), [], number=1),
+            world.begin(1, call, [np.zeros(10, np.int32)], number=1),
+        ]
+        assert world.advance(running[1:])
+        table = world.arenas[1].bank(0).channels[1].ring[: 35 * 8].view(np.int64)
+        table[word] = value
+        world.advance(running[:1], limit=2000)
+        assert isinstance(running[0].error, CodecError)
+
+
+def test_a_part_of_another_shape_than_the_reductions_is_refused():
+    with SharedWorld(2) as world:
+        call, array = Call(Operation.REDUCE, (TensorSpec(DType.INT32, (10,)),), ReduceOp.SUM, root=0), np.zeros(10, np.int32)
+        running = [world.begin(rank, call, [array], number=1) for rank in range(2)]
+        assert world.advance(running[1:])
+        world.arenas[1].bank(0).channels[1].ring[: 35 * 8].view(np.int64)[3] = 1
+        world.advance(running[:1], limit=2000)
+        assert isinstance(running[0].error, CodecError)
+
+
+@pytest.mark.parametrize("count", [DIRECTORY_ENTRIES + 1, 1 << 62, -1])
+def test_a_directory_that_claims_to_be_longer_than_any_is_searched_to_its_end(count):
+    with SharedWorld(2) as world:
+        world.arenas[1].bank(0)
+        world.arenas[1].board._directory[0] = count
+        assert world.arenas[0].board.find(1, (0, 77), 1) is None
+
+
+@pytest.mark.parametrize("length", [-1, 4097, 1 << 62])
+def test_the_name_of_a_call_is_read_as_far_as_a_name_can_go(length):
+    with SharedWorld(2) as world:
+        mine, theirs = (arena.board for arena in world.arenas)
+        _, offset = theirs.sign("barrier()")
+        assert mine.read_text(1, offset) == "barrier()"
+        theirs.memory.own.memory[offset : offset + 8].view(np.int64)[0] = length
+        assert len(mine.read_text(1, offset)) == min(max(length, 0), 4096)
+
+
+@pytest.mark.parametrize("offset", [0, -8, 4, (64 << 20) - 7, 64 << 20, 1 << 62])
+def test_a_name_that_lies_nowhere_is_not_looked_for(offset):
+    with SharedWorld(2) as world:
+        assert world.arenas[0].board.read_text(1, offset) == "an operation that it does not name"
