@@ -378,3 +378,12 @@ def test_what_peers_take_is_counted_as_sent_to_them() -> None:
         each = Call(Operation.ALL_TO_ALL, tuple(TensorSpec(DType.FLOAT32, part.shape) for part in parts))
         assert taken(world, [each] * 3, [parts] * 3) == [[0, 8, 12], [4, 0, 12], [4, 8, 0]]
         assert taken(world, [Call(Operation.BARRIER)] * 3, [[]] * 3) == [[0] * 3] * 3
+
+
+def test_what_peers_take_counts_while_the_call_may_be_run_again() -> None:
+    with SharedWorld(2) as world:
+        call, array = all_reduce_call(DType.FLOAT32, 6), np.ones(6, np.float32)
+        running = [world.begin(rank, call, [array], number=1) for rank in range(2)]
+        assert world.advance(running)
+        assert [arena.board.calls.taken_bytes() for arena in world.arenas] == [{1: 24}, {0: 24}]
+        assert all(part.prepared.runs == 1 for part in running)
