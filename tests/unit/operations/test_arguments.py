@@ -9,7 +9,8 @@ import pytest
 
 from ferrorpc import InvalidRankError, ProcessGroup, SelfSendError, TensorMismatchError, UsageError
 from ferrorpc.arrays.kinds import NUMPY
-from ferrorpc.operations.arguments import TAG_MAX, Arguments
+from ferrorpc.collectives.endpoints import TAG_MAX
+from ferrorpc.operations.arguments import Arguments
 from ferrorpc.testing import run_world
 
 GIVEN = Arguments(False)
