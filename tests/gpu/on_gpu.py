@@ -65,6 +65,8 @@ class _There:
     def __init__(self, cupy: StandIn) -> None:
         self._cupy = cupy
         self._roots: dict[int, Any] = {}
+        self._taken: dict[int, tuple[Any, Any]] = {}
+        """By the host array's id: itself, and the one GPU array for it."""
 
     def take(self, value: Any) -> Any:
         """Arrays as GPU arrays; anything else as it is."""
@@ -74,6 +76,11 @@ class _There:
             value = np.asarray(value)
         if type(value) is not np.ndarray or not value.dtype.isnative or value.dtype.kind == "O":
             return value
+        if id(value) not in self._taken:
+            self._taken[id(value)] = value, self._near(value)
+        return self._taken[id(value)][1]
+
+    def _near(self, value: Any) -> Any:
         root = value
         while isinstance(root.base, np.ndarray):
             root = root.base
