@@ -249,6 +249,7 @@ def test_a_wrapper_that_is_gone_leaves_the_module_alone_and_it_may_be_wrapped_ag
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch's tracer, which hides it by other means
+@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # of torch, on Python 3.13.0
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_wrapper_around_a_compiled_module_and_a_compiled_wrapper_compile_the_module_alone(inside: bool) -> None:
     def body(group):
