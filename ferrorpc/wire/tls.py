@@ -67,7 +67,22 @@ class TlsFiles:
         self._contents()
         if self.certificate is None:
             self._trust(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
-            return frozenset()
+        names: Any = self._seen(listening=listening).get("subjectAltName", ())
+        return identities(value for kind, value in names if kind == "URI")
+
+    def ends_at(self, *, listening: bool) -> float | None:
+        """When the certificate ends, in seconds since the epoch; None without an authority, which is what makes it readable.
+
+        Raises:
+            ConfigError, AuthenticationError: as `check`.
+        """
+        end: Any = self._seen(listening=listening).get("notAfter")
+        return None if end is None else ssl.cert_time_to_seconds(end)
+
+    def _seen(self, *, listening: bool) -> Mapping[str, Any]:
+        """What the other end sees in the certificate; nothing where it has no authority to judge by."""
+        if self.certificate is None:
+            return {}
         near, far = (ssl.SSLContext(kind) for kind in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT))
         far.check_hostname = False
         far.verify_mode = ssl.CERT_NONE
@@ -78,7 +93,7 @@ class TlsFiles:
         try:
             near.load_cert_chain(self.certificate, self.key, password=lambda: b"")
             far.load_cert_chain(self.certificate, self.key, password=lambda: b"")
-            seen = _handshake(near, far, listening=listening)
+            return _handshake(near, far, listening=listening)
         except ssl.SSLCertVerificationError as error:
             raise AuthenticationError(
                 f"the certificate {self.certificate} is not accepted: {error.verify_message}",
@@ -91,7 +106,6 @@ class TlsFiles:
             ) from None
         except OSError as error:
             raise self._unreadable(error) from None
-        return seen
 
     def _trust(self, context: ssl.SSLContext) -> None:
         try:
@@ -276,7 +290,7 @@ class Dialer:
         return grpc.secure_channel(address, self._kept.current(), options=[*options, *name])
 
 
-def _handshake(near: ssl.SSLContext, far: ssl.SSLContext, *, listening: bool) -> frozenset[Identity]:
+def _handshake(near: ssl.SSLContext, far: ssl.SSLContext, *, listening: bool) -> Mapping[str, Any]:
     """Lets the two meet in memory; returns what the judging one saw in the other's certificate."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     client, server = far.wrap_bio(down, up), near.wrap_bio(up, down, server_side=True)
@@ -290,6 +304,4 @@ def _handshake(near: ssl.SSLContext, far: ssl.SSLContext, *, listening: bool) ->
                 continue
         if not open_ends:
             break
-    seen = (client if listening else server).getpeercert() or {}
-    names: Any = seen.get("subjectAltName", ())
-    return identities(value for kind, value in names if kind == "URI")
+    return (client if listening else server).getpeercert() or {}

@@ -138,6 +138,8 @@ class Gauges:
     sessions: int
     journal_commits: int
     journal_full: bool
+    certificate_ends_at: float | None
+    """In seconds since the epoch; None where that is not known."""
     jobs: Mapping[str, JobGauges]
 
 
@@ -199,6 +201,9 @@ def _collect_coordinator(now: Gauges) -> Iterator[Any]:
     yield GaugeMetricFamily("ferrorpc_sessions", "Open session streams", now.sessions)
     yield CounterMetricFamily("ferrorpc_journal_commits", "Groups made durable", now.journal_commits)
     yield GaugeMetricFamily("ferrorpc_journal_full", "1 while the journal's disk is full", float(now.journal_full))
+    if now.certificate_ends_at is not None:
+        name, text = "ferrorpc_certificate_expiry_timestamp_seconds", "When the coordinator's certificate ends, since the epoch"
+        yield GaugeMetricFamily(name, text, now.certificate_ends_at)
 
 
 def _collect_jobs(jobs: Mapping[str, JobGauges]) -> Iterator[Any]:

@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
-from ferrorpc.errors import ConfigError
+from ferrorpc.errors import AuthenticationError, ConfigError
 from ferrorpc.wire import options as wire_options
 from ferrorpc.wire.address import is_loopback, join_address, split_address
 from ferrorpc.wire.tls import TlsFiles
@@ -138,6 +138,7 @@ class _Service:
         self._coordinator = coordinator
         self._journal = journal
         self._loop = asyncio.get_running_loop()
+        self._certificate = _Certificate(options.tls)
         self._counters = Counters()
         self._health = Health(("", SERVICE))
         self._server = grpc.aio.server(options=wire_options.control_server())
@@ -213,8 +214,27 @@ class _Service:
             sessions=self._driver.sessions,
             journal_commits=0 if journal is None else journal.commits,
             journal_full=self._driver.refuses_writes,
+            certificate_ends_at=self._certificate.ends_at(),
             jobs={name: JobGauges.of(job) for name, job in self._coordinator.jobs.items()},
         )
+
+
+class _Certificate:
+    """When the coordinator's certificate ends, as its file says, or last said while it made sense."""
+
+    def __init__(self, files: TlsFiles | None) -> None:
+        self._files = files
+        self._stamps: object = None
+        self._ends_at: float | None = None
+
+    def ends_at(self) -> float | None:
+        """In seconds since the epoch. A file that has not changed is not read again: each scrape takes the event loop."""
+        if self._files is not None:
+            with contextlib.suppress(ConfigError, AuthenticationError):
+                stamps = self._files.stamps()
+                if stamps != self._stamps:
+                    self._ends_at, self._stamps = self._files.ends_at(listening=True), stamps
+        return self._ends_at
 
 
 def _recovered(options: Options, rows: list[Row], access: Access) -> Coordinator:

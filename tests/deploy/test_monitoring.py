@@ -38,7 +38,7 @@ def exposition() -> str:
     for counted in (counters.generations_broken, counters.member_changes, counters.request_errors):
         counted["some"] += 1
     counters.handled["Session", "OK"] += 1
-    gauges = Gauges(sessions=3, journal_commits=1, journal_full=False, jobs={"j": JOB})
+    gauges = Gauges(sessions=3, journal_commits=1, journal_full=False, certificate_ends_at=1.0, jobs={"j": JOB})
     registry = CollectorRegistry()
     registry.register(Collector(counters, lambda: gauges))
     return generate_latest(registry).decode()

@@ -13,6 +13,7 @@ from ferrorpc_coordinator.state.settings import Settings
 
 from ferrorpc.errors import ConfigError
 from ferrorpc.v1.journal_pb2 import EntryRow
+from ferrorpc.wire.identity import Role
 from ferrorpc.wire.tls import TlsFiles
 
 OPTIONS = server.Options("127.0.0.1:0", Settings(), data_dir=Path("data"))
@@ -66,3 +67,19 @@ FOR_ANYONE = TlsFiles(None, "certificate", "key")
 def test_who_can_be_flooded_by_strangers_is_told(caplog, listen, tls, grpcio, told):
     server.warn_of_floods(replace(OPTIONS, listen=listen, tls=tls), grpcio)
     assert ["grpcio is 1.81.2; try: pip install 'grpcio>=1.82'" in one for one in caplog.messages] == [True] * told
+
+
+def test_the_end_of_a_certificate_is_told_as_its_file_says_or_last_said(tmp_path):
+    pytest.importorskip("cryptography")
+    from tests.certificates import DAY, Issuer
+
+    issuer = Issuer(tmp_path)
+    files = issuer.issue(Role.COORDINATOR, "a")
+    certificate = server._Certificate(files)
+    first = certificate.ends_at()
+    issuer.issue(Role.COORDINATOR, "a", lifetime=2 * DAY)
+    second = certificate.ends_at()
+    assert 80_000 < second - first < 90_000
+    Path(files.certificate).write_text("half a certif")
+    assert certificate.ends_at() == second
+    assert server._Certificate(None).ends_at() is None

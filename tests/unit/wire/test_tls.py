@@ -6,6 +6,7 @@ import shutil
 import ssl
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,18 @@ def move(source: str | None, target: str | None) -> None:
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "ferrorpc.tls"]
+
+
+@pytest.mark.parametrize("listening", [True, False])
+def test_when_a_certificate_ends_is_read_out_of_it(ours: Issuer, listening: bool) -> None:
+    files = ours.issue(Role.COORDINATOR, "a", lifetime=2 * DAY)
+    end = files.ends_at(listening=listening)
+    assert end is not None
+    assert abs(end - time.time() - 2 * 86400) < 600
+    assert TlsFiles(None, files.certificate, files.key).ends_at(listening=listening) is None, "nobody to judge it by"
+    assert TlsFiles(files.authority).ends_at(listening=listening) is None
+    with pytest.raises(AuthenticationError, match="expired"):
+        ours.issue(Role.COORDINATOR, "a", lifetime=-DAY / 1000, where="old").ends_at(listening=listening)
 
 
 @pytest.mark.parametrize("listening", [True, False])
