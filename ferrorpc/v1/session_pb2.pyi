@@ -290,18 +290,14 @@ class Event(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BROKEN_FIELD_NUMBER: builtins.int
-    STANDINGS_FIELD_NUMBER: builtins.int
     PENDING_FIELD_NUMBER: builtins.int
     STORE_FIELD_NUMBER: builtins.int
     FENCED_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    STANDINGS_FIELD_NUMBER: builtins.int
     @property
     def broken(self) -> Global___GenerationBroken:
         """The generation is over; `cause` is its first cause."""
-
-    @property
-    def standings(self) -> Global___Standings:
-        """Some members changed state (stalled, suspect, back, left)."""
 
     @property
     def pending(self) -> Global___PendingMembers:
@@ -317,19 +313,23 @@ class Event(google.protobuf.message.Message):
     def draining(self) -> Global___Draining:
         """The coordinator stops soon; reconnect and resume."""
 
+    @property
+    def standings(self) -> Global___Standings:
+        """Some members changed state (stalled, suspect, back, left)."""
+
     def __init__(
         self,
         *,
         broken: Global___GenerationBroken | None = ...,
-        standings: Global___Standings | None = ...,
         pending: Global___PendingMembers | None = ...,
         store: ferrorpc.v1.store_pb2.StoreEvent | None = ...,
         fenced: ferrorpc.v1.error_pb2.ErrorDetail | None = ...,
         draining: Global___Draining | None = ...,
+        standings: Global___Standings | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["broken", b"broken", "draining", b"draining", "fenced", b"fenced", "kind", b"kind", "pending", b"pending", "standings", b"standings", "store", b"store"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["broken", b"broken", "draining", b"draining", "fenced", b"fenced", "kind", b"kind", "pending", b"pending", "standings", b"standings", "store", b"store"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["broken", "standings", "pending", "store", "fenced", "draining"] | None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["broken", "pending", "store", "fenced", "draining", "standings"] | None: ...
 
 Global___Event: typing_extensions.TypeAlias = Event
 

@@ -290,7 +290,8 @@ class Job:
         if newest is None or newest.over:
             return 0
         changed = [member for member in changed if newest.holds(member)]
-        others = [member for member in newest.seats if changed != [member]]
+        alone = changed[0] if len(changed) == 1 else None
+        others = [member for member in newest.seats if member is not alone]
         return max((self.desk.push(others, event) for event in self.roster.standings(changed)), default=0)
 
     def _welcome(self, stream: int, admitted: Admitted) -> None:
