@@ -352,9 +352,10 @@ class Link:
         """The coordinator does not know this session, or not as it was: the generation is over, only a new one will do."""
         with self._monitor.lock:
             self._token, self.cluster_id = "", cluster_id
+        self._listener.session_ended(why)
+        with self._monitor.lock:
             self._requests.fail(why, lambda request: request.latch is not None)
             self._monitor.changed()
-        self._listener.session_ended(why)
 
     def _answer(self, position: identity_pb2.Position, result: wire.Result) -> None:
         if not result.sequence and result.HasField("error"):
@@ -385,8 +386,8 @@ class Link:
         )
 
     def _finish(self, error: FerroError) -> None:
+        self._listener.session_ended(error)  # first: who is told of the end finds the generation broken, too
         self.close(error)
-        self._listener.session_ended(error)
 
     # -- the beating thread --------------------------------------------------------------------------------------------
 

@@ -213,6 +213,17 @@ def test_a_coordinator_that_stays_away_is_an_error_after_max_outage(volatile):
     session.leave()
 
 
+def test_who_is_told_that_the_line_is_over_finds_the_generation_broken(volatile, monkeypatch):
+    session = join(volatile.address, 0, 1, max_outage=0.5)
+    ended = session.session_ended
+    monkeypatch.setattr(session, "session_ended", lambda cause: (time.sleep(0.2), ended(cause)))
+    volatile.kill()
+    with pytest.raises(CoordinatorUnavailableError):
+        session.store.get("key", timeout=0)
+    assert isinstance(session.membership.latch.cause, CoordinatorUnavailableError)
+    session.leave()
+
+
 def test_a_coordinator_that_goes_during_the_rendezvous_is_an_error_after_its_timeout(volatile, caplog):
     """As where it was another run's, which has ended: who has no rank yet must not wait for it as long as a member."""
     caplog.set_level(logging.INFO, "ferrorpc.coordination")

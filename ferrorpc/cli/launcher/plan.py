@@ -98,8 +98,18 @@ def command_of(target: Sequence[str], *, module: bool, no_python: bool) -> tuple
     if module:
         return (sys.executable, "-m", *target)
     if not Path(target[0]).exists():
-        raise ConfigError(f"there is no file {target[0]!r}", hint=f"check the path; this is {_here()}")
+        raise ConfigError(f"there is no file {target[0]!r}", hint=_meant(target))
     return (sys.executable, *target)
+
+
+def _meant(target: Sequence[str]) -> str:
+    """What to write where the script is no file: mpirun and srun are given the interpreter, too."""
+    program = target[0]
+    if shutil.which(program) is None:
+        return f"check the path; this is {_here()}"
+    if Path(program).name.startswith("python") and len(target) > 1:
+        return f"leave {program!r} out: ranks run {target[1]} with {sys.executable}; or say --no-python before it"
+    return f"say --no-python before it, if the program {program!r} is meant"
 
 
 def process_count(text: str) -> int:

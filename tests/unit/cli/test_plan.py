@@ -49,6 +49,22 @@ def test_what_cannot_be_run_is_refused(target, flags, complaint):
         command_of(target, **flags)
 
 
+@pytest.mark.parametrize(
+    ("target", "advice"),
+    [
+        (["train.py"], "check the path"),
+        (["python3", "train.py", "--fast"], "leave 'python3' out"),
+        (["python3"], "say --no-python before it"),
+        (["sh", "train.sh"], "say --no-python before it"),
+    ],
+)
+def test_a_program_in_place_of_a_script_is_answered_with_what_was_meant(target, advice):
+    """As for mpirun and srun, which are given the interpreter."""
+    with pytest.raises(ConfigError) as caught:
+        command_of(target, module=False, no_python=False)
+    assert advice in str(caught.value)
+
+
 def test_a_missing_script_is_told_of_where_the_working_directory_is_gone_too(tmp_path, monkeypatch):
     gone = tmp_path / "gone"
     gone.mkdir()
