@@ -17,7 +17,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ferrorpc import errors as errors, testing as testing
+    from ferrorpc import errors as errors, testing as testing, torch as torch
     from ferrorpc.backends.base import Backend as Backend, Capabilities as Capabilities
     from ferrorpc.backends.grpc import GrpcBackend as GrpcBackend
     from ferrorpc.backends.simulated import SimulatedBackend as SimulatedBackend
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from ferrorpc.work import Work as Work
 
 _ROOMS = ("errors", "testing")
+_EXTRAS = ("torch",)  # rooms as well, but no part of __all__: `from ferrorpc import *` needs no PyTorch
 _HOMES = {
     "init_process_group": "ferrorpc.bootstrap.process_group",
     "ProcessGroup": "ferrorpc.group",
@@ -121,7 +122,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         home = _import_module(_HOMES[name])
         value = getattr(home, name) if hasattr(home, name) else _import_module(f"{_HOMES[name]}.{name}")
-    elif name in _ROOMS:
+    elif name in _ROOMS or name in _EXTRAS:
         value = _import_module(f"ferrorpc.{name}")
     elif name == "__version__":
         value = _import_module("importlib.metadata").version("ferrorpc")

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ferrorpc.plans import chrome_trace, png, svg
 from ferrorpc.plans.drawing import Bar, Panel, Row
+
+SPANS_SHOWN_MOST: Final = 4096
+"""By a notebook that was not asked for a picture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,10 @@ class Timeline:
 
     def _panels(self, beside: Timeline | None) -> list[Panel]:
         return [self.panel()] if beside is None else [self.panel(), beside.panel()]
+
+    def _repr_svg_(self) -> str | None:
+        """What a notebook shows; None, which leaves it the words, where the picture would be too large to be looked at."""
+        return svg.render(self._panels(None)) if len(self.spans) <= SPANS_SHOWN_MOST else None
 
     def __repr__(self) -> str:
         title: Any = f" {self.title}:" if self.title else ""

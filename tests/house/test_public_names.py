@@ -59,7 +59,7 @@ def test_type_checkers_see_the_same_names_in_the_same_places() -> None:
     (block,) = [node for node in syntax_of(Path(ferrorpc.__file__)).body if isinstance(node, ast.If)]
     seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert {name: module for name, module in seen.items() if module != "ferrorpc"} == ferrorpc._HOMES
-    assert {name for name, module in seen.items() if module == "ferrorpc"} == set(ferrorpc._ROOMS)
+    assert {name for name, module in seen.items() if module == "ferrorpc"} == {*ferrorpc._ROOMS, *ferrorpc._EXTRAS}
 
 
 def test_dir_shows_the_face() -> None:

@@ -31,3 +31,8 @@ def test_the_version_is_the_distributions() -> None:
 def test_without_torch_its_side_is_an_import_error_that_names_the_extra() -> None:
     code = "import sys; sys.modules['torch'] = None\ntry: import ferrorpc.torch\nexcept ImportError as error: print(error)"
     assert output_of(code).stdout.endswith("try: pip install 'ferrorpc[torch]'\n")
+
+
+def test_the_side_of_torch_needs_no_import_of_its_own() -> None:
+    code = "import sys, ferrorpc; print('torch' in sys.modules, ferrorpc.torch.Stage.__module__)"
+    assert output_of(code).stdout == "False ferrorpc.torch.stage\n"

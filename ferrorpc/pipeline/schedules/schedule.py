@@ -12,6 +12,7 @@ from ferrorpc.pipeline.schedules import simulation, validation
 from ferrorpc.pipeline.schedules.simulation import Cost, PipelineTimeline
 from ferrorpc.pipeline.schedules.table import Table
 from ferrorpc.pipeline.schedules.validation import Finding
+from ferrorpc.plans.timeline import SPANS_SHOWN_MOST
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,17 @@ class Schedule(Table):
     def to_svg(self, path: str | Path) -> None:
         """Draws its simulation at equal costs into an SVG file."""
         self.simulate().to_svg(path)
+
+    def _repr_svg_(self) -> str | None:
+        """What a notebook shows of a sound one: its simulation at equal costs."""
+        if sum(map(len, self.actions)) > SPANS_SHOWN_MOST or self.validate():
+            return None
+        return self.simulate()._repr_svg_()
+
+    def __repr__(self) -> str:
+        extent = f"{self.stages} stages, {self.microbatches} microbatches"
+        chunks = f", {self.chunks:g} chunks a stage" if self.virtual_stages != self.stages else ""
+        return f"<{type(self).__name__} {self.name}: {extent}{chunks}>"
 
     def to_chrome_trace(self, path: str | Path) -> None:
         """Writes its simulation at equal costs for chrome://tracing and Perfetto, a time unit as a millisecond."""

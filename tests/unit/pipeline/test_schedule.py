@@ -157,6 +157,14 @@ def test_forward_first_and_split_are_told():
     assert not schedules.gpipe(3, 4).is_split
 
 
+def test_a_notebook_shows_a_sound_schedule_and_words_tell_of_any():
+    sound = schedules.one_f_one_b(stages=2, microbatches=3)
+    assert sound._repr_svg_() == sound.simulate()._repr_svg_()
+    assert repr(sound) == "<Schedule one_f_one_b: 2 stages, 3 microbatches>"
+    assert Schedule.of("backwards", [row[::-1] for row in sound.actions])._repr_svg_() is None
+    assert repr(schedules.zbv(stages=2, microbatches=4)) == "<Schedule zbv: 2 stages, 4 microbatches, 2 chunks a stage>"
+
+
 def test_pictures_and_traces_are_written(tmp_path: Path):
     schedule = schedules.zbv(stages=4, microbatches=8)
     schedule.to_svg(tmp_path / "s.svg")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ferrorpc.errors import BackendUnavailableError
-from ferrorpc.plans.timeline import Span, Timeline
+from ferrorpc.plans.timeline import SPANS_SHOWN_MOST, Span, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -55,6 +55,13 @@ def test_an_svg_has_a_box_to_scale_for_every_span(timeline: Timeline, tmp_path: 
     assert float(found["1F0"].attrib["y"]) > float(found["0F0"].attrib["y"])
     words = {text.text for text in ElementTree.parse(tmp_path / "t.svg").iter(f"{SVG}text")}
     assert {"rank 0", "rank <1>", "a & b", "idle 25%", "forward, chunk 0", "forward, chunk 1", "backward"} <= words
+
+
+def test_a_notebook_shows_the_same_picture(timeline: Timeline, tmp_path: Path):
+    timeline.to_svg(tmp_path / "t.svg")
+    assert timeline._repr_svg_() == (tmp_path / "t.svg").read_text()
+    spans = [Span("task", 0, start, start + 1.0) for start in range(SPANS_SHOWN_MOST + 1)]
+    assert Timeline(("rank 0",), spans)._repr_svg_() is None  # the words it has are shown then
 
 
 def test_kinds_and_shades_differ_in_colour(timeline: Timeline, tmp_path: Path):
