@@ -113,7 +113,7 @@ _HOMES = {
 }
 
 __version__: str
-"""Of the installed distribution."""
+"""Of the installed distribution; "0+unknown" where ferrorpc runs from a folder of sources."""
 
 __all__ = ["__version__", *_ROOMS, *_HOMES]
 
@@ -125,7 +125,7 @@ def __getattr__(name: str) -> Any:
     elif name in _ROOMS or name in _EXTRAS:
         value = _import_module(f"ferrorpc.{name}")
     elif name == "__version__":
-        value = _import_module("importlib.metadata").version("ferrorpc")
+        value = _import_module("ferrorpc.versions").own_version()
     else:
         raise AttributeError(f"module 'ferrorpc' has no attribute {name!r}")
     globals()[name] = value

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -25,6 +24,7 @@ import click
 from ferrorpc.cli.client import address_of
 from ferrorpc.config import SETTINGS, Config
 from ferrorpc.errors import FerroError
+from ferrorpc.versions import own_version, version_of
 from ferrorpc.wire import options as wire_options
 from ferrorpc.wire.address import split_address
 
@@ -82,11 +82,11 @@ def examine(config: Config, environment: Mapping[str, str]) -> list[Finding]:
 
 def versions(config: Config, environment: Mapping[str, str]) -> Findings:
     """What ferrorpc stands on."""
-    found = {"python": platform.python_version()}
-    for package in ("ferrorpc", "grpcio", "protobuf", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
+    found = {"python": platform.python_version(), "ferrorpc": own_version()}
+    for package in ("grpcio", "protobuf", "numpy"):
+        if number := version_of(package):
+            found[package] = number
+        else:
             yield Finding("bad", "versions", f"{package} is not installed as a package", f"pip install {package}")
     yield Finding("ok", "versions", ", ".join(f"{name} {number}" for name, number in found.items()))
     if "grpcio" in found and not wire_options.bounds_floods(found["grpcio"]):
@@ -208,7 +208,7 @@ def _same_version(where: str, config: Config) -> Findings:
         except ConfigError:
             yield Finding("ok", "job", f"job {config['job']} does not exist there yet")
             return
-    mine = version("ferrorpc")
+    mine = own_version()
     if theirs != mine:
         yield Finding("note", "versions", f"the coordinator is {theirs}, this is {mine}", "install the same version everywhere")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 import click
 
 from ferrorpc.cli.table import table
+from ferrorpc.versions import own_version, version_of
 
-_PACKAGES = ("ferrorpc", "grpcio", "protobuf", "numpy", "torch", "cupy-cuda12x", "nvidia-nccl-cu12")
+_PACKAGES = ("grpcio", "protobuf", "numpy", "torch", "cupy-cuda12x", "nvidia-nccl-cu12")
 
 
 @click.command("version")
@@ -17,15 +17,8 @@ _PACKAGES = ("ferrorpc", "grpcio", "protobuf", "numpy", "torch", "cupy-cuda12x",
 def command(verbose: bool) -> None:
     """Show the versions of ferrorpc and of what it stands on."""
     if not verbose:
-        click.echo(_installed("ferrorpc"))
+        click.echo(own_version())
         return
-    rows = [(name, _installed(name)) for name in _PACKAGES]
+    rows = [("ferrorpc", own_version()), *((name, version_of(name) or "not installed") for name in _PACKAGES)]
     rows += [("python", platform.python_version()), ("system", platform.platform())]
     click.echo(table(("component", "version"), rows))
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

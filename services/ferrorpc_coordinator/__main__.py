@@ -16,7 +16,6 @@ import os
 import resource
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -26,6 +25,7 @@ from ferrorpc_coordinator import handshakes  # noqa: F401 (first of all)
 from ferrorpc.config import Config
 from ferrorpc.errors import AuthenticationError, ConfigError
 from ferrorpc.logs import set_up_logging
+from ferrorpc.versions import own_version
 from ferrorpc.wire.cost_table import parse
 from ferrorpc.wire.tls import TlsFiles
 from ferrorpc_coordinator.server import Announcement, Options, serve
@@ -72,7 +72,7 @@ def options_from(config: Config) -> Options:
             stall_ns=round(config["stall"] * SECOND),
             heartbeat_ns=round(config["heartbeat_interval"] * SECOND),
             durable=data_dir is not None,
-            version=metadata.version("ferrorpc"),
+            version=own_version(),
             cost_table=_cost_table(config["cost_table"]),
         ),
         data_dir=None if data_dir is None else Path(data_dir),

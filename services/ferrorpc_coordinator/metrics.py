@@ -10,10 +10,10 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any, Final
 
 from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2
+from ferrorpc.versions import own_version, version_of
 from ferrorpc_coordinator.state.job import Job
 
 _BOUNDS_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -189,9 +189,8 @@ def build_info() -> Any:
     """A gauge of 1 that tells versions by its labels."""
     from prometheus_client.core import GaugeMetricFamily
 
-    names = ("ferrorpc", "grpcio", "protobuf")
     family = GaugeMetricFamily("ferrorpc_build_info", "1, with versions as labels", labels=("version", "grpcio", "protobuf"))
-    family.add_metric([metadata.version(name) for name in names], 1)
+    family.add_metric([own_version(), version_of("grpcio"), version_of("protobuf")], 1)
     return family
 
 

@@ -84,5 +84,5 @@ def test_the_coordinator_never_loads_the_training_side(tmp_path: Path) -> None:
     modules = modules_of_a_running_coordinator(tmp_path)
     assert "ferrorpc_coordinator.server" in modules, "the list is complete enough to be believed"
     rooms = {name.split(".")[1] for name in modules if name.startswith("ferrorpc.")}
-    assert rooms <= {"wire", "v1", "guard", "logs", "errors", "types", "config"}
+    assert rooms <= {"wire", "v1", "guard", "logs", "errors", "types", "versions", "config"}
     assert {name for name in modules if name.split(".")[0] in ("torch", "cupy", "sklearn", "matplotlib")} == set()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import platform
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
+
+from ferrorpc.versions import version_of
 
 _JIFFY_SECONDS: Final = 1 / os.sysconf("SC_CLK_TCK")
 _PACKAGES: Final = ("ferrorpc", "grpcio", "protobuf", "numpy", "torch", "mpi4py", "mpich", "pyarrow", "ml_dtypes")
@@ -23,7 +24,7 @@ def describe() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "load_average": [round(value, 2) for value in os.getloadavg()],
         "python": platform.python_version(),
-        "versions": {name: found for name in _PACKAGES if (found := _installed(name))},
+        "versions": {name: found for name in _PACKAGES if (found := version_of(name))},
     }
 
 
@@ -47,10 +48,3 @@ def _processor() -> str:
         if name.strip() in ("model name", "Model"):
             return value.strip()
     return platform.machine()
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

@@ -37,7 +37,7 @@ def test_every_finding_that_is_bad_says_what_to_do(nobody):
 
 @pytest.mark.parametrize(("grpcio", "notes"), [("1.81.2", 1), ("1.82.0", 0)])
 def test_a_grpcio_that_bounds_no_floods_is_noted(monkeypatch, grpcio, notes):
-    monkeypatch.setattr(doctor, "version", lambda package: grpcio if package == "grpcio" else "1")
+    monkeypatch.setattr(doctor, "version_of", lambda package: grpcio if package == "grpcio" else "1")
     noted = [one for one in found("versions") if one.state == "note"]
     assert len(noted) == notes
     assert all("grpcio>=1.82" in one.fix for one in noted)

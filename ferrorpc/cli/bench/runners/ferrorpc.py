@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from ferrorpc.bootstrap.process_group import init_process_group
 from ferrorpc.cli.bench.case import REGISTERED
 from ferrorpc.cli.bench.runners.base import Action, Runner
+from ferrorpc.versions import own_version
 
 
 class FerrorpcRunner(Runner):
@@ -23,7 +23,7 @@ class FerrorpcRunner(Runner):
         super().__init__(settings)
         self.group = init_process_group(transport=settings["transport"])
         self.rank, self.size = self.group.rank, self.group.size
-        self.version = f"ferrorpc {version('ferrorpc')}"
+        self.version = f"ferrorpc {own_version()}"
         self._answer = np.zeros(1, np.uint8)
 
     def array(self, count: int, dtype: str, memory: str) -> Any:
