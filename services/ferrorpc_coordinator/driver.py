@@ -123,6 +123,10 @@ class Driver:
         """The first step: what recovery itself decided becomes durable, and the timer is armed."""
         self._step(Tick())
 
+    def tick(self) -> None:
+        """Lets time pass, for whoever looks at the state while nothing happens."""
+        self._step(Tick())
+
     def connect(self, hello: session_pb2.Hello, caller: Caller = NOBODY) -> Outbox:
         """A new stream of this caller, whose first frame was `hello`."""
         self._numbers += 1

@@ -205,7 +205,7 @@ class _Service:
         if self._options.http_port is None:
             return None
         collector = Collector(self._counters, self._gauges)
-        source = Source(self._coordinator, collector, lambda: not self._stopping.is_set(), self._access)
+        source = Source(self._coordinator, collector, lambda: not self._stopping.is_set(), self._access, self._driver.tick)
         return HttpServer.start(source, _host_of(self._options), self._options.http_port, self._options.tls)
 
     def _gauges(self) -> Gauges:

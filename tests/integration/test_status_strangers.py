@@ -128,7 +128,7 @@ def test_who_does_not_get_on_with_the_tls_handshake_is_cut_off(monkeypatch, tmp_
     files = Issuer(tmp_path / "authority").issue(Role.COORDINATOR, "a")
 
     async def body():
-        source = Source(SimpleNamespace(jobs={}), None, lambda: True, Access(()))
+        source = Source(SimpleNamespace(jobs={}), None, lambda: True, Access(()), lambda: None)
         running = http_server.HttpServer.start(source, "127.0.0.1", 0, files)
         await asyncio.sleep(0.1)
         with dialled(f"127.0.0.1:{running.port}") as silent, dialled(f"127.0.0.1:{running.port}") as slow:

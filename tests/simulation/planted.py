@@ -48,7 +48,7 @@ def no_dedupe() -> Iterator[None]:
 def wall_clock() -> Iterator[None]:
     """Leases go by the clock, also while the coordinator itself stood still."""
 
-    def advance(self: Lifetime, now_ns: int) -> int:
+    def advance(self: Lifetime, now_ns: int, *, called_for: bool = True) -> int:
         self._last = max(now_ns, self._last)
         return self._last
 

@@ -100,7 +100,8 @@ class Coordinator:
 
     def step(self, event: Event, now_ns: int) -> list[Effect]:
         """Takes in one event; returns what is to be done, in order. Never raises for what a client sent."""
-        self._world.now = self._lifetime.advance(now_ns)
+        waiting = self._world.deadlines.earliest() is not None
+        self._world.now = self._lifetime.advance(now_ns, called_for=waiting)
         for action in self._world.deadlines.expired(self._world.now):
             action()
         self._take_in(event)

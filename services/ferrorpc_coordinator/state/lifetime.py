@@ -25,11 +25,16 @@ class Lifetime:
         """All that was taken out of time so far."""
         return self._paused
 
-    def advance(self, now_ns: int) -> int:
-        """The present in lived time. A clock that goes backwards stands still here."""
+    def advance(self, now_ns: int, *, called_for: bool = True) -> int:
+        """The present in lived time. A clock that goes backwards stands still here.
+
+        Args:
+            now_ns: the present on the clock.
+            called_for: whether a call at every pulse had been asked for since the step before.
+        """
         now_ns = max(now_ns, self._last)
         gap = now_ns - self._last
-        if gap > self.pause_ns:
+        if called_for and gap > self.pause_ns:
             self._paused += gap
         self._last = now_ns
         return now_ns - self._paused

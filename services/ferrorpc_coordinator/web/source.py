@@ -1,4 +1,4 @@
-"""What the HTTP port tells, whoever serves it. Everything here reads the state and changes nothing; on the event loop only."""
+"""What the HTTP port tells, whoever serves it. Everything here only reads the state; on the event loop only."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class Source:
     """Whether the coordinator serves; False while it drains."""
     access: Access
     """Whose tokens let somebody look."""
+    tick: Callable[[], None]
+    """Lets time pass, as no timer does while nothing can expire: ages are told as of now."""
 
     def metrics(self) -> bytes:
         """The exposition that Prometheus scrapes."""
@@ -48,6 +50,7 @@ class Source:
 
     def state(self, job: Job) -> dict[str, Any]:
         """All there is to tell of a job."""
+        self.tick()
         settings = self.coordinator.settings
         status = job.status(settings.version, settings.durable)
         status.position.CopyFrom(

@@ -18,6 +18,12 @@ def test_a_pause_is_taken_out() -> None:
     assert lifetime.advance(30_350) == 350
 
 
+def test_a_gap_in_which_no_call_was_asked_for_is_no_pause() -> None:
+    lifetime = Lifetime(0, pulse_ns=250, pause_ns=500)
+    assert lifetime.advance(30_000, called_for=False) == 30_000
+    assert lifetime.paused == 0
+
+
 def test_a_clock_that_goes_backwards_stands_still() -> None:
     lifetime = Lifetime(1_000, pulse_ns=250, pause_ns=500)
     assert lifetime.advance(400) == 1_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ferrorpc_coordinator.state.events import Received
+from ferrorpc_coordinator.state.events import Received, Tick
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
 from ferrorpc.v1 import barrier_pb2, identity_pb2, rendezvous_pb2, session_pb2
@@ -123,3 +123,16 @@ def test_a_generation_is_told_of_with_its_times_as_far_as_they_were_lived() -> N
     (line,) = status_of(world).generations
     assert not line.HasField("age_ms")
     assert not line.HasField("lasted_ms")
+
+
+def test_what_is_told_of_grows_older_while_nobody_is_there() -> None:
+    world = world_of(2)
+    world.tick(3 * SECOND)
+    for name in ("m0", "m1"):
+        world.ask(name, leave={})
+    world.tick(600 * SECOND)
+    world.step(Tick())
+    status = status_of(world)
+    (line,) = status.generations
+    assert (line.age_ms, line.lasted_ms) == (603_000, 3000)
+    assert status.occurrences[-1].age_ms == 600_000
