@@ -357,7 +357,8 @@ class Rendezvous:
             about = "; ".join(self._roster.sentence(member) for member in owing[:NAMED_MAX])
             state = "is over" if newest.over else "goes on"
             head += f"generation {newest.number} {state}, its members did not all ask for another: {about}"
-            return RendezvousTimeoutError(ranks, f"{head}. Waiting: {present}")
+            spare = not newest.over and not newest.holds(bid.member)  # a place can become free at any time
+            return RendezvousTimeoutError(ranks, f"{head}. Waiting: {present}", retryable=spare)
         return self._absence(bid, tired, head, f"Present: {present}")
 
     def _tired(self, bid: Bid) -> list[Bid]:
