@@ -158,6 +158,7 @@ def main() -> None:
             print(f"test accuracy {reached:.3f}")
             print(f"identical weights on {group.size} ranks")
             print(f"loss curve: {options.out}")
+        group.barrier()  # all end together: whoever is lost before can start again, for the others still do too
 
 
 if __name__ == "__main__":
