@@ -90,8 +90,15 @@ def member_name(environment: Environment, config: Mapping[str, Any], place: Plac
         return str(config["name"])
     if place.local_rank is not None:
         return f"{host}-{place.local_rank}" if not place.node else f"{host}.{place.node}-{place.local_rank}"
-    pod = environment.get("POD_NAME") or (environment.get("HOSTNAME") if "KUBERNETES_SERVICE_HOST" in environment else None)
-    return pod or f"{host}-{process}"
+    return environment.get("POD_NAME") or _pods_host_name(environment, config["job"]) or f"{host}-{process}"
+
+
+def _pods_host_name(environment: Environment, job: str) -> str | None:
+    """The host name of a pod: in an Indexed Job <job>-<index>, unless the pod has its node's network and with it its name."""
+    if "KUBERNETES_SERVICE_HOST" not in environment:
+        return None
+    name, index = environment.get("HOSTNAME"), environment.get(_INDEX)
+    return f"{job}-{index}" if name and index and not name.endswith(f"-{index}") else name
 
 
 def own_coordinator(place: Place, port: int) -> str:

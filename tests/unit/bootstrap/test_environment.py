@@ -23,6 +23,7 @@ PET = {
     "PET_MASTER_ADDR": "trainer-0-0",
     "PET_MASTER_PORT": "29400",
 }
+INDEXED = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "3", "FERRORPC_JOB": "trial"}
 SLURM = {
     "SLURM_PROCID": "3",
     "SLURM_STEP_NUM_TASKS": "4",
@@ -177,6 +178,8 @@ def test_without_a_rank_or_a_master_a_coordinator_must_be_named(environment):
         (TORCHRUN | {"GROUP_RANK": "0"}, "host-1"),
         (OMPI, "host-1"),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "worker-3"}, "worker-3"),
+        (INDEXED | {"HOSTNAME": "trial-3"}, "trial-3"),
+        (INDEXED | {"HOSTNAME": "node-7"}, "trial-3"),  # the node's, as all its pods with hostNetwork have it
         ({"POD_NAME": "worker-4", "HOSTNAME": "worker-3"}, "worker-4"),
         ({"HOSTNAME": "laptop"}, "host-42"),
         ({}, "host-42"),
