@@ -19,13 +19,20 @@ FLOODS_BOUNDED_SINCE: Final = (1, 82)
 pings cost up to 1 GiB, under 1.81 messages 200 MiB."""
 
 
-def _alive(silent_ms: int, answer_ms: int) -> Options:
-    """Ends a connection after so long a silence and so long without an answer to a ping."""
+def _alive(silent_ms: int, acknowledged_ms: int, answered_ms: int) -> Options:
+    """Ends a connection, pinged after so long a silence, once what was sent is not acknowledged or a ping not answered.
+
+    Args:
+        acknowledged_ms: how long the other host's kernel may take: a cut cable, a host that vanished.
+        answered_ms: how long the other process may take as well, and all that was sent before the ping: a process that was
+            stopped, or a link on which much waits.
+    """
     return [
         ("grpc.keepalive_time_ms", silent_ms),
-        ("grpc.keepalive_timeout_ms", answer_ms),
-        # Only with this one: its default of 60 s overrules the two above.
-        ("grpc.http2.ping_timeout_ms", answer_ms),
+        # In effect TCP_USER_TIMEOUT: gRPC's own watch of this length is never set.
+        ("grpc.keepalive_timeout_ms", acknowledged_ms),
+        # Its default is 60 s.
+        ("grpc.http2.ping_timeout_ms", answered_ms),
         # Between two calls as well, or an idle connection breaks unseen.
         ("grpc.keepalive_permit_without_calls", 1),
         # No limit on pings that carry no data: a barrier that waits for a minute has none.
@@ -33,11 +40,16 @@ def _alive(silent_ms: int, answer_ms: int) -> Options:
     ]
 
 
-_SESSION_ALIVE: Final = _alive(1000, 1500)
-"""So a member that was stopped, or whose host vanished, is noticed. One that was only slow takes its session up again."""
-_DATA_ALIVE: Final = _alive(1500, 3000)
-"""So a cut cable is noticed within five seconds. Of the dead the coordinator tells sooner, and a stream between two ranks that
-live but get little processor time must not end: it cannot be taken up again."""
+_MEMBER_WATCHED: Final = _alive(1000, 1500, 1500)
+"""By the coordinator: so a member that was stopped, or whose host vanished, is noticed. One that was only slow takes its session
+up again. Members beat more often than it pings, so only one whose beats do not come is pinged."""
+_COORDINATOR_WATCHED: Final = _alive(1000, 1500, 3000)
+"""By a member, which hears nothing as long as nothing happens, and so pings all the time. On a slow link the ping and its answer
+both wait behind tensors: were it as impatient as the coordinator, it would end the session of a rank whose beats arrive."""
+_PEER_WATCHED: Final = _alive(1000, 3500, 20_000)
+"""So a cut cable is noticed within five seconds. Of the dead, and of the stopped, the coordinator tells sooner, and a stream
+between two ranks that live must not end: it cannot be taken up again. A ping waits behind what was sent before it on this very
+connection: some megabytes, which take 7 s at 10 Mbit/s."""
 
 _CHANNEL: Final = (
     # http_proxy would otherwise send even 127.0.0.1 through the proxy.
@@ -71,13 +83,13 @@ _SERVER: Final = (
 
 def session_channel() -> Options:
     """For a channel to the coordinator."""
-    return [*_SESSION_ALIVE, *_CHANNEL, ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES_MAX)]
+    return [*_COORDINATOR_WATCHED, *_CHANNEL, ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES_MAX)]
 
 
 def control_server() -> Options:
     """For the coordinator's server. A client that resets streams in a loop is held to 64 of them at a time."""
     return [
-        *_SESSION_ALIVE,
+        *_MEMBER_WATCHED,
         *_SERVER,
         ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES_MAX),
         ("grpc.max_concurrent_streams", 64),
@@ -98,12 +110,12 @@ _DATA: Final = (
 
 def data_channel() -> Options:
     """For a channel to a peer."""
-    return [*_DATA_ALIVE, *_CHANNEL, *_DATA]
+    return [*_PEER_WATCHED, *_CHANNEL, *_DATA]
 
 
 def data_server() -> Options:
     """For a worker's server: one stream per peer and generation, on a connection of its own."""
-    return [*_DATA_ALIVE, *_SERVER, *_DATA, ("grpc.max_concurrent_streams", 16)]
+    return [*_PEER_WATCHED, *_SERVER, *_DATA, ("grpc.max_concurrent_streams", 16)]
 
 
 def bounds_floods(grpcio_version: str) -> bool:

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import grpc
@@ -27,6 +28,7 @@ from ferrorpc.wire import options
 from ferrorpc.wire.details import restore
 from ferrorpc.wire.frames import Key, encode
 from tests.integration.lane_ranks import SECONDS, Rank, assignment_of, header_of, pair_of, random_bytes, send, two_servers
+from tests.integration.slow_link import slow_link
 from tests.waiting import eventually
 
 
@@ -275,3 +277,17 @@ def test_an_ipv6_host_is_written_in_brackets() -> None:
     server = WorkerServer("::1", "::1", SYSTEM_CLOCK)
     assert server.address.startswith("[::1]:")
     server.close()
+
+
+def test_a_lane_is_not_lost_for_what_takes_its_time_on_a_slow_link(servers: list[WorkerServer]) -> None:
+    """Pings of both sides, or their answers, wait behind some seconds of data on the lane's connection."""
+    with slow_link(servers[1].address, bytes_per_second=12_000) as link:
+        plain = assignment_of(0, servers)
+        peers = (plain.peers[0], replace(plain.peers[1], address=link.address))
+        sender = Rank(0, servers[0]).enter(replace(plain, peers=peers))
+        receiver = Rank(1, servers[1]).enter(assignment_of(1, servers))
+        key, data = Key(0, 0, 1), random_bytes(60_000)  # as much as may be under way on a new connection
+        box = receiver.box(key)
+        send(sender, 1, key, data)
+        eventually(lambda: sender.lost or receiver.lost or box.frames, "the message")
+        assert sender.lost == receiver.lost == []

@@ -40,13 +40,6 @@ def test_a_killed_peer_that_only_received_is_told() -> None:
         assert first.hear("lost 1", seconds=3.0)
 
 
-def test_a_stopped_peer_is_told_within_five_seconds() -> None:
-    with peers(PeerHandle(0), PeerHandle(1)) as (first, second):
-        both_ways(first, second)
-        second.process.send_signal(signal.SIGSTOP)
-        assert first.hear("lost 1", seconds=5.0)
-
-
 def test_a_peer_that_holds_its_interpreter_is_not_lost() -> None:
     with peers(PeerHandle(0), PeerHandle(1)) as (first, second):
         both_ways(first, second)

@@ -27,6 +27,7 @@ from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.v1 import identity_pb2, session_pb2, session_pb2_grpc
 from ferrorpc.wire.options import control_server
 from tests.integration.service import Service, join, join_all, together
+from tests.integration.slow_link import slow_link
 from tests.waiting import eventually
 
 IMPATIENT = {"lease": 1.0, "heartbeat_interval": 0.2}
@@ -103,6 +104,17 @@ def test_a_coordinator_that_takes_a_stream_and_says_nothing_is_dialled_again(mon
     finally:
         line.close(GroupClosedError("the test is over"))
         server.stop(0)
+
+
+def test_a_session_goes_on_where_answers_come_late(durable, caplog):
+    """As where they wait behind tensors on a slow link, while its beats arrive."""
+    with slow_link(durable.address) as narrow, caplog.at_level("WARNING", "ferrorpc.coordination"):
+        session = join(narrow.address, 0, 1)
+        narrow.answer_seconds = 2.0
+        time.sleep(4.0)  # for a ping and its answer
+        assert caplog.records == []
+        narrow.answer_seconds = 0.0
+        session.leave()
 
 
 def test_the_return_of_a_lost_coordinator_is_logged_as_loudly_as_its_loss(durable, caplog):

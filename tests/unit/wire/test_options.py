@@ -29,6 +29,14 @@ def test_a_channel_never_waits_longer_than_a_second_to_dial_again(channel) -> No
     assert rows["grpc.min_reconnect_backoff_ms"] <= 3000  # this one is the connect timeout as well
 
 
+def test_who_gives_up_a_live_connection_last_is_who_cannot_take_it_up_again() -> None:
+    """A stopped process answers no ping: the coordinator tells of it first, but no end goes on for gRPC's 60 s."""
+    patience = [dict(end())["grpc.http2.ping_timeout_ms"] for end in (options.control_server, options.session_channel)]
+    peers = {dict(end())["grpc.http2.ping_timeout_ms"] for end in (options.data_channel, options.data_server)}
+    assert [*patience, *peers] == sorted({*patience, *peers})
+    assert max(peers) < 60_000
+
+
 @pytest.mark.parametrize(
     ("version", "bounded"),
     [("1.76.0", False), ("1.81.2", False), ("1.82.0rc1", True), ("1.85.1", True), ("1.100.0", True), ("2.0.0.dev0", True)],

@@ -1,0 +1,70 @@
+"""A slow link over loopback: a proxy for TCP that passes so many bytes a second towards a server, and its answers late."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+from ferrorpc.wire.address import join_address, split_address
+
+PIECES_PER_SECOND = 20
+
+
+class SlowLink:
+    """Leads to `target`, a host:port, at its own `address`. Both delays may be changed while something is under way.
+
+    Attributes:
+        bytes_per_second: of what goes to the server.
+        answer_seconds: how long each piece that comes back is kept.
+    """
+
+    def __init__(self, target: str, bytes_per_second: int, answer_seconds: float) -> None:
+        self.bytes_per_second = bytes_per_second
+        self.answer_seconds = answer_seconds
+        self._target = split_address(target)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = join_address("127.0.0.1", self._listener.getsockname()[1])
+        self._ends: list[socket.socket] = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Takes the link away."""
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it is taken away
+            while True:
+                near, far = self._listener.accept()[0], socket.create_connection(self._target)
+                self._ends += [near, far]
+                threading.Thread(target=self._go, args=(near, far), daemon=True).start()
+                threading.Thread(target=self._return, args=(far, near), daemon=True).start()
+
+    def _go(self, near: socket.socket, far: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := near.recv(max(self.bytes_per_second // PIECES_PER_SECOND, 1)):
+                far.sendall(data)
+                time.sleep(len(data) / self.bytes_per_second)
+            far.shutdown(socket.SHUT_WR)
+
+    def _return(self, far: socket.socket, near: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := far.recv(1 << 16):
+                time.sleep(self.answer_seconds)
+                near.sendall(data)
+            near.shutdown(socket.SHUT_WR)
+
+
+@contextlib.contextmanager
+def slow_link(target: str, *, bytes_per_second: int = 1 << 30, answer_seconds: float = 0.0) -> Iterator[SlowLink]:
+    """A link to `target`, for as long as it lasts."""
+    link = SlowLink(target, bytes_per_second, answer_seconds)
+    try:
+        yield link
+    finally:
+        link.close()
