@@ -41,11 +41,11 @@ def _alive(silent_ms: int, acknowledged_ms: int, answered_ms: int) -> Options:
 
 
 _MEMBER_WATCHED: Final = _alive(1000, 1500, 1500)
-"""By the coordinator: so a member that was stopped, or whose host vanished, is noticed. One that was only slow takes its session
-up again. Members beat more often than it pings, so only one whose beats do not come is pinged."""
+"""By the coordinator: so a member that was stopped, or whose host vanished, is noticed. One that was only slow takes its
+session up again. Members beat more often than it pings, so only one whose beats do not come is pinged."""
 _COORDINATOR_WATCHED: Final = _alive(1000, 1500, 3000)
-"""By a member, which hears nothing as long as nothing happens, and so pings all the time. On a slow link the ping and its answer
-both wait behind tensors: were it as impatient as the coordinator, it would end the session of a rank whose beats arrive."""
+"""By a member, which hears nothing as long as nothing happens, and so pings all the time. On a slow link ping and answer both
+wait behind tensors: were it as impatient as the coordinator, it would end the session of a rank whose beats arrive."""
 _PEER_WATCHED: Final = _alive(1000, 3500, 20_000)
 """So a cut cable is noticed within five seconds. Of the dead, and of the stopped, the coordinator tells sooner, and a stream
 between two ranks that live must not end: it cannot be taken up again. A ping waits behind what was sent before it on this very
