@@ -252,7 +252,7 @@ class StaleGenerationError(FerroError):
     """Fenced: the membership moved on without this caller. Nothing was applied."""
 
     code = ErrorCode.STALE_GENERATION
-    default_hint = "join again with ferrorpc.init_process_group(); this process's last generation is over"
+    default_hint = "close() the group, then join again with ferrorpc.init_process_group(): its last generation is over"
     default_retryable = True
 
 
