@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ferrorpc.wire.address import join_address, split_address
 
 PIECES_PER_SECOND = 20
+PIECE_BYTES_MAX = 1 << 16
 
 
 class SlowLink:
@@ -47,14 +48,14 @@ class SlowLink:
 
     def _go(self, near: socket.socket, far: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while data := near.recv(max(self.bytes_per_second // PIECES_PER_SECOND, 1)):
+            while data := near.recv(min(self.bytes_per_second // PIECES_PER_SECOND, PIECE_BYTES_MAX)):
                 far.sendall(data)
                 time.sleep(len(data) / self.bytes_per_second)
             far.shutdown(socket.SHUT_WR)
 
     def _return(self, far: socket.socket, near: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while data := far.recv(1 << 16):
+            while data := far.recv(PIECE_BYTES_MAX):
                 time.sleep(self.answer_seconds)
                 near.sendall(data)
             near.shutdown(socket.SHUT_WR)
