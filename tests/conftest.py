@@ -3,7 +3,10 @@
 import gc
 import signal
 
+import pytest
+
 import ferrorpc
+from ferrorpc.transports.shared_memory.place import refusal
 
 assert ferrorpc.__all__
 
@@ -15,6 +18,14 @@ for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 
 # What thousands of tests consist of stays to the end: no search for garbage needs to look at it, now or later.
 gc.disable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where processes cannot share memory, as on other processors than x86-64, what is about that is skipped."""
+    if why_not := refusal():
+        for item in items:
+            if item.get_closest_marker("shared_memory") or "sharedmemory" in item.nodeid.lower().replace("_", ""):
+                item.add_marker(pytest.mark.skip(reason=why_not))
 
 
 def pytest_collection_finish() -> None:

@@ -429,6 +429,7 @@ class Routed(BoundedTransportContract):
                 end.transport.close(1.0)
 
 
+@pytest.mark.shared_memory
 class TestRoutedToNeighbours(Routed):
     kind = "shared_memory"
     ranks = (0, 1)

@@ -28,7 +28,7 @@ with ferrorpc.init_process_group() as group:
 """
 
 
-@pytest.mark.parametrize("asked", ["", "barrier=dissemination,all_reduce=ring"])
+@pytest.mark.parametrize("asked", [pytest.param("", marks=pytest.mark.shared_memory), "barrier=dissemination,all_reduce=ring"])
 def test_barriers_hold_and_sums_are_right_whatever_is_asked_for(tmp_path: Path, asked: str) -> None:
     script, out = tmp_path / "train.py", tmp_path / "out.json"
     script.write_text(SCRIPT)

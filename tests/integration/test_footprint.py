@@ -136,6 +136,7 @@ def test_an_idle_group_takes_hardly_any_processor_time(transport: str, tmp_path:
     assert max(shares) < 0.03
 
 
+@pytest.mark.shared_memory
 def test_ten_thousand_operations_leave_no_memory_behind(tmp_path: Path) -> None:
     """Through shared memory and as messages in it. gRPC's own allocations come and go by some MiB."""
     assert max(numbers_of_two(tmp_path, BUSY)) < 2 << 20
@@ -145,6 +146,7 @@ def test_synchronisers_and_subgroups_that_are_over_give_their_shared_memory_back
     assert max(numbers_of_two(tmp_path, SHORT_LIVED)) < 128 << 10
 
 
+@pytest.mark.shared_memory
 def test_generations_that_were_broken_off_within_a_step_leave_no_mapping(tmp_path: Path) -> None:
     """Only this rank's own segment and its neighbour's are there."""
     assert numbers_of_two(tmp_path, BROKEN_OFF) == [2, 2]

@@ -120,7 +120,12 @@ def test_a_gang_is_restarted_until_it_ends_well(tmp_path):
         """
         import os, sys, time
         attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        print("attempt", attempt)
+        print("attempt", attempt, flush=True)
+        note = f"{sys.argv[1]}/{attempt}"
+        if os.environ["RANK"] == "1":
+            open(note, "w").close()
+        while not os.path.exists(note):
+            time.sleep(0.01)
         if attempt < 2 and os.environ["RANK"] == "0":
             sys.exit(1)
         if attempt < 2:
@@ -128,7 +133,9 @@ def test_a_gang_is_restarted_until_it_ends_well(tmp_path):
         """,
     )
     logs = tmp_path / "logs"
-    result = run("-n", "2", "--max-restarts", "3", "--grace", "0.2", "--log-dir", str(logs), "--job", "j", script)
+    result = run(
+        "-n", "2", "--max-restarts", "3", "--grace", "0.2", "--log-dir", str(logs), "--job", "j", script, str(tmp_path)
+    )
     assert result.returncode == 0, result.stderr
     assert [(logs / f"j/attempt{attempt}/rank1.log").read_text() for attempt in range(3)] == [
         f"attempt {attempt}\n" for attempt in range(3)
