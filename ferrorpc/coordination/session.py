@@ -68,7 +68,6 @@ class RemoteSession(Session):
         self.job = job
         self.name = name
         self.clock = clock
-        self.reason = ""
         self._timeout = float(config["timeout"])
         self._policy = policy
         self._pinned_rank = -1 if pinned_rank is None else pinned_rank

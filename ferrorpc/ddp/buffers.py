@@ -43,7 +43,6 @@ class Buffers:
             raise UsageError(f"buffers={mode!r} is no mode", hint=f"use one of: {', '.join(MODES)}")
         self._module = module
         self._mode = mode
-        self._rank = group.rank
         found = {} if mode == "local" else named_buffers(module)
         specs = []
         for name, array in found.items():

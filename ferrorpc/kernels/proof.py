@@ -8,7 +8,6 @@ next to every boundary between two half values, narrowed; each half value combin
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -24,11 +23,11 @@ _DISTANCES: Final = (0, 1_025, 32_769)
 """Between the bits of two half values that are combined."""
 
 
-def is_exact(candidate: Converter, reference: Converter, lower_halves: Sequence[int] = _LOWER_HALVES) -> bool:
+def is_exact(candidate: Converter, reference: Converter) -> bool:
     """Whether `candidate` gives the bits of `reference`, which is of the same dtype."""
     return (
         _widens_alike(candidate, reference)
-        and all(_narrows_alike(candidate, reference, lower) for lower in lower_halves)
+        and all(_narrows_alike(candidate, reference, lower) for lower in _LOWER_HALVES)
         and all(_folds_alike(candidate, reference, distance) for distance in _DISTANCES)
     )
 

@@ -10,7 +10,7 @@ Each is a pure function of the values, so every rank that encodes or decodes the
 nearest, ties to even. NaN and infinity stay visible: bf16 and f16 keep them, and a block of int8 that holds either decodes to
 NaN throughout, so that looking for an overflow after the exchange still finds it.
 
-A message may be coded in pieces, each a message of its own, when all but the last hold a multiple of `block_values`: the values
+A message may be coded in pieces, each a message of its own, when all but the last hold a multiple of `BLOCK_VALUES`: the values
 that come out, and the bytes in sum, are those of one message. Work goes through scratch that fits the cache; `encode_into`,
 `decode_into` and `decoded` allocate nothing.
 """
@@ -49,8 +49,6 @@ class Codec(ABC):
     """float32 to bytes and back. Arrays are one-dimensional and contiguous."""
 
     name: str
-    block_values: int = 1
-    """Values coded together: pieces of a message hold a multiple of it, but for the last."""
 
     @abstractmethod
     def encoded_bytes(self, count: int) -> int:
@@ -142,7 +140,6 @@ class _Blocks(Codec):
     """Blocks of 256 integers with one scale each; first all scales (float32), then all integers."""
 
     name = "int8"
-    block_values = BLOCK_VALUES
 
     def encoded_bytes(self, count: int) -> int:
         return 4 * -(-count // BLOCK_VALUES) + count

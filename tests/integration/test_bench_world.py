@@ -29,7 +29,7 @@ def test_ranks_are_measured_and_end():
         assert len(first["seconds"]) == len(second["seconds"]) == 4
         assert all(seconds > 0 for seconds in first["seconds"])
         assert first["turn_cpu_seconds"] > first["cpu_seconds"] > 0
-        pids = world.process_ids()
+        pids = world.process_ids
         assert len(set(pids)) == 2
     assert wait_until_gone(pids) == []
 
@@ -44,7 +44,7 @@ def test_waiting_ranks_use_no_processor():
 
 def test_a_pinned_rank_has_one_processor():
     with World(calm(), 2, pin=True) as world:
-        allowed = [os.sched_getaffinity(pid) for pid in world.process_ids()]
+        allowed = [os.sched_getaffinity(pid) for pid in world.process_ids]
     available = sorted(os.sched_getaffinity(0))
     assert allowed == [{available[0]}, {available[1 % len(available)]}]
 
@@ -72,7 +72,7 @@ def test_a_rank_that_dies_is_lost():
         with pytest.raises(PeerLostError, match="rank 1 of calm dies failed: its process ended") as raised:
             world.ask("turn", warm_ups=0, blocks=1, count=1)
         assert raised.value.rank == 1
-        pids = world.process_ids()
+        pids = world.process_ids
     assert wait_until_gone(pids) == []
 
 
@@ -81,7 +81,7 @@ def test_a_rank_that_does_not_answer_is_named():
         world.prepare(SUM, Contender(calm()))
         with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] of calm hangs did not reply in time"):
             world.ask("turn", warm_ups=0, blocks=1, count=1, deadline_seconds=0.3)
-        pids = world.process_ids()
+        pids = world.process_ids
     assert wait_until_gone(pids) == []
 
 

@@ -222,7 +222,6 @@ class NcclExecution(Airborne):
                     self._sources,
                     self._targets,
                     self._prepared.reduction,
-                    self._everyones,
                     self._room,
                 )
                 self._launch.run()

@@ -29,7 +29,6 @@ class Launch:
         sources: what this rank brings, on the GPU.
         targets: where results go, on the GPU, as `results_of` lists them.
         reduction: NCCL's operator and elements, and how many of them one of ours is; None for moves.
-        everyones: what all ranks announced; () for reductions.
         room: makes scratch memory of so many bytes on the GPU, which lives as long as the operation.
         after: copies (target, source) on the GPU that are due once NCCL has launched everything.
     """
@@ -43,7 +42,6 @@ class Launch:
     sources: Sequence[DeviceArray]
     targets: Sequence[DeviceArray]
     reduction: tuple[Op, DataType, int] | None
-    everyones: Sequence[Announced]
     room: Callable[[int], DeviceArray]
     after: list[tuple[DeviceArray, DeviceArray]] = field(default_factory=list)
 

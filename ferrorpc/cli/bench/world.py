@@ -122,10 +122,6 @@ class World:
             raise BackendUnavailableError(failed[0], "measure without it, or mend what it says")
         return replies
 
-    def process_ids(self) -> list[int]:
-        """Of the ranks, in rank order."""
-        return self._ids
-
     def close(self) -> None:
         """Ends the ranks in good order, and after END_SECONDS, or an error, in any. More than once does nothing."""
         try:
@@ -165,7 +161,7 @@ class World:
             raise BackendUnavailableError(f"{self.system.name} did not start: {errors[0]}", "measure without it")
         for member, hello in zip(self._members, hellos, strict=True):
             member.rank = int(hello["rank"])
-        self._ids = [int(hello["pid"]) for hello in sorted(hellos, key=lambda hello: int(hello["rank"]))]
+        self.process_ids = [int(hello["pid"]) for hello in sorted(hellos, key=lambda hello: int(hello["rank"]))]
         self._members.sort(key=lambda member: member.rank)
         self.version = str(hellos[0]["version"])
 

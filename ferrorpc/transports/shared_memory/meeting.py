@@ -59,7 +59,7 @@ def meet(assignment: Assignment, transport: str, exchange: Exchange, latch: Latc
         stall.close()
         if latch.cause is None and not isinstance(error, PeerLostError):
             raise
-        found = _Found([], tuple((rank,) for rank in range(assignment.size)), {}, error.message)
+        found = _Found([], tuple((rank,) for rank in range(assignment.size)), error.message)
     except BaseException:
         stall.close()
         raise
@@ -74,7 +74,6 @@ class _Found(NamedTuple):
 
     offers: Sequence[Offer]
     hosts: Hosts
-    verdicts: Mapping[int, Verdict]
     reason: str
 
 
@@ -87,7 +86,7 @@ def _find(stall: _Stall, assignment: Assignment, exchange: Exchange, latch: Latc
         own = stall.try_others(next(host for host in hosts if assignment.rank in host), offers, latch, clock)
         verdicts = dict(enumerate(_verdict_in(data) for data in exchange(_VERDICTS, own.SerializeToString())))
         hosts = settle(hosts, verdicts)
-    return _Found(offers, hosts, verdicts, why_not(offers, hosts, verdicts))
+    return _Found(offers, hosts, why_not(offers, hosts, verdicts))
 
 
 class _Stall:

@@ -33,7 +33,7 @@ NONCE_BYTES: Final = 32
 
 FRONT_OFFSET: Final = PAGE_BYTES
 FRONT_BYTES: Final = (1 << 20) - FRONT_OFFSET
-"""The bytes from FRONT_OFFSET on lie at the same place in every segment and belong to no block: where peers begin to look."""
+"""These, from FRONT_OFFSET on, are zero at first, at the same place everywhere, and no block's: where peers begin to look."""
 
 ALIGN_BYTES: Final = 64
 GIVE_BACK_BYTES: Final = 1 << 20
@@ -152,11 +152,6 @@ class Segment:
         self._lock = threading.Lock()
         self._closed = False
         _segments.add(self)
-
-    @property
-    def front(self) -> Bytes:
-        """The FRONT_BYTES at FRONT_OFFSET, zero at first: for whoever must find something without being told where."""
-        return self.memory[FRONT_OFFSET : FRONT_OFFSET + FRONT_BYTES]
 
     @property
     def used_bytes(self) -> int:

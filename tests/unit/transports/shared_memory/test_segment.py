@@ -58,7 +58,7 @@ def test_what_is_written_is_seen_by_others_at_the_same_offset(segment: Segment) 
     block = segment.allocate(1000)
     block.array[:] = np.arange(1000) % 251
     np.testing.assert_array_equal(theirs[block.offset : block.offset + 1000], np.arange(1000) % 251)
-    segment.front[:3] = 7, 8, 9
+    segment.memory[FRONT_OFFSET : FRONT_OFFSET + 3] = 7, 8, 9
     assert theirs[FRONT_OFFSET : FRONT_OFFSET + 4].tolist() == [7, 8, 9, 0]
 
 
