@@ -109,7 +109,7 @@ def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerSer
     mutual = tls if tls is not None and tls.mutual else None
     server = WorkerServer(config["bind"], advertised, SYSTEM_CLOCK, token, tls=mutual, lanes=config["lanes"])
     try:
-        session = RemoteSession.join(
+        session = RemoteSession(
             address,
             job=job,
             name=member_name(os.environ, config, place, host, os.getpid()),
@@ -121,7 +121,7 @@ def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerSer
             launch=os.environ.get(LAUNCH, ""),
             labels=said_at_join(config["backend"], config["device"], place.local_rank),
             config=config,
-        )
+        ).join()
     except BaseException:
         server.close()
         raise

@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from ferrorpc.config import Config
 from ferrorpc.coordination import farewell, limits
@@ -28,7 +28,7 @@ from ferrorpc.errors import (
     PeerLostError,
     RendezvousTimeoutError,
 )
-from ferrorpc.guard import SYSTEM_CLOCK, Clock, Latch, seconds_of
+from ferrorpc.guard import SYSTEM_CLOCK, Latch, seconds_of
 from ferrorpc.logs import say_where
 from ferrorpc.types import Assignment, Peer
 from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
@@ -45,7 +45,19 @@ _log = logging.getLogger("ferrorpc.coordination")
 
 
 class RemoteSession(Session):
-    """A seat, from `join` to `leave`. It keeps beating while the training code computes."""
+    """A seat, from `join` to `leave`. It keeps beating while the training code computes.
+
+    Args:
+        address: host:port of the coordinator.
+        name: unique in the job among the living.
+        policy: fewest and most members of a generation.
+        pinned_rank: the rank a launcher gave; it is given, or joining fails.
+        hinted_rank: the rank to give where it is free.
+        worker_address: host:port that the other ranks reach this one's worker server by.
+        launch: what a launcher that reports exits calls this start of the process; without dots.
+        labels: what else this member says of itself.
+        config: the settings timeout, heartbeat_interval, lease, max_outage, token_file and tls_*.
+    """
 
     membership: Membership
 
@@ -56,31 +68,31 @@ class RemoteSession(Session):
         job: str,
         name: str,
         policy: tuple[int, int],
-        pinned_rank: int | None,
-        hinted_rank: int | None,
-        worker_address: str,
-        host: str,
-        launch: str,
-        labels: Mapping[str, str],
+        pinned_rank: int | None = None,
+        hinted_rank: int | None = None,
+        worker_address: str = "",
+        host: str = "",
+        launch: str = "",
+        labels: Mapping[str, str] | None = None,
         config: Config,
-        clock: Clock,
     ) -> None:
         self.job = job
         self.name = name
-        self.clock = clock
+        self.clock = SYSTEM_CLOCK
         self._timeout = float(config["timeout"])
         self._policy = policy
         self._pinned_rank = -1 if pinned_rank is None else pinned_rank
         self._hinted_rank = -1 if hinted_rank is None else hinted_rank
+        said = dict(labels or {}) | {"pid": str(os.getpid())}
         self._hello = wire.Hello(
             protocol_version=PROTOCOL_VERSION,
             job=job,
             name=name,
             instance_id=f"{launch}.{secrets.token_hex(8)}",
             lease_ms=0 if config.source("lease") == "default" else milliseconds(config["lease"]),
-            host=host,
+            host=host or socket.gethostname(),
             address=worker_address,
-            labels=[identity_pb2.Label(name=label, value=value) for label, value in labels.items()],
+            labels=[identity_pb2.Label(name=label, value=value) for label, value in said.items()],
         )
         self._token = Token(config["token_file"])
         self._latch_before = Latch()
@@ -95,70 +107,29 @@ class RemoteSession(Session):
             address,
             Connector(address, job, config),
             self,
-            clock,
+            self.clock,
             patience=min(self._timeout, config["max_outage"]),
             max_outage=config["max_outage"],
             heartbeat_interval=config["heartbeat_interval"],
         )
-        self.store = RemoteStore(self._link, self._timeout, clock)
+        self.store = RemoteStore(self._link, self._timeout, self.clock)
 
-    @classmethod
-    def join(
-        cls,
-        address: str,
-        *,
-        job: str,
-        name: str,
-        policy: tuple[int, int],
-        pinned_rank: int | None = None,
-        hinted_rank: int | None = None,
-        worker_address: str = "",
-        host: str = "",
-        launch: str = "",
-        labels: Mapping[str, str] | None = None,
-        config: Config,
-        clock: Clock = SYSTEM_CLOCK,
-    ) -> RemoteSession:
-        """Takes a seat, and returns when the round it came to has closed: `membership` is set.
-
-        Args:
-            address: host:port of the coordinator.
-            name: unique in the job among the living.
-            policy: fewest and most members of a generation.
-            pinned_rank: the rank a launcher gave; it is given, or joining fails.
-            hinted_rank: the rank to give where it is free.
-            worker_address: host:port that the other ranks reach this one's worker server by.
-            launch: what a launcher that reports exits calls this start of the process; without dots.
-            labels: what else this member says of itself.
-            config: the settings timeout, heartbeat_interval, lease, max_outage, token_file and tls_*.
+    def join(self) -> Self:
+        """Takes the seat, and returns when the round it came to has closed: `membership` is set.
 
         Raises:
             CoordinatorUnavailableError: nobody answered there within the timeout.
             RendezvousTimeoutError: naming who did not come.
             ConfigError: the rank, the name or the policy contradicts what the others said.
         """
-        session = cls(
-            address,
-            job=job,
-            name=name,
-            policy=policy,
-            pinned_rank=pinned_rank,
-            hinted_rank=hinted_rank,
-            worker_address=worker_address,
-            host=host or socket.gethostname(),
-            launch=launch,
-            labels=dict(labels or {}) | {"pid": str(os.getpid())},
-            config=config,
-            clock=clock,
-        )
-        farewell.watch_over(session)
-        session._link.start()
+        farewell.watch_over(self)
+        self._link.start()
         try:
-            session.rejoin(session._timeout)
+            self.rejoin(self._timeout)
         except BaseException:
-            session.leave()
+            self.leave()
             raise
-        return session
+        return self
 
     # -- the generation ------------------------------------------------------------------------------------------------
 

@@ -59,14 +59,14 @@ class Service:
 
 
 def join(address: str, rank: int, size: int | tuple[int, int], **more: Any) -> RemoteSession:
-    """One member; `more` are arguments of RemoteSession.join or settings."""
+    """One member; `more` are arguments of RemoteSession or settings."""
     policy = (size, size) if isinstance(size, int) else size
     names = ("job", "name", "pinned_rank", "hinted_rank", "labels", "worker_address")
     arguments = {name: more.pop(name) for name in names if name in more}
     if policy[0] == policy[1]:
         arguments.setdefault("pinned_rank", rank)
     config = Config({"timeout": 20.0} | more, {})
-    return RemoteSession.join(
+    return RemoteSession(
         address,
         job=arguments.pop("job", "trial"),
         name=arguments.pop("name", f"member-{rank}"),
@@ -74,7 +74,7 @@ def join(address: str, rank: int, size: int | tuple[int, int], **more: Any) -> R
         hinted_rank=arguments.pop("hinted_rank", rank),
         config=config,
         **arguments,
-    )
+    ).join()
 
 
 def together(bodies: list[Callable[[], Any]]) -> list[Any]:

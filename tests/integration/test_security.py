@@ -26,7 +26,7 @@ GONE = datetime.timedelta(minutes=-1)
 
 
 def join(address, job="a", **config):
-    session = RemoteSession.join(address, job=job, name="m", policy=(1, 1), config=Config({"timeout": 10.0, **config}, {}))
+    session = RemoteSession(address, job=job, name="m", policy=(1, 1), config=Config({"timeout": 10.0, **config}, {})).join()
     session.leave()
 
 
@@ -136,7 +136,7 @@ def test_a_token_is_replaced_while_the_coordinator_and_a_member_run(tmp_path):
     mine.write_text(old)
     with coordinator("--token-file", str(listed), "--data-dir", str(tmp_path / "journal"), "--grace", "20") as process:
         config = Config({"timeout": 10.0, "token_file": str(mine)}, {})
-        session = RemoteSession.join(process.address, job="b", name="m", policy=(1, 1), config=config)
+        session = RemoteSession(process.address, job="b", name="m", policy=(1, 1), config=config).join()
         listed.write_text(f"worker {old}\nworker {new}\n")
         mine.write_text(new)
         eventually(lambda: joined_with(process.address, mine), "the coordinator takes the new token")
