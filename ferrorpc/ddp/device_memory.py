@@ -53,12 +53,12 @@ class Gpu:
 
 
 class Order:
-    """Makes the streams that use some memory do so one after the other. It is made in the current one."""
+    """Makes the streams that use some memory do so one after the other, the current one first."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._last = device.current()
-        self._homes = [self._last]
+        self._homes: list[Stream] = []
 
     def enter(self) -> Stream:
         """The current stream: what it is given from now on comes after all earlier uses."""
@@ -69,7 +69,7 @@ class Order:
         return stream
 
     def extend(self) -> None:
-        """More of the memory is made now, in the current stream."""
+        """Some of the memory is made now, in the current stream."""
         self._homes.append(self.enter())
 
     def leave(self) -> None:
@@ -84,11 +84,7 @@ class Order:
 
 
 class DeviceMemory(Memory):
-    """A bucket on a GPU.
-
-    Attributes:
-        array: shape (bucket.count,), dtype as users know it. What lies between the gradients is zero and stays so.
-    """
+    """A bucket on a GPU."""
 
     def __init__(self, bucket: Bucket, gpu: Gpu) -> None:
         super().__init__(bucket)
@@ -96,7 +92,6 @@ class DeviceMemory(Memory):
         self._order = Order(gpu.device)
         self.array: DeviceArray = self._zeros(bucket.dtype)
         self._storage: DeviceArray = self.array.view(bucket.dtype.storage)
-        self._wide: DeviceArray | None = None
         self._pinned = gpu.device.pinned(bucket.header * self._wide_dtype.itemsize)
         self._pending: list[tuple[Slot, DeviceArray]] = []
         """Gradients that are packed when the bucket leaves, and kept until the GPU is past that."""
@@ -109,6 +104,7 @@ class DeviceMemory(Memory):
                 self._gpu.device.staging.ascents.keep(self._pinned, order.mark())
 
     def _zeros(self, dtype: DType) -> DeviceArray:
+        self._order.extend()
         with self._gpu.device.here():
             found = self._gpu.kind.empty((self.bucket.count,), dtype)
             found.view(dtype.storage)[...] = 0
@@ -118,21 +114,6 @@ class DeviceMemory(Memory):
     def _wide_dtype(self) -> DType:
         """The dtype that sums are kept in."""
         return DType.FLOAT32 if self.bucket.dtype.is_half else self.bucket.dtype
-
-    @property
-    def wide(self) -> DeviceArray:
-        """The bucket in the dtype sums are kept in: float32 for the half types, else `array` itself."""
-        if not self.bucket.dtype.is_half:
-            return self.array
-        if self._wide is None:
-            self._order.extend()
-            self._wide = self._zeros(DType.FLOAT32)
-        return self._wide
-
-    @property
-    def _travelling(self) -> DeviceArray:
-        """What the messages carry: weighted halves are not rounded before they are divided."""
-        return self.array if self._weight is None else self.wide
 
     @property
     def _target(self) -> tuple[DeviceArray, DType]:

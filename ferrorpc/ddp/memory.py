@@ -14,7 +14,7 @@ from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.ddp.bucket import Bucket, Slot
 from ferrorpc.kernels.reduction import kernel
-from ferrorpc.types import ReduceOp
+from ferrorpc.types import DType, ReduceOp
 
 if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
@@ -42,11 +42,33 @@ class Memory(ABC):
 
     Attributes:
         bucket: what lies where.
+        array: shape (bucket.count,), dtype as users know it. What lies between the gradients is zero and stays so.
     """
+
+    array: Any
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self._weight: float | None = None
+        self._wide: Any = None
+
+    @abstractmethod
+    def _zeros(self, dtype: DType) -> Any:
+        """New memory for `array`, or for what lies beside it in another dtype."""
+
+    @property
+    def wide(self) -> Any:
+        """The bucket in the dtype sums are kept in: float32 for the half types, else `array` itself."""
+        if not self.bucket.dtype.is_half:
+            return self.array
+        if self._wide is None:
+            self._wide = self._zeros(DType.FLOAT32)
+        return self._wide
+
+    @property
+    def _travelling(self) -> Any:
+        """What the messages carry: weighted halves are not rounded before they are divided."""
+        return self.array if self._weight is None else self.wide
 
     @abstractmethod
     def begin(self, weight: float | None) -> None:
@@ -116,32 +138,19 @@ class HostMemory(Memory):
     """A bucket on the host, in memory that the group's lanes read best.
 
     Attributes:
-        array: shape (bucket.count,), dtype as users know it. What lies between the gradients is zero and stays so.
-        storage: the same memory in the storage dtype (bfloat16 as uint16).
+        storage: `array` in the storage dtype (bfloat16 as uint16).
     """
 
     def __init__(self, bucket: Bucket, group: ProcessGroup) -> None:
         super().__init__(bucket)
-        self.array: Array = group.empty((bucket.count,), bucket.dtype)
-        self.array[...] = 0
-        self.storage: Array = self.array.view(bucket.dtype.storage)
         self._group = group
-        self._wide: Array | None = None
+        self.array: Array = self._zeros(bucket.dtype)
+        self.storage: Array = self.array.view(bucket.dtype.storage)
 
-    @property
-    def wide(self) -> Array:
-        """The bucket in the dtype sums are kept in: float32 for the half types, else `array` itself."""
-        if not self.bucket.dtype.is_half:
-            return self.array
-        if self._wide is None:
-            self._wide = self._group.empty((self.bucket.count,), "float32")
-            self._wide[...] = 0
-        return self._wide
-
-    @property
-    def _travelling(self) -> Array:
-        """What the messages carry: weighted halves are not rounded before they are divided."""
-        return self.array if self._weight is None else self.wide
+    def _zeros(self, dtype: DType) -> Array:
+        found: Array = self._group.empty((self.bucket.count,), dtype)
+        found[...] = 0
+        return found
 
     def begin(self, weight: float | None) -> None:
         self._weight = weight
@@ -174,7 +183,7 @@ class HostMemory(Memory):
             with np.errstate(all="ignore"):
                 np.add(total, given, out=total)
 
-    def leave(self) -> Array:
+    def leave(self) -> Any:
         self._travelling[self.bucket.weight] = 0 if self._weight is None else self._weight
         return self._travelling
 
