@@ -324,9 +324,7 @@ class Link:
 
     def _welcome(self, position: identity_pb2.Position, welcome: wire.Welcome) -> None:
         same = position.revision >= self._told.revision and position.generation >= self._told.generation
-        if self._token and not welcome.resumed:
-            self._start_anew(_forgotten(self.address, self.cluster_id, position.cluster_id), position.cluster_id)
-        elif self._token and not same:
+        if self._token and not same:
             self._start_anew(_taken_back(self.address, self._told, position), position.cluster_id)
         away_since = self._away_since
         with self._monitor.lock:
@@ -425,11 +423,9 @@ _inherited: list[object] = []
 
 
 def _forgotten(address: str, before: str, now: str) -> StaleGenerationError:
-    if before != now:
-        message = f"the coordinator at {address} restarted without its journal: cluster {before} is gone, this is cluster {now}"
-        hint = "give the coordinator a --data-dir, so that a restart keeps its jobs; group.reform() starts anew"
-        return StaleGenerationError(message, hint=hint)
-    return StaleGenerationError(f"the coordinator at {address} had declared this member dead; it is a new member now")
+    message = f"the coordinator at {address} restarted without its journal: cluster {before} is gone, this is cluster {now}"
+    hint = "give the coordinator a --data-dir, so that a restart keeps its jobs; group.reform() starts anew"
+    return StaleGenerationError(message, hint=hint)
 
 
 def _taken_back(address: str, told: identity_pb2.Position, now: identity_pb2.Position) -> StaleGenerationError:
