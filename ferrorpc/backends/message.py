@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.arrays.kinds import NUMPY, copy_into, spec_of, view, view_out
+from ferrorpc.arrays.kinds import NUMPY, spec_of, view, view_out
 from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.collectives.algorithms.plan import Plan
 from ferrorpc.collectives.announced import prepare
@@ -141,11 +141,9 @@ class MessageBackend(Backend):
         place = None if out is None else view_out(out, spec_of(out))
         target, spec = (None, None) if place is None else (place.data, place.spec)
         execution = self.start_recv(peer, tag, target, spec, self.guard(timeout))
-        found = self.run(execution)[0]
+        found = self.run(execution)[0]  # where there is a place, that is it
         if place is None:
             return NUMPY.wrap(found, execution.specs[0])
-        if found is not place.data:
-            copy_into(place.data, found)
         received: Array = place.commit()
         return received
 

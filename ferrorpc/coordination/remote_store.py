@@ -12,7 +12,7 @@ from ferrorpc.coordination.base import Store
 from ferrorpc.coordination.link import Link
 from ferrorpc.coordination.local_store import timed_out
 from ferrorpc.coordination.monitor import Monitor
-from ferrorpc.errors import FerroError, StoreTimeoutError
+from ferrorpc.errors import StoreTimeoutError
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, seconds_of
 from ferrorpc.v1 import store_pb2 as wire
 
@@ -105,7 +105,8 @@ class RemoteStore(Store):
             raise self._link.over.again()
         while not self._turns.wait(self._take_turn, self._clock.now() + self._timeout):
             if not self._link.standing():
-                raise _late(f"{label} had no turn for {self._timeout:g} s: {limits.WRITES_MAX} others have no answer")
+                others = f"{limits.WRITES_MAX} others have no answer"
+                raise StoreTimeoutError(f"{label} had no turn for {self._timeout:g} s: {others}")
         try:
             return self._ask(label, **operation)
         finally:
@@ -121,9 +122,6 @@ class RemoteStore(Store):
 
     def _ask(self, label: str, seconds: float | None = None, **operation: object) -> wire.StoreResponse:
         request = wire.StoreRequest(request_id=next(self._request_ids), **operation)  # type: ignore[arg-type]
-        response: wire.StoreResponse = self._link.ask(label, seconds_of(seconds, self._timeout), _late, store=request)
+        seconds = seconds_of(seconds, self._timeout)
+        response: wire.StoreResponse = self._link.ask(label, seconds, StoreTimeoutError, store=request)
         return response
-
-
-def _late(message: str) -> FerroError:
-    return StoreTimeoutError(message)

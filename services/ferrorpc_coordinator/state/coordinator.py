@@ -42,7 +42,7 @@ from ferrorpc_coordinator.state.events import (
     Tick,
     UnaryRequest,
 )
-from ferrorpc_coordinator.state.failures import Refused, require
+from ferrorpc_coordinator.state.failures import require
 from ferrorpc_coordinator.state.job import TABLES, Job, sets_a_value
 from ferrorpc_coordinator.state.ledger import Ledger
 from ferrorpc_coordinator.state.lifetime import Lifetime
@@ -192,8 +192,6 @@ class Coordinator:
                 self._carry_out(call, request)
         except FerroError as error:
             self._world.answers.reply(None, call, detail_of(error))
-        except Refused as refused:
-            self._world.answers.reply(None, call, refused.detail)
 
     def _carry_out(
         self,
