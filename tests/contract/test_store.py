@@ -87,6 +87,15 @@ def test_add_to_what_is_no_number_is_refused_and_changes_nothing(stores):
     assert stores[0].get("text") == b"hello"
 
 
+def test_a_sum_that_no_64_bits_hold_is_refused_and_changes_nothing(stores):
+    ours, theirs = stores
+    most = (1 << 63) - 1
+    assert ours.add("n", most) == most
+    with pytest.raises(UsageError, match="64 bits"):
+        theirs.add("n")
+    assert theirs.add("n", -most) == 0
+
+
 def test_concurrent_additions_are_all_counted(stores):
     def count(store: Store) -> None:
         for _ in range(50):
@@ -125,6 +134,16 @@ def test_keys_are_sorted_and_chosen_by_prefix(stores):
     assert stores[1].keys("b/") == ["b/10", "b/2"]
     assert stores[1].keys() == ["a", "b/10", "b/2", "c"]
     assert stores[1].keys("nothing") == []
+
+
+def test_keys_that_no_single_answer_holds_are_all_there(stores):
+    ours, theirs = stores
+    names = [f"{number:03}{'x' * 497}" for number in range(300)]
+    for name in names:
+        ours.set(name, b"")
+    theirs.set("~", b"")
+    assert theirs.keys() == [*names, "~"]
+    assert theirs.keys("1") == names[100:200]
 
 
 def test_what_passes_a_limit_is_refused_and_changes_nothing(stores):

@@ -7,6 +7,8 @@ import weakref
 
 import pytest
 
+from ferrorpc.cli import doctor
+from ferrorpc.cli.main import run
 from ferrorpc.coordination import link
 from ferrorpc.errors import (
     AuthenticationError,
@@ -308,6 +310,19 @@ def test_an_earlier_generation_is_refused(service):
         sessions[0].barrier("b", timeout=5)
     sessions[0].membership = current
     together([s.leave for s in sessions])
+
+
+def test_the_doctor_asks_a_coordinator_that_serves_for_the_job_and_its_version(service, world, capsys, monkeypatch):
+    assert run(["doctor", "--coordinator", service.address, "--job", "nobody-is-in-it"]) == 0
+    assert "ok    job            job nobody-is-in-it does not exist there yet" in capsys.readouterr().out
+    asked = ["doctor", "--coordinator", service.address, "--job", world[0].job]
+    assert run(asked) == 0
+    told = capsys.readouterr().out
+    assert f"ok    coordinator    {service.address} serves" in told
+    assert "the coordinator is" not in told
+    monkeypatch.setattr(doctor, "own_version", lambda: "0.0.1")
+    assert run(asked) == 0
+    assert "note  versions       the coordinator is" in capsys.readouterr().out
 
 
 def test_a_jobs_secret_is_asked_for_and_a_wrong_one_is_refused_at_once(tmp_path):

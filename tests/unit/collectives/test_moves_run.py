@@ -12,9 +12,9 @@ from ferrorpc.backends.simulated import SimulatedBackend
 from ferrorpc.collectives.algorithms.catalogue import CATALOGUE
 from ferrorpc.collectives.announced import prepare
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.errors import CollectiveMismatchError, TensorMismatchError
+from ferrorpc.errors import CollectiveMismatchError, CollectiveTimeoutError, TensorMismatchError
 from ferrorpc.guard import Guard
-from ferrorpc.testing import run_world
+from ferrorpc.testing import FaultPlan, Pause, run_world
 from ferrorpc.types import DType, TensorSpec
 from ferrorpc.wire.frames import Key
 from ferrorpc.wire.notice import INLINE_BYTES
@@ -69,6 +69,17 @@ def test_what_does_not_fit_is_not_written_to_what_was_given(algorithm, count, gi
         return out.any()
 
     assert not any(run_world(3, body))
+
+
+def test_a_root_that_is_late_is_named_before_its_array_is_known():
+    def body(group):
+        group.session.clock.parker().park(1.0)
+        return group.broadcast(np.zeros(3) if group.rank == 0 else None, timeout=5.0)
+
+    outcomes = run_world(3, body, faults=FaultPlan(pause={0: Pause(0.5, 100.0)}), return_exceptions=True)
+    late = [each for each in outcomes if isinstance(each, CollectiveTimeoutError)]
+    assert late
+    assert all(each.waiting_on == [0] and "broadcast" in each.message and "rank 0" in each.message for each in late)
 
 
 def test_a_prepared_broadcast_serves_arrays_of_any_size():
