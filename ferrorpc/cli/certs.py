@@ -30,8 +30,19 @@ LEAF_HOURS: Final = 24.0
 BACKDATED: Final = datetime.timedelta(minutes=5)
 """Clocks differ: a certificate is good from a little before it was made."""
 _LISTENERS: Final = (Role.WORKER, Role.COORDINATOR)
+
+
+def _in_ascii(_: click.Context, __: click.Parameter, hosts: tuple[str, ...]) -> tuple[str, ...]:
+    for host in hosts:
+        if not host or not host.isascii():
+            raise click.BadParameter(f"{host!r}: write the name as DNS has it, such as xn--bcher-kva.example")
+    return hosts
+
+
 _jobs = click.option("--job", "jobs", multiple=True, help="A job's name, or '*' for every job; default FERRORPC_JOB.")
-_hosts = click.option("--host", "hosts", multiple=True, help="A name or address by which browsers reach the coordinator.")
+_hosts = click.option(
+    "--host", "hosts", multiple=True, callback=_in_ascii, help="A name or address by which browsers reach the coordinator."
+)
 _lifetime = click.option("--lifetime", default=f"{LEAF_HOURS:g}h", show_default=True, help="Of certificates, such as 12h.")
 
 
@@ -58,7 +69,7 @@ def init(directory: Path, jobs: Sequence[str], hosts: Sequence[str], lifetime: s
         raise ConfigError(f"--lifetime {lifetime} is longer than the {days} days of the authority", hint="give more --days")
     authority = Authority.make(directory, days)
     for role in Role:
-        authority.issue(role, _chosen(jobs), hosts if role is Role.COORDINATOR else (), duration, directory)
+        authority.issue(role, _chosen(jobs), hosts, duration, directory)
     click.echo(f"{directory}: ca.pem, ca.key, and .pem and .key of {', '.join(Role)}, good for {lifetime}")
 
 
@@ -73,9 +84,11 @@ def issue(
     directory: Path, roles: Sequence[str], jobs: Sequence[str], hosts: Sequence[str], lifetime: str, out: Path | None
 ) -> None:
     """Issue certificates of ROLES, new or in place of those that are there, from the authority in DIRECTORY."""
-    authority = Authority.read(directory)
+    if hosts and Role.COORDINATOR not in roles:
+        raise ConfigError("--host is for a coordinator's certificate", hint="leave --host away, or name that role too")
+    authority, duration = Authority.read(directory), _duration(lifetime)
     for role in map(Role, roles):
-        authority.issue(role, _chosen(jobs), hosts, _duration(lifetime), out or directory)
+        authority.issue(role, _chosen(jobs), hosts, duration, out or directory)
     click.echo(f"{out or directory}: .pem and .key of {', '.join(roles)}, good for {lifetime}")
 
 
@@ -137,6 +150,9 @@ class Authority:
     ) -> None:
         """Writes ROLE.pem and ROLE.key for a holder that is `role` in these jobs.
 
+        Args:
+            hosts: names and addresses that browsers reach a coordinator by; they are no other role's.
+
         Raises:
             ConfigError: it would outlive the authority, which nobody believes beyond its end.
         """
@@ -152,13 +168,12 @@ class Authority:
                 "UTC",
                 hint="give a shorter --lifetime, or make a new authority (`ferrorpc certs init DIRECTORY --days N`)",
             )
-        if hosts and role is not Role.COORDINATOR:
-            raise ConfigError(f"--host is for a coordinator's certificate, not for that of the role {role}")
         key = ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(Identity.of(job, role).uri) for job in jobs]
         if role in _LISTENERS:
             names += [x509.DNSName(server_name(job, role)) for job in jobs]
-        names += [_host(host) for host in hosts]
+        if role is Role.COORDINATOR:
+            names += [_host(host) for host in hosts]
         # A coordinator dials too: its probe asks the process beside it. It is told no more than its health.
         purposes = [*([ExtendedKeyUsageOID.SERVER_AUTH] if role in _LISTENERS else []), ExtendedKeyUsageOID.CLIENT_AUTH]
         issuer = self._certificate.subject
@@ -246,9 +261,9 @@ def _duration(text: str) -> datetime.timedelta:
     try:
         lifetime = datetime.timedelta(seconds=seconds(text))
     except ValueError as error:
-        raise ConfigError(f"--lifetime {text!r}: {error}") from None
+        raise ConfigError(f"--lifetime {text!r}: {error}", hint="give a time such as 12h") from None
     if not lifetime:
-        raise ConfigError("--lifetime 0: a certificate that is over when it is made")
+        raise ConfigError("--lifetime 0: a certificate that is over when it is made", hint="give a time such as 12h")
     return lifetime
 
 

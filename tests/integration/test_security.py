@@ -222,6 +222,29 @@ def test_no_certificate_is_made_that_outlives_its_authority(ours, tmp_path, caps
     assert "outlive its authority, which ends at" in capsys.readouterr().err
 
 
+def test_a_host_is_the_coordinators_also_where_other_roles_are_issued_beside_it(ours, tmp_path, capsys):
+    x509 = pytest.importorskip("cryptography.x509")
+    issue = ["certs", "issue", str(ours.directory), "--out", str(tmp_path), "--host", "box.example"]
+    assert run([*issue, "coordinator", "worker"]) == 0
+
+    def names(role):
+        certificate = x509.load_pem_x509_certificate((tmp_path / f"{role}.pem").read_bytes())
+        said = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        return said.get_values_for_type(x509.DNSName)
+
+    assert "box.example" in names("coordinator")
+    assert "box.example" not in names("worker")
+    assert run([*issue, "worker", "observer"]) == 64
+    assert "try: leave --host away" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [["--host", "büro.example"], ["--host", ""], ["--lifetime", "0"]])
+def test_nothing_is_made_of_what_no_certificate_can_say(tmp_path, wrong, capsys):
+    assert run(["certs", "init", str(tmp_path / "new"), *wrong]) == 64
+    assert not (tmp_path / "new").exists()
+    assert wrong[0] in capsys.readouterr().err
+
+
 def test_an_expired_certificate_does_not_start_a_coordinator(ours):
     files = ours.issue(Role.COORDINATOR, "a", lifetime=GONE, where="expired-coordinator")
     code, errors = refused_start("--listen", "127.0.0.1:0", *flags(files))
