@@ -379,6 +379,16 @@ class NcclError(FerroError):
     default_hint = "run with NCCL_DEBUG=INFO and look at the first warning of the rank named above"
 
 
+def require(what: str, amount: int, limit: str, most: int, error: type[LimitExceededError] = LimitExceededError) -> None:
+    """Refuses an amount past a limit, in the same words on both sides of the wire.
+
+    Raises:
+        LimitExceededError: naming the limit, or the class of it that was given.
+    """
+    if amount > most:
+        raise error(f"{what} would be {amount}, the limit {limit} is {most}", limit=limit, most=most)
+
+
 type_of[ErrorCode.INTERNAL] = FerroError
 
 __all__ = ["ErrorCode", *(cls.__name__ for cls in type_of.values())]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from operator import index
 from typing import Final
 
-from ferrorpc.errors import InvalidRankError, LimitExceededError, MessageTooLargeError, UsageError
+from ferrorpc.errors import InvalidRankError, MessageTooLargeError, UsageError, require
 
 KEY_BYTES_MAX: Final = 512
 VALUE_BYTES_MAX: Final = 1 << 20
@@ -19,16 +19,6 @@ RANKS_PER_ID: Final = 128
 """One NCCL id, minted by one leader, serves so many ranks."""
 BINDINGS: Final = ("job", "session", "generation")
 _KEY: Final = re.compile(r"[!-~]+")
-
-
-def require(what: str, amount: int, limit: str, most: int, error: type[LimitExceededError] = LimitExceededError) -> None:
-    """Refuses an amount past a limit, in the coordinator's words.
-
-    Raises:
-        LimitExceededError: naming the limit, or the class of it that was given.
-    """
-    if amount > most:
-        raise error(f"{what} would be {amount}, the limit {limit} is {most}", limit=limit, most=most)
 
 
 def check_key(key: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from google.protobuf.message import Message
 
 from ferrorpc.coordination import limits
-from ferrorpc.errors import FerroError, MessageTooLargeError
+from ferrorpc.errors import FerroError, MessageTooLargeError, require
 from ferrorpc.guard import Latch
 from ferrorpc.v1 import session_pb2 as wire
 
@@ -84,4 +84,4 @@ def check_size(label: str, **body: Any) -> None:
     """
     ((kind, message),) = body.items()
     most = limits.VALUE_BYTES_MAX + STORE_OVERHEAD_BYTES if kind == "store" else limits.FRAME_BYTES_MAX
-    limits.require(f"the bytes of {label}", message.ByteSize(), "frame_bytes", most, MessageTooLargeError)
+    require(f"the bytes of {label}", message.ByteSize(), "frame_bytes", most, MessageTooLargeError)

@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from ferrorpc.errors import ConfigError, LimitExceededError, MessageTooLargeError, StaleGenerationError
+from ferrorpc.errors import ConfigError, LimitExceededError, MessageTooLargeError, StaleGenerationError, require
 from ferrorpc.v1 import session_pb2
 from ferrorpc_coordinator.state.desk import Desk
-from ferrorpc_coordinator.state.failures import require, seconds
+from ferrorpc_coordinator.state.failures import seconds
 from ferrorpc_coordinator.state.member import Member, Standing
 from ferrorpc_coordinator.state.roster import Roster
 from ferrorpc_coordinator.state.settings import MILLISECOND

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
-from ferrorpc.errors import BarrierTimeoutError, FerroError, MessageTooLargeError, PeerLostError, UsageError
+from ferrorpc.errors import BarrierTimeoutError, FerroError, MessageTooLargeError, PeerLostError, UsageError, require
 from ferrorpc.v1 import barrier_pb2, error_pb2, journal_pb2, session_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.desk import Asker, Desk
-from ferrorpc_coordinator.state.failures import require, seconds
+from ferrorpc_coordinator.state.failures import seconds
 from ferrorpc_coordinator.state.generations import Generation
 from ferrorpc_coordinator.state.member import Member
 from ferrorpc_coordinator.state.roster import Roster

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
 
-from ferrorpc.errors import CollectiveTimeoutError, NcclError, PeerLostError, UsageError
+from ferrorpc.errors import CollectiveTimeoutError, NcclError, PeerLostError, UsageError, require
 from ferrorpc.v1 import error_pb2, nccl_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.desk import Asker, Desk
-from ferrorpc_coordinator.state.failures import require, seconds
+from ferrorpc_coordinator.state.failures import seconds
 from ferrorpc_coordinator.state.generations import Generation
 from ferrorpc_coordinator.state.settings import MILLISECOND
 

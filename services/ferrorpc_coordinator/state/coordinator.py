@@ -21,6 +21,7 @@ from ferrorpc.errors import (
     MessageTooLargeError,
     PermissionDeniedError,
     VersionMismatchError,
+    require,
 )
 from ferrorpc.v1 import session_pb2
 from ferrorpc.wire.details import detail_of
@@ -42,7 +43,6 @@ from ferrorpc_coordinator.state.events import (
     Tick,
     UnaryRequest,
 )
-from ferrorpc_coordinator.state.failures import require
 from ferrorpc_coordinator.state.job import TABLES, Job, sets_a_value
 from ferrorpc_coordinator.state.ledger import Ledger
 from ferrorpc_coordinator.state.lifetime import Lifetime

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ferrorpc.errors import LimitExceededError
 from ferrorpc.v1 import error_pb2
 
 
@@ -12,16 +11,6 @@ class Refused(Exception):
     def __init__(self, detail: error_pb2.ErrorDetail) -> None:
         super().__init__(detail.message)
         self.detail = detail
-
-
-def require(what: str, amount: int, limit: str, most: int, error: type[LimitExceededError] = LimitExceededError) -> None:
-    """Refuses an amount past a limit of `settings.Limits`.
-
-    Raises:
-        LimitExceededError: naming the limit, or the class of it that was given.
-    """
-    if amount > most:
-        raise error(f"{what} would be {amount}, the limit {limit} is {most}", limit=limit, most=most)
 
 
 def seconds(duration_ns: int) -> str:

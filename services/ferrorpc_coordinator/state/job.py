@@ -13,6 +13,7 @@ from ferrorpc.errors import (
     StaleGenerationError,
     UsageError,
     VersionMismatchError,
+    require,
 )
 from ferrorpc.v1 import barrier_pb2, error_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2, store_pb2
 from ferrorpc.wire.details import detail_of
@@ -21,7 +22,7 @@ from ferrorpc_coordinator.state.barriers import Barriers
 from ferrorpc_coordinator.state.bootstrap import Bootstraps
 from ferrorpc_coordinator.state.bulletin import Bulletin
 from ferrorpc_coordinator.state.desk import Asker, Desk, World
-from ferrorpc_coordinator.state.failures import Refused, require
+from ferrorpc_coordinator.state.failures import Refused
 from ferrorpc_coordinator.state.generations import Generation, Generations
 from ferrorpc_coordinator.state.leases import Leases
 from ferrorpc_coordinator.state.member import Member, Standing

@@ -6,9 +6,9 @@ from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 from typing import Final
 
+from ferrorpc.errors import require
 from ferrorpc.v1 import journal_pb2, store_pb2
 from ferrorpc_coordinator.state.desk import Desk
-from ferrorpc_coordinator.state.failures import require
 
 TABLE: Final = "store"
 

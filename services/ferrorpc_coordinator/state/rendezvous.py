@@ -22,12 +22,13 @@ from ferrorpc.errors import (
     LimitExceededError,
     RendezvousTimeoutError,
     UsageError,
+    require,
 )
 from ferrorpc.v1 import identity_pb2, rendezvous_pb2, session_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.bulletin import Bulletin
 from ferrorpc_coordinator.state.desk import Asker, Desk
-from ferrorpc_coordinator.state.failures import require, seconds
+from ferrorpc_coordinator.state.failures import seconds
 from ferrorpc_coordinator.state.generations import Generation, Generations
 from ferrorpc_coordinator.state.member import Member, Standing
 from ferrorpc_coordinator.state.ranks import Claim, assign, claimed

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from ferrorpc.errors import MessageTooLargeError, StoreTimeoutError, UsageError
+from ferrorpc.errors import MessageTooLargeError, StoreTimeoutError, UsageError, require
 from ferrorpc.v1 import store_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.desk import Asker, Desk
-from ferrorpc_coordinator.state.failures import require, seconds
+from ferrorpc_coordinator.state.failures import seconds
 from ferrorpc_coordinator.state.generations import Generations
 from ferrorpc_coordinator.state.keyspace import Entry, Keyspace
 from ferrorpc_coordinator.state.settings import MILLISECOND

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from ferrorpc.errors import require
 from ferrorpc.v1 import session_pb2, store_pb2
 from ferrorpc_coordinator.state.desk import Desk
-from ferrorpc_coordinator.state.failures import require
 from ferrorpc_coordinator.state.member import Member
 
 
