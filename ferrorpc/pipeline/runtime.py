@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -29,6 +29,8 @@ from ferrorpc.plans.timeline import Span
 
 MICROBATCHES = 8
 """How many there are where nobody says."""
+_made: Final[WeakKeyDictionary[ProcessGroup, int]] = WeakKeyDictionary()
+"""How many pipelines each group has had: as many on every rank, since ranks make theirs together."""
 
 
 class Pipeline:
@@ -305,11 +307,11 @@ def _chosen(
 
 
 def _agreed(schedule: Schedule, ties: Sequence[str | Sequence[str]], group: ProcessGroup) -> str:
-    """The pipeline's name in messages, the same on every rank because the schedule is."""
-    text = schedule.to_text()
+    """The pipeline's name in messages: the same on every rank, and no other pipeline's of the group."""
     wiring = f"edges {schedule.edges.pairs}\ntied {ties}"
-    agree(group, "pipeline schedules", f"{schedule}\n{wiring}\n{text}")
-    return f"{schedule} {hashlib.sha256((wiring + text).encode()).hexdigest()[:8]}"
+    agree(group, "pipeline schedules", f"{schedule}\n{wiring}\n{schedule.to_text()}")
+    number = _made[group] = _made.get(group, 0) + 1
+    return f"{schedule} #{number}"
 
 
 def _nothing(piece: int) -> None:

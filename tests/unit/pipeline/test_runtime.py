@@ -377,6 +377,19 @@ def test_ranks_with_different_schedules_are_told_both():
         assert "one_f_one_b: 2 stages" in error.signatures[1]
 
 
+def test_pipelines_of_one_schedule_that_ranks_use_in_different_orders_are_told_apart():
+    def body(group):
+        pipes = [Pipeline(Layer(group.rank), group, "1f1b", 2) for _ in range(2)]
+        pipes[group.rank].step(*batch(4), half_square)
+
+    first, second = run_world(2, body, return_exceptions=True)
+    assert isinstance(second, CollectiveMismatchError)
+    assert second.signatures[0].endswith("#1")
+    assert second.signatures[1].endswith("#2")
+    assert isinstance(first, GroupAbortedError)
+    assert all(each in str(first) for each in second.signatures.values())
+
+
 @pytest.mark.parametrize(
     ("stage", "schedule", "microbatches", "message"),
     [
