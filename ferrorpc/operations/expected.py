@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ferrorpc.arrays.kinds import NUMPY
+from ferrorpc.errors import FerroError
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.results import New
@@ -35,6 +36,10 @@ class Expected:
         """
         self._execution.guard = self._dispatch.guard(seconds_of(timeout, self._dispatch.timeout))
         return self._dispatch.finish(self._execution, New(NUMPY), False)
+
+    def refuse(self, error: FerroError) -> None:
+        """What came is none of what was expected: ends the generation, with this cause on every rank."""
+        self._dispatch.end(error)
 
     @property
     def may_come(self) -> bool:

@@ -85,7 +85,10 @@ class Exchange:
         wanted = self._letter(wire)
         if letter != wanted:
             ranks = self._group.world_ranks
-            raise CollectiveMismatchError({ranks[self._group.rank]: f"waits for {_told(wanted)}", ranks[source]: _told(letter)})
+            signatures = {ranks[self._group.rank]: f"waits for {_told(wanted)}", ranks[source]: _told(letter)}
+            mismatch = CollectiveMismatchError(signatures)
+            expected.refuse(mismatch)
+            raise mismatch
         return value
 
     def finish(self) -> None:

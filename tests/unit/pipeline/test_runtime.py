@@ -382,12 +382,10 @@ def test_pipelines_of_one_schedule_that_ranks_use_in_different_orders_are_told_a
         pipes = [Pipeline(Layer(group.rank), group, "1f1b", 2) for _ in range(2)]
         pipes[group.rank].step(*batch(4), half_square)
 
-    first, second = run_world(2, body, return_exceptions=True)
-    assert isinstance(second, CollectiveMismatchError)
-    assert second.signatures[0].endswith("#1")
-    assert second.signatures[1].endswith("#2")
-    assert isinstance(first, GroupAbortedError)
-    assert all(each in str(first) for each in second.signatures.values())
+    for error in run_world(2, body, return_exceptions=True):
+        assert isinstance(error, CollectiveMismatchError)
+        assert error.signatures[0].endswith("#1")
+        assert error.signatures[1].endswith("#2")
 
 
 @pytest.mark.parametrize(
