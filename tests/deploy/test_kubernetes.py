@@ -160,6 +160,13 @@ def pods(folder: Path) -> list[dict[str, Any]]:
 
 
 @every_folder
+def test_sigterm_ends_a_worker_although_no_script_handles_it(folder: Path) -> None:
+    """The first process of a PID namespace gets no signal that it does not handle."""
+    workers = [spec for spec in pods(folder) if spec["containers"][0]["name"] != "coordinator"]
+    assert all(spec["shareProcessNamespace"] is True for spec in workers)
+
+
+@every_folder
 def test_a_pod_may_do_as_little_as_possible(folder: Path) -> None:
     for spec in pods(folder):
         assert spec["automountServiceAccountToken"] is False
