@@ -119,12 +119,8 @@ class Driver:
         """Streams that are open."""
         return len(self._outboxes)
 
-    def begin(self) -> None:
-        """The first step: what recovery itself decided becomes durable, and the timer is armed."""
-        self._step(Tick())
-
     def tick(self) -> None:
-        """Lets time pass, for whoever looks at the state while nothing happens."""
+        """Lets time pass: first of all, so that what recovery decided becomes durable; then for whoever looks at ages."""
         self._step(Tick())
 
     def connect(self, hello: session_pb2.Hello, caller: Caller = NOBODY) -> Outbox:

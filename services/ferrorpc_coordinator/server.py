@@ -155,7 +155,7 @@ class _Service:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._stopping.set)
         try:
-            self._driver.begin()
+            self._driver.tick()
             await self._or_failure(self._first(self._driver.settled(), self._stopping.wait()))
             if self._stopping.is_set():  # told to end while it waited for room on the journal's disk
                 return

@@ -280,8 +280,9 @@ def test_waiting_is_explained_after_a_while(durable, caplog, monkeypatch):
     monkeypatch.setattr(link, "EXPLAIN_FIRST_SECONDS", 0.4)
     sessions = join_all(durable.address, 2)
     with caplog.at_level(logging.WARNING, logger="ferrorpc.coordination"):
-        outcome = together([lambda: sessions[0].barrier("epoch", timeout=1.0)])
+        outcome = together([lambda: sessions[0].barrier("epoch", timeout=0.8)])  # the next line is due at 1.2 s
     lines = [record.getMessage() for record in caplog.records if "barrier 'epoch'" in record.getMessage()]
+    assert len(lines) == 1
     assert "member-1" in lines[0]
     assert outcome[0].missing == [1]
     together([s.leave for s in sessions])

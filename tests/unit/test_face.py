@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 
 def output_of(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -34,5 +36,6 @@ def test_without_torch_its_side_is_an_import_error_that_names_the_extra() -> Non
 
 
 def test_the_side_of_torch_needs_no_import_of_its_own() -> None:
+    pytest.importorskip("torch")
     code = "import sys, ferrorpc; print('torch' in sys.modules, ferrorpc.torch.Stage.__module__)"
     assert output_of(code).stdout == "False ferrorpc.torch.stage\n"

@@ -7,6 +7,7 @@ import io
 from dataclasses import dataclass
 from pathlib import Path
 
+from ferrorpc.errors import UsageError
 from ferrorpc.pipeline.actions import actions_of_cell
 from ferrorpc.pipeline.schedules import simulation, validation
 from ferrorpc.pipeline.schedules.simulation import Cost, PipelineTimeline
@@ -58,14 +59,15 @@ class Schedule(Table):
 
     def _repr_svg_(self) -> str | None:
         """What a notebook shows of a sound one: its simulation at equal costs."""
-        if sum(map(len, self.actions)) > SPANS_SHOWN_MOST or self.validate():
+        if sum(map(len, self.actions)) > SPANS_SHOWN_MOST:
             return None
-        return self.simulate()._repr_svg_()
+        try:
+            return self.simulate()._repr_svg_()
+        except UsageError:  # it is not sound
+            return None
 
     def __repr__(self) -> str:
-        extent = f"{self.stages} stages, {self.microbatches} microbatches"
-        chunks = f", {self.chunks:g} chunks a stage" if self.virtual_stages != self.stages else ""
-        return f"<{type(self).__name__} {self.name}: {extent}{chunks}>"
+        return f"<{type(self).__name__} {self}>"
 
     def to_chrome_trace(self, path: str | Path) -> None:
         """Writes its simulation at equal costs for chrome://tracing and Perfetto, a time unit as a millisecond."""

@@ -1,4 +1,4 @@
-"""What the HTTP port tells, whoever serves it. Everything here only reads the state; on the event loop only."""
+"""What the HTTP port tells, whoever serves it. Nothing here decides anything; on the event loop only."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ async def test_an_answer_for_a_caller_that_went_away_in_this_moment_stops_nobody
 async def test_settled_returns_only_when_everything_is_durable(make):
     journal = ManualJournal()
     driver, _ = make(lambda event: [Persist("t", "k", b"")], journal)
-    driver.begin()
+    driver.tick()
     waiting = asyncio.ensure_future(driver.settled())
     await turns()
     assert not waiting.done()
@@ -298,7 +298,7 @@ async def test_a_loss_is_told_more_loudly_than_what_is_as_it_should_be(make):
     story.addHandler(told)
     story.setLevel(logging.INFO)
     try:
-        driver.begin()
+        driver.tick()
     finally:
         story.removeHandler(told)
         story.setLevel(before)
@@ -333,7 +333,7 @@ async def test_the_timer_ticks_at_the_deadline_and_not_before(make):
 
     decider.script = script
     decider.deadline = origin + 60_000 * MILLISECOND
-    driver.begin()
+    driver.tick()
     await turns()
     decider.deadline = origin + 50 * MILLISECOND  # nearer than what was armed
     driver.connect(session_pb2.Hello())
@@ -347,7 +347,7 @@ async def test_the_timer_ticks_at_the_deadline_and_not_before(make):
 async def test_a_deadline_that_moved_away_causes_no_early_tick(make):
     driver, decider = make()
     decider.deadline = driver._now_ns() + 20 * MILLISECOND
-    driver.begin()
+    driver.tick()
     await turns()
     decider.deadline += 200 * MILLISECOND
     await asyncio.sleep(0.1)

@@ -162,7 +162,7 @@ def test_a_notebook_shows_a_sound_schedule_and_words_tell_of_any():
     assert sound._repr_svg_() == sound.simulate()._repr_svg_()
     assert repr(sound) == "<Schedule one_f_one_b: 2 stages, 3 microbatches>"
     assert Schedule.of("backwards", [row[::-1] for row in sound.actions])._repr_svg_() is None
-    assert repr(schedules.zbv(stages=2, microbatches=4)) == "<Schedule zbv: 2 stages, 4 microbatches, 2 chunks a stage>"
+    assert repr(schedules.zbv(stages=2, microbatches=4)) == "<Schedule zbv: 2 stages, 2 chunks each, 4 microbatches>"
 
 
 def test_pictures_and_traces_are_written(tmp_path: Path):
