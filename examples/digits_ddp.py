@@ -100,8 +100,8 @@ def accuracy(ddp: ferrorpc.DistributedDataParallel, data: Digits, group: ferrorp
     ddp.module.eval()
     mine = slice(group.rank, None, group.size)
     told = ddp(xp.asarray(data.test_images[mine])).argmax(axis=1)
-    right = int(group.all_reduce(np.int64((told == xp.asarray(data.test_labels[mine])).sum())))
-    return right / len(data.test_labels)
+    right = int((told == xp.asarray(data.test_labels[mine])).sum())
+    return int(group.all_reduce(np.int64(right))) / len(data.test_labels)
 
 
 def weights_hash(ddp: ferrorpc.DistributedDataParallel) -> bytes:

@@ -150,9 +150,7 @@ def test_older_libraries_get_one_id_and_communicators_still_never_block() -> Non
     api = Nccl4pyApi(nccl4py(21805, record))
     api.init(2, 1, [ID])
     assert record.calls == [("comm_init_rank_config", 2, ID, 1, 77)]
-    config = api.config()
-    assert (config.blocking, config.split_share) == (0, 1)
-    assert not hasattr(Nccl4pyApi(nccl4py(21500, record)).config(), "split_share")
+    assert vars(api.config()) == {"blocking": 0}, "nothing is shared with those that are split from it"
 
 
 def test_errors_carry_the_call_the_status_and_nccls_words() -> None:
@@ -345,6 +343,17 @@ def test_a_library_that_is_too_old_counts_as_none(monkeypatch: pytest.MonkeyPatc
     good = Nccl4pyApi(nccl4py(22809, Recorder()))
     monkeypatch.setattr(choose, "BINDINGS", (missing, lambda: good))
     assert choose.open_nccl() is good
+
+
+def test_what_nccl4py_says_over_several_lines_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Bindings(ModuleType):
+        def get_version(self) -> int:
+            raise RuntimeError('Failure finding "libnccl.so.2": No such file\n  looked in:\n    /usr/lib')
+
+    monkeypatch.setitem(sys.modules, "nccl.bindings.nccl", Bindings("nccl.bindings.nccl"))
+    with pytest.raises(BackendUnavailableError) as caught:
+        open_nccl4py()
+    assert caught.value.reason.endswith('"libnccl.so.2": No such file looked in: /usr/lib')
 
 
 @pytest.mark.parametrize(("module", "opened"), [("nccl.bindings.nccl", open_nccl4py), ("cupy.cuda.nccl", open_cupy_nccl)])

@@ -19,7 +19,6 @@ from ferrorpc.errors import BackendUnavailableError
 MODULE: Final = "nccl.bindings.nccl"
 NO_COLOR: Final = -1
 """NCCL_SPLIT_NOCOLOR."""
-_SHARE_VERSION: Final = 21800
 
 
 class Nccl4pyApi:
@@ -53,11 +52,14 @@ class Nccl4pyApi:
         return Nccl4pyCommunicator(self, self._nccl, made)
 
     def config(self) -> Any:
-        """How communicators are made: they never block, and share what they can with those that are split from them."""
+        """How communicators are made: they never block, and share nothing with those that are split from them.
+
+        Those that share (`splitShare`) have one stream and one abort flag on a device. So their kernels would run in the order
+        in which a rank launched them, which waits for ever where two ranks launch operations of two groups in another order;
+        and the abort of one would leave the others without a result and without an error (NCCL 2.28, enqueue.cc and init.cc).
+        """
         config = self._nccl.Config()
         config.blocking = 0
-        if self.version >= _SHARE_VERSION:
-            config.split_share = 1
         return config
 
     @contextmanager
@@ -193,4 +195,5 @@ def open_nccl4py() -> Nccl4pyApi:
     try:
         return Nccl4pyApi(importlib.import_module(MODULE))
     except Exception as problem:  # noqa: BLE001  the package loads libraries when first used, and fails in its own ways
-        raise BackendUnavailableError(f"nccl4py: {type(problem).__name__}: {problem}") from None
+        said = " ".join(str(problem).split())  # over several lines, where no library is found
+        raise BackendUnavailableError(f"nccl4py: {type(problem).__name__}: {said}") from None

@@ -124,6 +124,10 @@ class Array(NDArrayOperatorsMixin):
         """As NumPy's: waits."""
         return self.get().tobytes()
 
+    def __array__(self, *args: Any, **named: Any) -> Any:
+        """CuPy gives host copies only where they are asked for by name."""
+        raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`")
+
     def __float__(self) -> float:
         return float(self.get())
 
