@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.backends.hybrid import HybridBackend
-from ferrorpc.backends.nccl.api import State
+from ferrorpc.backends.nccl.api import DataType, Op, State
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.nccl.ending import EXIT_CODE, Ending
 from ferrorpc.errors import (
@@ -26,6 +26,7 @@ from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.gpu.worlds import nccl_backends
 from tests.unit.transports.shared_memory.meetings import in_threads
+from tests.waiting import eventually
 
 SECONDS = 10.0
 
@@ -233,3 +234,77 @@ def test_closing_the_world_ends_the_communicators_of_its_subgroups_too(cupy: Sta
     (meeting,) = ranks.nccl.meetings.values()
     ends = [end for each in (meeting, *meeting.children.values()) for end in each.ends.values()]
     assert [end.destroyed for end in ends] == [True] * 6
+
+
+def test_what_is_in_flight_when_a_group_closes_is_aborted_in_time(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            group.all_reduce(ranks.array())  # the other rank never comes to it
+        group.close()
+
+    assert ranks.run(body) == [None, None]
+    (meeting,) = ranks.nccl.meetings.values()
+    eventually(lambda: meeting.ends[0].aborted)
+    assert (meeting.ends[0].destroyed, meeting.ends[1].destroyed) == (False, True)
+
+
+def test_a_communicator_that_has_met_an_error_is_aborted_when_its_group_closes(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+    (meeting,) = ranks.nccl.meetings.values()
+
+    def body(group: ProcessGroup) -> None:
+        group.all_reduce(ranks.array())
+        group.barrier()
+        if group.rank == 0:
+            meeting.ends[0].broken = State.REMOTE_ERROR
+        group.close()
+
+    assert ranks.run(body) == [None, None]
+    eventually(lambda: meeting.ends[0].aborted)
+    assert meeting.ends[1].destroyed
+
+
+def test_a_communicator_that_is_still_launching_is_waited_for_before_it_is_finalized(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 1)
+    (meeting,) = ranks.nccl.meetings.values()
+    end = meeting.ends[0]
+    array, stream = ranks.array(), ranks.backends[0].site.program.stream
+    end.all_reduce(array.data.ptr, array.data.ptr, array.size, DataType.FLOAT32, Op.SUM, stream.pointer)
+    assert ranks.run(lambda group: group.close()) == [None]
+    assert (end.destroyed, end.aborted) == (True, False)
+
+
+def test_a_destruction_that_waits_for_other_ranks_does_not_hold_up_the_close(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(cupy, 1)
+    (meeting,) = ranks.nccl.meetings.values()
+    others = threading.Event()
+    monkeypatch.setattr(meeting.ends[0], "destroy", lambda: others.wait(6 * SECONDS))
+    try:
+        assert ranks.run(lambda group: group.close()) == [None]
+        assert not others.is_set()
+    finally:
+        others.set()
+
+
+def test_a_division_that_never_ends_ends_the_generation(cupy: StandIn) -> None:
+    """NCCL takes nothing more of a communicator that is in progress for ever."""
+    ranks = Ranks(cupy, 2)
+    ranks.backends[0]._connector._seconds = 0.1
+
+    def stays_away(chosen: Any, group_id: int) -> Any:
+        raise InterruptedError
+
+    ranks.backends[1].split = stays_away  # type: ignore[method-assign]
+
+    def body(group: ProcessGroup) -> FerroError:
+        late = pytest.raises(CollectiveTimeoutError, match=r"subgroup \w+ was not complete within 0\.1 s")
+        with pytest.raises(InterruptedError) if group.rank else late:
+            group.subgroup([0, 1])
+        return end_of(group, GroupAbortedError if group.rank else CollectiveTimeoutError)
+
+    assert [type(error) for error in ranks.run(body)] == [CollectiveTimeoutError, GroupAbortedError]
+    ranks.wait_for_aborts()

@@ -18,7 +18,7 @@ import numpy as np
 from ferrorpc.arrays.device import Device, Stream
 from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.backends.message import MessageBackend
-from ferrorpc.backends.nccl.api import NcclApi, required
+from ferrorpc.backends.nccl.api import Communicator, NcclApi, required
 from ferrorpc.backends.nccl.barrier import SettledBarrier
 from ferrorpc.backends.nccl.connect import Connector
 from ferrorpc.backends.nccl.ending import CLOSE_SECONDS, Ending
@@ -199,13 +199,13 @@ class NcclBackend(RawOperations, Backend):
 
     def stay_out(self, ranks: Sequence[int], group_id: int) -> None:
         if self.api.features.split:
-            self._connector.split(self._settled(), f"subgroup {group_id:x}", self._world(ranks), None)
+            self._divide(f"subgroup {group_id:x}", self._world(ranks), None)
 
     def _part(self, label: str, ranks: list[int], own: int) -> Any:
         """A communicator of some of this group's ranks."""
         world = self._world(ranks)
         if self.api.features.split:
-            found = self._connector.split(self._settled(), label, world, own)
+            found = self._divide(label, world, own)
         else:
             found = self._connector.connect(label.replace(" ", "/"), world)
         if found is None:
@@ -213,10 +213,14 @@ class NcclBackend(RawOperations, Backend):
         self._ending.add(found)
         return found
 
-    def _settled(self) -> Any:
-        """The communicator of program order, in which nothing is outstanding: splitting wants that."""
+    def _divide(self, label: str, world: list[int], own: int | None) -> Communicator | None:
+        """As `Connector.split`, of the communicator of program order, in which nothing may be outstanding."""
         self.synchronize(self.clock.now() + self.timeout)
-        return self.site.program.communicator
+        try:
+            return self._connector.split(self.site.program.communicator, label, world, own)
+        except FerroError as error:
+            self.abort(error)  # NCCL takes nothing more of a communicator whose division failed, or does not end
+            raise
 
     def _world(self, ranks: Sequence[int]) -> list[int]:
         return [self.world_ranks[rank] for rank in ranks]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ferrorpc.backends.nccl.api import Communicator, NcclApi, State, failed
+from ferrorpc.backends.nccl.ending import apart
 from ferrorpc.coordination.base import Session
 from ferrorpc.coordination.bootstrap import agree_on_ids
 from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroError, NcclError, StoreTimeoutError
@@ -100,23 +101,23 @@ class Connector:
         """
         with self._on_device():
             child = parent.split(None if group_rank is None else 0, group_rank or 0)
-        self._await(parent, label, CollectiveTimeoutError)
-        if child is not None:
-            try:
-                self._await(child, f"{label} of ranks {list(ranks)}", CollectiveTimeoutError)
-            except FerroError:
-                self.give_up(child)
-                raise
+        try:
+            self._await(parent, label)
+            if child is not None:
+                self._await(child, f"{label} of ranks {list(ranks)}")
+        except FerroError:
+            self.give_up(child)
+            raise
         return child
 
-    def _await(self, communicator: Communicator, what: str, late: Callable[[list[int], str], FerroError]) -> None:
+    def _await(self, communicator: Communicator, what: str) -> None:
         parker, latch = self._clock.parker(), self._session.membership.latch
         until = self._clock.now() + self._seconds
         while (state := communicator.state()) is State.IN_PROGRESS:
             latch.check()
             now = self._clock.now()
             if now >= until:
-                raise late([], f"NCCL's {what} was not complete within {self._seconds:g} s")
+                raise CollectiveTimeoutError([], f"NCCL's {what} was not complete within {self._seconds:g} s")
             parker.park(min(until, now + LOOK_SECONDS))
         if state is not State.SUCCESS:
             raise failed(what, state, communicator.last_error())
@@ -203,20 +204,4 @@ class Connector:
         """Aborts a communicator on a thread of its own, because that may block; whether it was done within ABORT_SECONDS."""
         if communicator is None:
             return True
-        over: list[bool] = []
-        parker = self._clock.parker()
-
-        def abort() -> None:
-            try:
-                with self._on_device():
-                    communicator.abort()
-            except FerroError:
-                pass  # it was gone already
-            over.append(True)
-            parker.unpark()
-
-        self._clock.start(abort, "ferrorpc-nccl-abort")
-        until = self._clock.now() + ABORT_SECONDS
-        while not over and parker.park(until):
-            pass
-        return bool(over)
+        return apart(self._clock, self._on_device, communicator.abort, self._clock.now() + ABORT_SECONDS)

@@ -55,7 +55,6 @@ class Ending:
         self._lock = threading.Lock()
         self._communicators: list[Communicator] = []
         self._ended = False
-        self._over = False
         latch.watch(self._broken)
 
     def add(self, communicator: Communicator) -> None:
@@ -79,20 +78,21 @@ class Ending:
             self._start_abort(mine)
 
     def _start_abort(self, communicators: Sequence[Communicator]) -> None:
-        self._clock.call_at(self._clock.now() + self._seconds, self._check)
-        self._clock.start(lambda: self._abort(communicators), "ferrorpc-nccl-abort")
+        over = threading.Event()
+        self._clock.call_at(self._clock.now() + self._seconds, lambda: self._check(over))
+        self._clock.start(lambda: self._abort(communicators, over), "ferrorpc-nccl-abort")
 
-    def _abort(self, communicators: Sequence[Communicator]) -> None:
+    def _abort(self, communicators: Sequence[Communicator], over: threading.Event) -> None:
         for communicator in communicators:
             try:
                 with self._on_device():
                     communicator.abort()
             except FerroError as error:
                 _log.warning("aborting a communicator of NCCL's: %s", error.message)
-        self._over = True
+        over.set()
 
-    def _check(self) -> None:
-        if not self._over:
+    def _check(self, over: threading.Event) -> None:
+        if not over.is_set():
             _log.critical(
                 "NCCL's abort did not return within %g s after the generation ended (%s); the process ends with code %d",
                 self._seconds,
@@ -102,20 +102,52 @@ class Ending:
             self._leave(EXIT_CODE)
 
     def close(self, communicators: Sequence[Communicator], until: float) -> None:
-        """Finalizes and destroys them; what is not through by clock time `until` is aborted. For the normal end."""
-        parker = self._clock.parker()
+        """Finalizes and destroys them; what is not through by clock time `until`, or fails, is aborted. For the normal end."""
         for communicator in communicators:
-            try:
-                with self._on_device():
-                    communicator.finalize()
-                    while (state := communicator.state()) is State.IN_PROGRESS and self._clock.now() < until:
-                        parker.park(self._clock.now() + LOOK_SECONDS)
-                    if state is State.SUCCESS:
-                        communicator.destroy()
-                    else:
-                        self._start_abort([communicator])
-            except FerroError as error:
-                _log.debug("closing a communicator of NCCL's: %s", error.message)
+            if not self._closed(communicator, until):
+                self._start_abort([communicator])
             with self._lock:
                 if communicator in self._communicators:
                     self._communicators.remove(communicator)
+
+    def _closed(self, communicator: Communicator, until: float) -> bool:
+        """Whether it has ended, or is just being destroyed, which waits for the other ranks of its host."""
+        try:
+            with self._on_device():
+                if self._settled(communicator, until):
+                    communicator.finalize()
+                if not self._settled(communicator, until):
+                    return False
+        except FerroError as error:
+            _log.debug("closing a communicator of NCCL's: %s", error.message)
+            return False
+        if not apart(self._clock, self._on_device, communicator.destroy, until):
+            _log.debug("NCCL still destroys a communicator: another rank has not come to that")
+        return True
+
+    def _settled(self, communicator: Communicator, until: float) -> bool:
+        """Whether NCCL is through with what it was asked: before, it takes nothing else."""
+        parker = self._clock.parker()
+        while (state := communicator.state()) is State.IN_PROGRESS and self._clock.now() < until:
+            parker.park(self._clock.now() + LOOK_SECONDS)
+        return state is State.SUCCESS
+
+
+def apart(clock: Clock, on_device: Callable[[], AbstractContextManager[Any]], work: Callable[[], None], until: float) -> bool:
+    """Does what may block within NCCL on a thread of its own; whether that was over by clock time `until`."""
+    over: list[bool] = []
+    parker = clock.parker()
+
+    def body() -> None:
+        try:
+            with on_device():
+                work()
+        except FerroError as error:
+            _log.debug("ending a communicator of NCCL's: %s", error.message)
+        over.append(True)
+        parker.unpark()
+
+    clock.start(body, "ferrorpc-nccl-end")
+    while not over and parker.park(until):
+        pass
+    return bool(over)

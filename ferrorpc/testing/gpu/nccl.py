@@ -4,8 +4,9 @@ Faithful in this. Communicators are complete only once all ranks have come with 
 of its own, and IN_PROGRESS until then, for ever if need be. The first operations of a communicator are IN_PROGRESS for some
 looks, while the real one connects. Operations run in streams, in the order of their communicator; those that do not match on
 all ranks never end, until the communicator is aborted, whose operations then end without a result. A communicator that is
-IN_PROGRESS refuses everything else; it is so while it is split, and what will come of that is nothing yet. An aborted one is
-gone. Sums are folded from a rank on that depends on the element, as a ring does: not in rank order.
+IN_PROGRESS refuses everything else; it is so while it is split, and what will come of that is nothing yet, and once it is
+finalized until its operations have ended. One that has met an error takes nothing but its abort. An aborted one is gone.
+Sums are folded from a rank on that depends on the element, as a ring does: not in rank order.
 """
 
 from __future__ import annotations
@@ -168,6 +169,7 @@ class FakeCommunicator:
         self.splits = 0
         self._completes = completes
         self._operations = 0
+        self._flying = 0
         self._connecting = 0
         self._machine = api.world.machine
         meeting.ends[rank] = self
@@ -188,6 +190,9 @@ class FakeCommunicator:
                 return State.IN_PROGRESS
             if self._connecting:
                 self._connecting -= 1
+                return State.IN_PROGRESS
+            if self.finalized and self._flying:
+                self._machine.step()
                 return State.IN_PROGRESS
             return self._judged()
 
@@ -274,6 +279,8 @@ class FakeCommunicator:
         """Refuses calls that the real one refuses, or is undone by."""
         if self.aborted or self.destroyed or self.finalized:
             raise failed(call, State.INVALID_ARGUMENT, "the communicator is gone")
+        if self.broken is not None:
+            raise failed(call, self.broken, "the communicator has met an error")
         if not self._completes or not self.meeting.complete or self._connecting or self._is_splitting:
             raise failed(call, State.INVALID_USAGE, "the communicator is in progress")
 
@@ -289,8 +296,13 @@ class FakeCommunicator:
             if number == 0:
                 self._connecting = LOOKS_TO_CONNECT
             fake: FakeStream = self.api.gpu.stream(stream)
+            self._flying += 1
             task = _Task(self, number, parts)
             fake.enqueue(task.run)
+
+    def landed(self) -> None:
+        """One of its launches has ended."""
+        self._flying -= 1
 
 
 class _Child(FakeCommunicator):
@@ -349,7 +361,10 @@ class _Task:
         for place, part in enumerate(self._parts):
             if place not in self._done and self._meet(place, part):
                 self._done.add(place)
-        return len(self._done) == len(self._parts)
+        if len(self._done) < len(self._parts):
+            return False
+        owner.landed()
+        return True
 
     def _arrive(self) -> None:
         self._here = True
