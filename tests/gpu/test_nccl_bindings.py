@@ -7,6 +7,7 @@ are installed.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import threading
 import weakref
@@ -289,6 +290,53 @@ def test_cupys_communicator_is_in_progress_while_it_is_split_and_nothing_once_it
             ask()
     end.abort()
     assert record.calls == []
+
+
+def test_an_abort_waits_for_the_call_that_it_would_free_the_communicator_under() -> None:
+    record, within, come = Recorder(), threading.Event(), threading.Event()
+    end = complete(cupy_nccl(record).init(2, 0, [ID]))
+
+    def waits_for_its_peers(*args: Any) -> None:
+        within.set()
+        come.wait(10)
+
+    end._made.allReduce = waits_for_its_peers
+    calling = threading.Thread(target=lambda: end.all_reduce(1, 2, 3, FLOAT, SUM, 9))
+    aborting = threading.Thread(target=end.abort)
+    try:
+        calling.start()
+        assert within.wait(10)
+        assert end.state() is State.IN_PROGRESS, "who looks does not wait"
+        aborting.start()
+        aborting.join(0.05)
+        assert aborting.is_alive()
+        assert ("abort",) not in record.calls
+    finally:
+        come.set()
+    calling.join(10), aborting.join(10)
+    assert record.calls[-1] == ("abort",)
+
+
+def test_a_rank_outside_a_subgroup_hears_that_the_split_failed() -> None:
+    record = Recorder()
+    end = complete(cupy_nccl(record).init(2, 0, [ID]))
+    record.raises = {"commSplit": Refused(6)}
+    assert end.split(None, 0) is None
+    with pytest.raises(NcclError, match="remote error"):
+        complete(end)
+
+
+def test_with_cupys_binding_collectives_are_connected_before_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    bindings: Any = ModuleType("cupy.cuda.nccl")
+    bindings.available, bindings.get_version = True, lambda: 22809
+    monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", bindings)
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", "1")
+    open_cupy_nccl()
+    assert os.environ["NCCL_RUNTIME_CONNECT"] == "1", "as it was given"
+    monkeypatch.delenv("NCCL_RUNTIME_CONNECT")
+    open_cupy_nccl()
+    assert os.environ["NCCL_RUNTIME_CONNECT"] == "0"
 
 
 def test_what_cupys_table_of_errors_lacks_is_still_an_error_of_nccl() -> None:

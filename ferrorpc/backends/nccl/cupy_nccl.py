@@ -2,13 +2,15 @@
 
 CuPy's binding makes communicators only by a call that returns when all ranks have come, or never. Here that call has a thread
 of its own, so that its caller keeps its deadline; but it cannot be aborted, and the thread and its GPU memory stay until the
-process ends. Use nccl4py where you can. Written against CuPy 14; without a GPU its version and its ids were tried against the
-real package, everything else against stand-ins.
+process ends. Other calls may wait for ranks, too: NCCL connects what a collective needs when it is first called, unless told to
+do so while the communicator is made, as it is here; what sends and receives need it always connects with the first of them. Use
+nccl4py where you can. Written against CuPy 14.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from ferrorpc.guard import SYSTEM_CLOCK
 
 MODULE: Final = "cupy.cuda.nccl"
 _NO_COLOR: Final = -1
+_CONNECT_LATER: Final = "NCCL_RUNTIME_CONNECT"
 
 
 class CupyNcclApi:
@@ -64,7 +67,10 @@ class CupyNcclApi:
 
 
 class CupyCommunicator:
-    """`Communicator` on CuPy's binding, which a thread of its own makes."""
+    """`Communicator` on CuPy's binding, which a thread of its own makes.
+
+    An abort frees what other threads may just be using, so it waits for the call that is under way, however long that takes.
+    """
 
     def __init__(self, api: CupyNcclApi, device: int, make: Callable[[], Any]) -> None:
         self._api = api
@@ -74,8 +80,8 @@ class CupyCommunicator:
         self._is_over = False
         """Whether the thread is through, also where it made none, as by a split without a color."""
         self._splitting: CupyCommunicator | None = None
-        self._lock = threading.Lock()
-        """Held while the state is asked for: an abort frees what that looks at."""
+        self._lock = threading.RLock()
+        """Held by each call."""
         self._given_up = False
         SYSTEM_CLOCK.start(lambda: self._make(make), "ferrorpc-nccl-init")
 
@@ -98,14 +104,26 @@ class CupyCommunicator:
             raise failed("NCCL", State.INVALID_USAGE, "the communicator is not complete, or was aborted")
         return self._made
 
+    @contextmanager
+    def _asking(self, call: str) -> Iterator[Any]:
+        """The communicator, for one call."""
+        with self._lock, self._api.refusals(call):
+            yield self._nccl
+
     def state(self) -> State:
-        """As `Communicator.state`."""
-        if self._problem is not None:
-            raise self._problem.again()
-        if not self._is_over or (self._splitting is not None and not self._splitting._is_over):
+        """As `Communicator.state`. It is IN_PROGRESS, too, while another thread's call waits."""
+        for each in (self, self._splitting):
+            if each is not None and each._problem is not None:
+                raise each._problem.again()
+            if each is not None and not each._is_over:
+                return State.IN_PROGRESS
+        if not self._lock.acquire(blocking=False):
             return State.IN_PROGRESS
-        with self._lock, self._api.refusals("ncclCommGetAsyncError"):
-            self._nccl.check_async_error()
+        try:
+            with self._asking("ncclCommGetAsyncError") as nccl:
+                nccl.check_async_error()
+        finally:
+            self._lock.release()
         return State.SUCCESS
 
     def last_error(self) -> str:
@@ -114,55 +132,59 @@ class CupyCommunicator:
 
     def all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
         """As `Communicator.all_reduce`."""
-        with self._api.refusals("ncclAllReduce"):
-            self._nccl.allReduce(source, target, count, int(datatype), int(op), stream)
+        with self._asking("ncclAllReduce") as nccl:
+            nccl.allReduce(source, target, count, int(datatype), int(op), stream)
 
     def reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, root: int, stream: int) -> None:
         """As `Communicator.reduce`."""
-        with self._api.refusals("ncclReduce"):
-            self._nccl.reduce(source, target, count, int(datatype), int(op), root, stream)
+        with self._asking("ncclReduce") as nccl:
+            nccl.reduce(source, target, count, int(datatype), int(op), root, stream)
 
     def reduce_scatter(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
         """As `Communicator.reduce_scatter`."""
-        with self._api.refusals("ncclReduceScatter"):
-            self._nccl.reduceScatter(source, target, count, int(datatype), int(op), stream)
+        with self._asking("ncclReduceScatter") as nccl:
+            nccl.reduceScatter(source, target, count, int(datatype), int(op), stream)
 
     def broadcast(self, source: int, target: int, count: int, datatype: DataType, root: int, stream: int) -> None:
         """As `Communicator.broadcast`."""
-        with self._api.refusals("ncclBroadcast"):
-            self._nccl.broadcast(source, target, count, int(datatype), root, stream)
+        with self._asking("ncclBroadcast") as nccl:
+            nccl.broadcast(source, target, count, int(datatype), root, stream)
 
     def all_gather(self, source: int, target: int, count: int, datatype: DataType, stream: int) -> None:
         """As `Communicator.all_gather`."""
-        with self._api.refusals("ncclAllGather"):
-            self._nccl.allGather(source, target, count, int(datatype), stream)
+        with self._asking("ncclAllGather") as nccl:
+            nccl.allGather(source, target, count, int(datatype), stream)
 
     def send(self, source: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
         """As `Communicator.send`."""
-        with self._api.refusals("ncclSend"):
-            self._nccl.send(source, count, int(datatype), peer, stream)
+        with self._asking("ncclSend") as nccl:
+            nccl.send(source, count, int(datatype), peer, stream)
 
     def recv(self, target: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
         """As `Communicator.recv`."""
-        with self._api.refusals("ncclRecv"):
-            self._nccl.recv(target, count, int(datatype), peer, stream)
+        with self._asking("ncclRecv") as nccl:
+            nccl.recv(target, count, int(datatype), peer, stream)
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
         """As `Communicator.grouped`."""
-        with self._api.refusals("ncclGroupStart"):
-            self._api.bindings.groupStart()
-        try:
-            yield
-        finally:
-            with self._api.refusals("ncclGroupEnd"):
-                self._api.bindings.groupEnd()
+        with self._lock:
+            with self._asking("ncclGroupStart"):
+                self._api.bindings.groupStart()
+            try:
+                yield
+            finally:
+                with self._api.refusals("ncclGroupEnd"):
+                    self._api.bindings.groupEnd()
 
     def split(self, color: int | None, key: int) -> Communicator | None:
         """As `Communicator.split`; the call waits for all ranks, on a thread of its own."""
-        self._splitting = CupyCommunicator(
-            self._api, self._device, lambda: self._nccl.commSplit(_NO_COLOR if color is None else color, key)
-        )
+
+        def divide() -> Any:
+            with self._lock:
+                return self._nccl.commSplit(_NO_COLOR if color is None else color, key)
+
+        self._splitting = CupyCommunicator(self._api, self._device, divide)
         return None if color is None else self._splitting
 
     def abort(self) -> None:
@@ -198,4 +220,5 @@ def open_cupy_nccl() -> CupyNcclApi:
         raise BackendUnavailableError(f"cupy.cuda.nccl: {missing}") from None
     if not getattr(bindings, "available", False):
         raise BackendUnavailableError("cupy.cuda.nccl: CuPy found no libnccl")
+    os.environ.setdefault(_CONNECT_LATER, "0")
     return CupyNcclApi(cupy, bindings)
