@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -53,12 +53,19 @@ class Gpu:
 
 
 class Order:
-    """Makes the streams that use some memory do so one after the other, the current one first."""
+    """Makes the streams that use some memory do so one after the other, the current one first.
+
+    Until the memory has gone back its streams are kept, from outside: in a circle of garbage a stream's own finalizer, which
+    destroys it, may come before that of the memory.
+    """
+
+    _kept: ClassVar[set[Order]] = set()
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._last = device.current()
         self._homes: list[Stream] = []
+        self._kept.add(self)
 
     def enter(self) -> Stream:
         """The current stream: what it is given from now on comes after all earlier uses."""
@@ -77,6 +84,7 @@ class Order:
         for home in self._homes:
             if home.pointer != self._last.pointer:
                 home.wait(self._last.record())
+        self._kept.discard(self)
 
     def mark(self) -> Event:
         """A mark after all uses."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from functools import reduce
 from typing import Any
@@ -168,6 +169,25 @@ def test_a_synchroniser_may_be_dropped_while_its_means_are_still_copied(cupy: St
             return [float(means[name][0]) for name in names]
 
     assert world(cupy, "simulated", 1, body) == [[3.0] * 9]
+
+
+def test_buckets_may_be_garbage_in_one_circle_with_the_streams_that_used_them(cupy: StandIn) -> None:
+    """As after an exception, whose traceback holds them all. Which finalizer comes first is the collector's choice."""
+
+    def body(group: ProcessGroup) -> None:
+        stream, other = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+        circle: list[Any] = [stream, other]
+        circle.append(circle)
+        with stream:
+            grads = {"a": cupy.asarray(np.ones(4, np.float16))}
+            sync = ferrorpc.GradientSynchronizer(grads, group)
+        with other:
+            sync(grads, weight=1)
+        circle.append(sync)
+        del stream, other, sync, circle
+        gc.collect()
+
+    assert world(cupy, "simulated", 1, body) == [None]
 
 
 def test_so_may_one_of_halves_whose_sums_lie_in_memory_of_a_third_stream(cupy: StandIn) -> None:

@@ -1,8 +1,9 @@
 """`cupy.cuda` over fake GPUs: devices, streams, events and the runtime's calls, with CuPy's own ways.
 
 Ways that have to be known: the null stream, whose number is 0, is that of whatever device is current when it is used; leaving
-`with stream:` goes back to the stream of the `with` around it, never to one that `use()` made current; an event that is asked
-whether it is done says no when the GPU has failed; a UUID ends before its first zero byte, as a C string does.
+`with stream:` goes back to the stream of the `with` around it, never to one that `use()` made current; a stream is destroyed
+with its object; an event that is asked whether it is done says no when the GPU has failed; a UUID ends before its first zero
+byte, as a C string does.
 """
 
 from __future__ import annotations
@@ -119,10 +120,16 @@ class _Stream:
 
     def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: int | None = None) -> None:
         self.device_id = -1 if null or ptds else self.driver.thread.device
-        if null or ptds:
+        self._own = None if null or ptds else self.driver.gpu.new_stream(priority or 0, non_blocking)
+        if self._own is None:
             self.ptr = PER_THREAD if ptds else 0
         else:
-            self.ptr = self.driver.gpu.new_stream(priority or 0, non_blocking).pointer
+            self.ptr = self._own.pointer
+
+    def __del__(self) -> None:
+        """A finalizer, as CuPy's: in a circle of garbage it may come before those that still use the stream."""
+        if self._own is not None:
+            self._own.destroyed = True
 
     @classmethod
     def from_external(cls, obj: Any) -> _Stream:

@@ -80,6 +80,8 @@ class FakeStream:
         self.pointer = pointer
         self.priority = priority
         self.non_blocking = non_blocking
+        self.destroyed = False
+        """Nothing may name it any more; what it holds still runs."""
         self.tasks: deque[Task] = deque()
 
     def enqueue(self, task: Task) -> None:
@@ -151,8 +153,11 @@ class Gpu:
             return stream
 
     def stream(self, pointer: int) -> FakeStream:
-        """The stream with this number."""
-        return self.streams[pointer]
+        """The stream with this number. Raises GpuFault for one that was destroyed."""
+        found = self.streams[pointer]
+        if found.destroyed:
+            raise GpuFault(f"stream {pointer:#x} of GPU {self.index} was destroyed")
+        return found
 
     def bytes_at(self, address: int, size_bytes: int) -> np.ndarray[Any, Any]:
         """Its memory there, as uint8. Raises GpuFault for an illegal address."""
@@ -188,7 +193,7 @@ class Machine:
 
     def stream(self, pointer: int) -> FakeStream:
         """The stream with this number, which is not 0, of any GPU."""
-        return next(gpu.streams[pointer] for gpu in self.gpus if pointer in gpu.streams)
+        return next(gpu.stream(pointer) for gpu in self.gpus if pointer in gpu.streams)
 
     def next_pointer(self) -> int:
         """A number for a stream."""
