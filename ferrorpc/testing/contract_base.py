@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from ferrorpc.group import ProcessGroup
-from ferrorpc.testing.reference import check_near, check_same
+from ferrorpc.testing.reference import check_near, check_same, operators
+from ferrorpc.types import DType, ReduceOp
 
 Array = np.ndarray[Any, Any]
 
@@ -22,7 +23,7 @@ class Contract(ABC):
     """A suite of tests that run in worlds.
 
     A backend that adds in an order of its own says so in `in_rank_order`: then its sums must be right within rounding, and
-    those of integers exact.
+    those of integers exact. One that lacks operators says so in `operators`.
     """
 
     in_rank_order = True
@@ -30,6 +31,10 @@ class Contract(ABC):
     @abstractmethod
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         """Runs fn(group) on every rank of a new world of `size`; the results in rank order. Raises what a rank raises."""
+
+    def operators(self, dtype: DType) -> list[ReduceOp]:
+        """What can be tried with a dtype, of what means something for it."""
+        return operators(dtype)
 
     def check_sum(self, found: Any, expected: Array, what: str = "") -> None:
         """Whether a reduction gave the left fold in rank order: bit for bit where that is promised."""

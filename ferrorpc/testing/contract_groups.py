@@ -219,6 +219,21 @@ class SubgroupContract(Contract):
 
         self.world(size, body)
 
+    @on_some_sizes
+    def test_a_subgroup_reduces_as_its_world_does(self, size: int) -> None:
+        """Every dtype and operator, to the same bits."""
+
+        def body(group: ProcessGroup) -> None:
+            everyone = group.subgroup(list(range(size)))
+            if everyone is None:
+                raise AssertionError("every rank is in it")
+            for dtype in every_dtype():
+                for op in self.operators(dtype):
+                    mine, what = values(dtype, 13, group.rank), f"{op.value} of {dtype.label}"
+                    check_same(everyone.all_reduce(mine, op=op), group.all_reduce(mine, op=op), what)
+
+        self.world(size, body)
+
 
 class EndContract(Contract):
     """What a group is and how it ends."""

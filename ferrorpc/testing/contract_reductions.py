@@ -10,7 +10,7 @@ import pytest
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing.contract_base import Array, Contract, on_every_size, on_some_sizes
-from ferrorpc.testing.reference import check_same, every_dtype, operators, reduced, values
+from ferrorpc.testing.reference import check_same, every_dtype, reduced, values
 from ferrorpc.types import DType, ReduceOp
 
 MEGABYTES_5 = 5_000_000 // 4
@@ -23,14 +23,7 @@ def _parts(dtype: DType, rank: int, size: int) -> list[Array]:
 
 
 class ReductionContract(Contract):
-    """all_reduce, reduce and reduce_scatter.
-
-    A backend that lacks operators says so in `operators`.
-    """
-
-    def operators(self, dtype: DType) -> list[ReduceOp]:
-        """What can be tried with a dtype, of what means something for it."""
-        return operators(dtype)
+    """all_reduce, reduce and reduce_scatter."""
 
     def _dtypes(self) -> list[DType]:
         return [dtype for dtype in every_dtype() if ReduceOp.SUM in self.operators(dtype)]

@@ -195,7 +195,15 @@ class NcclBackend(RawOperations, Backend):
         """The subgroup of these group ranks. The ranks outside call `stay_out` at the same time."""
         label = f"subgroup {group_id:x}"
         communicator = self._part(label, list(ranks), list(ranks).index(self.rank))
-        return _Subgroup(self, self.lanes.split(ranks, group_id), communicator)
+        return self._of_part(self.lanes.split(ranks, group_id), communicator)
+
+    def _of_part(self, lanes: MessageBackend, communicator: Any) -> NcclBackend:
+        """This backend for part of its ranks, on a communicator of their own: what suits NCCL is told as here."""
+        part = object.__new__(type(self))
+        program = Lineup(communicator, _stream(self.device, self._stream))
+        part._set_up(Site(lanes, self.device, program), self.api, self._connector, self._stream)
+        part._ending = self._ending
+        return part
 
     def stay_out(self, ranks: Sequence[int], group_id: int) -> None:
         if self.api.features.split:
@@ -252,21 +260,6 @@ class NcclBackend(RawOperations, Backend):
                 self.synchronize(until)
             if self.latch.cause is None:
                 self._ending.close(mine, until)
-
-
-class _Subgroup(NcclBackend):
-    """Part of a world, on a communicator of its own."""
-
-    def __init__(self, parent: NcclBackend, lanes: MessageBackend, communicator: Any) -> None:
-        program = Lineup(communicator, _stream(parent.device, parent._stream))
-        self._set_up(Site(lanes, parent.device, program), parent.api, parent._connector, parent._stream)
-        self._ending = parent._ending
-        self._parent = parent
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """As its parent's."""
-        return self._parent.name
 
 
 def _session_of(lanes: MessageBackend) -> Session:
