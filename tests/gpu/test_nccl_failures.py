@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.backends.hybrid import HybridBackend
+from ferrorpc.backends.nccl import flight
 from ferrorpc.backends.nccl.api import DataType, Op, State
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.nccl.ending import EXIT_CODE, Ending
@@ -127,21 +128,50 @@ def test_an_operation_whose_peer_never_comes_ends_in_its_deadline_and_names_it(c
     ranks.wait_for_aborts()
 
 
-def test_an_error_that_nccl_meets_in_the_background_ends_the_group_on_every_rank(cupy: StandIn) -> None:
+@pytest.mark.parametrize("status", [State.REMOTE_ERROR, State.SYSTEM_ERROR])
+def test_an_error_that_nccl_meets_in_the_background_ends_the_group_on_every_rank(
+    cupy: StandIn, status: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flight, "SUSPICION_SECONDS", 0.05)
     ranks = Ranks(cupy, 2)
 
     def body(group: ProcessGroup) -> FerroError:
         if group.rank == 0:
             group.all_reduce(ranks.array())
             (meeting,) = ranks.nccl.meetings.values()
-            meeting.ends[0].broken = State.REMOTE_ERROR
+            meeting.ends[0].broken = status
         return end_of(group, FerroError)
 
     mine, theirs = ranks.run(body)
     assert isinstance(mine, NcclError)
-    assert mine.fields["status"] == State.REMOTE_ERROR
-    assert "remote error" in mine.message
+    assert mine.fields["status"] == status
+    assert status.name.lower().replace("_", " ") in mine.message
     assert isinstance(theirs, FerroError)
+    ranks.wait_for_aborts()
+
+
+@pytest.mark.parametrize("noticed", ["before a call", "in flight"])
+def test_where_nccl_notices_a_death_first_the_cause_is_still_who_died(cupy: StandIn, noticed: str) -> None:
+    ranks = Ranks(cupy, 2)
+    told = threading.Event()
+
+    def body(group: ProcessGroup) -> Any:
+        if group.rank == 1:
+            told.wait(SECONDS)
+            SYSTEM_CLOCK.parker().park(SYSTEM_CLOCK.now() + 0.1)
+            return group.session.leave("killed by signal 9 (SIGKILL)")
+        (meeting,) = ranks.nccl.meetings.values()
+        if noticed == "in flight":
+            group.all_reduce(ranks.array())
+        meeting.ends[0].broken = State.REMOTE_ERROR
+        told.set()
+        with pytest.raises(PeerLostError) as raised:
+            group.all_reduce(ranks.array())
+        return raised.value
+
+    error = ranks.run(body)[0]
+    assert isinstance(error, PeerLostError), error
+    assert (error.rank, error.reason) == (1, "killed by signal 9 (SIGKILL)")
     ranks.wait_for_aborts()
 
 

@@ -38,18 +38,23 @@ BY_NCCL = " by NCCL"
 """Part of the signature, so that a rank whose array is on the host is found to call something else."""
 
 
-Looker = TypeVar("Looker", bound=Execution)
+Looker = TypeVar("Looker", bound=Airborne)
 
 
 def first_cause(look: Callable[[Looker], bool]) -> Callable[[Looker], bool]:
-    """Where a generation has ended, NCCL says only that its communicators are gone: the cause is raised instead."""
+    """Where a generation has ended, NCCL says only that its communicators are gone: the cause is raised instead.
+
+    NCCL may be the first to notice that a peer is gone. Then the cause is waited for a while.
+    """
 
     @wraps(look)
     def looking(execution: Looker) -> bool:
         try:
             return look(execution)
-        except NcclError:
+        except NcclError as error:
             execution.guard.latch.check()
+            if execution.suspects(error):
+                return False
             raise
 
     return looking

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Final
 
+from ferrorpc.backends.nccl.api import State
 from ferrorpc.collectives.execution import Execution
-from ferrorpc.errors import FerroError
+from ferrorpc.errors import FerroError, NcclError
+
+SUSPICION_SECONDS: Final = 5.0
+"""How long the coordinator has to say who died where NCCL says that somebody, or the network, did; longer than its grace."""
 
 
 class Airborne(Execution):
     """An operation that a GPU may still be busy with when its driver is through."""
+
+    _verdict_by: float | None = None
+
+    def suspects(self, error: NcclError) -> bool:
+        """Whether an error may be the death of a peer that the coordinator has not told of yet: NCCL does not know whose."""
+        if error.fields.get("status") != State.REMOTE_ERROR:
+            return False
+        now = self.guard.clock.now()
+        if self._verdict_by is None:
+            self._verdict_by = now + SUSPICION_SECONDS
+        return now < self._verdict_by
 
     @abstractmethod
     def land(self) -> bool:
