@@ -108,6 +108,30 @@ def test_an_array_on_a_gpu_here_and_on_a_host_there_is_such_a_difference(cupy: S
     ranks.wait_for_aborts()
 
 
+@pytest.mark.parametrize("operation", ["broadcast", "scatter"])
+@pytest.mark.parametrize("kind", [NcclBackend, HybridBackend])
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_call_whose_root_says_where_its_arrays_are_differs_from_another_one(
+    cupy: StandIn, operation: str, kind: type[NcclBackend], on_gpu: bool
+) -> None:
+    ranks = Ranks(cupy, 3, kind)
+
+    def body(group: ProcessGroup) -> FerroError:
+        x = ranks.array(3) if on_gpu else np.ones(3, np.float32)
+        if group.rank == 1:
+            work = group.all_reduce(x, async_op=True)
+        else:
+            work = getattr(group, operation)(x if group.rank == 0 else None, async_op=True)
+        with pytest.raises(CollectiveMismatchError) as raised:
+            work.wait(host=True)
+        return raised.value
+
+    for error in ranks.run(body):
+        assert isinstance(error, CollectiveMismatchError), error
+        assert error.signatures[1].startswith("all_reduce(op=sum, float32[3])")
+    ranks.wait_for_aborts()
+
+
 def test_an_operation_whose_peer_never_comes_ends_in_its_deadline_and_names_it(cupy: StandIn) -> None:
     ranks = Ranks(cupy, 2)
 

@@ -35,7 +35,7 @@ from ferrorpc.wire.frames import Key
 Array = np.ndarray[Any, Any]
 
 BY_NCCL = " by NCCL"
-"""Part of the signature, so that a rank whose array is on the host is found to call something else."""
+"""Part of the signature, so that a rank whose array is on the host is found to call something else; unless the root decides."""
 
 
 Looker = TypeVar("Looker", bound=Airborne)
@@ -79,7 +79,7 @@ class NcclPrepared(Prepared):
         self.call = call
         self.reduction = reduction
         self.on_host = on_host
-        self.signature = call.signature + BY_NCCL
+        self.signature = call.signature + ("" if on_host else BY_NCCL)
         self._announcing: dict[int, Prepared] = {}
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
@@ -138,14 +138,12 @@ class NcclExecution(Airborne):
         self._everyones: list[Announced] = []
         self._launch: Launch | None = None
         self._over = False
-        self._entered = False
         self._diverted: Execution | None = None
         """The call by the host lanes, where it turned out to be one for them."""
         self._lineup = site.lineup(key.stream)
         self._number = self._lineup.join(self)
         self._announcement = prepared.announce(key, self._number, self._on_host, guard)
-        if prepared.on_host is None:
-            self._enter()
+        site.lanes.transport.mailbox.enter(key, prepared.signature, _nobody)
         site.took_off(self)
 
     def _uploaded(self, array: Any) -> DeviceArray:
@@ -211,8 +209,6 @@ class NcclExecution(Airborne):
             if not lineup.is_next(self, self._number):
                 return False
             call, site = self._prepared.call, self._site
-            if not self._entered:
-                self._enter()
             self._place()
             with site.device.here():
                 lineup.stream.wait(self._begins)
@@ -231,11 +227,6 @@ class NcclExecution(Airborne):
                 )
                 self._launch.run()
         return True
-
-    def _enter(self) -> None:
-        """In the mailbox of the host lanes it stands for those who ask where this rank is, and who call something else."""
-        self._entered = True
-        self._site.lanes.transport.mailbox.enter(self._key, self._prepared.signature, lambda: None)
 
     def _place(self) -> None:
         """Where results go: where the caller wants them, as far as that is on the GPU and fits."""
@@ -318,9 +309,8 @@ class NcclExecution(Airborne):
         """A rank that calls something else at this place says so, and the generation ends with both signatures."""
         if self._other is not None:
             self._other.probe()
-        if self._entered:
-            for rank in self.waiting_on():
-                self._site.lanes.transport.probe(rank, self._key, self._prepared.signature)
+        for rank in self.waiting_on():
+            self._site.lanes.transport.probe(rank, self._key, self._prepared.signature)
 
     def explain(self) -> str:
         if self._other is not None:
@@ -342,10 +332,13 @@ class NcclExecution(Airborne):
         self._over = True
         if self._other is not None:
             self._other.finish()
-        if self._entered:
-            self._site.lanes.transport.mailbox.leave(self._key)
+        self._site.lanes.transport.mailbox.leave(self._key)
         self._sources, self._scratch, self._launch = [], [], None
         self._site.landed(self)
+
+
+def _nobody() -> None:
+    """The wake of an operation that is looked at: it stands in the mailbox for those who ask where this rank is."""
 
 
 def _fits(wanted: Any, spec: TensorSpec) -> bool:
