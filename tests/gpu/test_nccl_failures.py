@@ -219,6 +219,27 @@ def test_the_death_of_a_member_aborts_what_its_peers_have_in_flight(cupy: StandI
     assert all(not stream.tasks for gpu in cupy.machine.gpus for stream in gpu.streams.values()), "the GPUs are free"
 
 
+def test_communicators_whose_operations_wait_for_each_other_are_aborted_together(cupy: StandIn) -> None:
+    """NCCL's abort returns when the GPU is past what was launched; here that waits for operations of the other one."""
+    ranks = Ranks(cupy, 2)
+
+    def body(group: ProcessGroup) -> Any:
+        pair = group.subgroup([0, 1])
+        assert pair is not None
+        if group.rank == 1:
+            return group.session.leave("killed by signal 9 (SIGKILL)")
+        for each in (group, pair, group, pair):
+            each.all_reduce(ranks.array())
+        return end_of(group, PeerLostError)
+
+    ranks.run(body)
+    (meeting,) = ranks.nccl.meetings.values()
+    ends = [*meeting.ends.values(), *meeting.children[0, 0].ends.values()]
+    eventually(lambda: all(end.aborted for end in ends), "every abort", seconds=3)
+    cupy.machine.settle()
+    assert all(not stream.tasks for gpu in cupy.machine.gpus for stream in gpu.streams.values()), "the GPUs are free"
+
+
 def test_an_abort_that_hangs_ends_the_process_with_the_code_for_a_new_start() -> None:
     latch, codes, gone = Latch(), [], threading.Event()
 

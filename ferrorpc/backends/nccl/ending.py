@@ -63,7 +63,7 @@ class Ending:
             self._communicators.append(communicator)
             late = self._ended
         if late:
-            self._start_abort([communicator])
+            self._start_abort(communicator)
 
     def communicators(self) -> list[Communicator]:
         """Those that have not ended, the latest first: those that were split from others before these."""
@@ -74,21 +74,22 @@ class Ending:
         with self._lock:
             self._ended = True
             mine = list(self._communicators)
-        if mine:
-            self._start_abort(mine)
+        for communicator in mine:
+            self._start_abort(communicator)
 
-    def _start_abort(self, communicators: Sequence[Communicator]) -> None:
+    def _start_abort(self, communicator: Communicator) -> None:
+        """On a thread of its own: an abort waits until the GPU is past what was launched, and that may wait for operations of
+        other communicators, which are being aborted too."""
         over = threading.Event()
         self._clock.call_at(self._clock.now() + self._seconds, lambda: self._check(over))
-        self._clock.start(lambda: self._abort(communicators, over), "ferrorpc-nccl-abort")
+        self._clock.start(lambda: self._abort(communicator, over), "ferrorpc-nccl-abort")
 
-    def _abort(self, communicators: Sequence[Communicator], over: threading.Event) -> None:
-        for communicator in communicators:
-            try:
-                with self._on_device():
-                    communicator.abort()
-            except FerroError as error:
-                _log.warning("aborting a communicator of NCCL's: %s", error.message)
+    def _abort(self, communicator: Communicator, over: threading.Event) -> None:
+        try:
+            with self._on_device():
+                communicator.abort()
+        except FerroError as error:
+            _log.warning("aborting a communicator of NCCL's: %s", error.message)
         over.set()
 
     def _check(self, over: threading.Event) -> None:
@@ -105,7 +106,7 @@ class Ending:
         """Finalizes and destroys them; what is not through by clock time `until`, or fails, is aborted. For the normal end."""
         for communicator in communicators:
             if not self._closed(communicator, until):
-                self._start_abort([communicator])
+                self._start_abort(communicator)
             with self._lock:
                 if communicator in self._communicators:
                     self._communicators.remove(communicator)

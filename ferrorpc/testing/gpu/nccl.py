@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from ferrorpc.backends.nccl.api import Communicator, DataType, Features, Op, State, failed
-from ferrorpc.testing.gpu.machine import FakeStream, Gpu, Machine
+from ferrorpc.testing.gpu.machine import STUCK_SECONDS, FakeStream, Gpu, GpuFault, Machine
 
 ID_BYTES: Final = 128
 LOOKS_TO_CONNECT: Final = 2
@@ -261,8 +261,12 @@ class FakeCommunicator:
         """As `Communicator.abort`."""
         if self.stuck is not None:
             self.stuck.wait()
-        with self._machine.lock:
+        machine = self._machine
+        with machine.lock:
             self.aborted = True
+            while self._flying:  # as NCCL, which frees what its kernels use once the GPU is past them
+                if not machine.step() and not machine.moved.wait(STUCK_SECONDS):
+                    raise GpuFault(f"an abort waits for {self._flying} launches, and nothing moves")
 
     def finalize(self) -> None:
         """As `Communicator.finalize`."""
@@ -355,6 +359,7 @@ class _Task:
         owner = self._owner
         if owner.aborted:
             self._take_back()
+            owner.landed()
             return True
         if not self._here:
             self._arrive()
