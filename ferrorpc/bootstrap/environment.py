@@ -70,7 +70,8 @@ def detect(environment: Environment, config: Mapping[str, Any]) -> Place:
     hint = config["rank_hint"]
     if config["world_size"] is not None:
         index = _number(environment, _INDEX)
-        return _own(config["world_size"], launched, index if hint is None else hint)
+        local = _number(environment, "LOCAL_RANK")
+        return _own(config["world_size"], launched, index if hint is None else hint, local)
     if launched is not None:
         return replace(launched, hinted_rank=hint)
     if _INDEX in environment:
@@ -116,10 +117,10 @@ def own_coordinator(place: Place, port: int) -> str:
     return join_address(host, port)
 
 
-def _own(world: tuple[int, int], launched: Place | None, hint: int | None) -> Place:
+def _own(world: tuple[int, int], launched: Place | None, hint: int | None, local_rank: int | None) -> Place:
     """FERRORPC_WORLD_SIZE speaks. A launcher's rank is pinned where it means the same fixed world, and else a hint."""
     if launched is None:
-        return Place("FERRORPC_WORLD_SIZE", world, hinted_rank=hint)
+        return Place("FERRORPC_WORLD_SIZE", world, hinted_rank=hint, local_rank=local_rank)
     same = launched.world == world
     return replace(
         launched,

@@ -121,6 +121,12 @@ def test_a_launchers_rank_is_pinned_in_the_same_fixed_world_and_a_hint_in_anothe
     assert (other.world, other.pinned_rank, other.hinted_rank) == ((6, 6), None, 5)
 
 
+def test_a_member_of_an_elastic_world_knows_its_number_on_its_node_too():
+    """Which is that of its GPU: `ferrorpc run` gives it no rank."""
+    found = place_of({"FERRORPC_WORLD_SIZE": "2:4", "FERRORPC_RANK_HINT": "3", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"})
+    assert (found.world, found.hinted_rank, found.local_rank) == ((2, 4), 3, 3)
+
+
 def test_an_argument_comes_before_the_variables():
     assert place_of({"FERRORPC_WORLD_SIZE": "4"}, world_size=(2, 2)).world == (2, 2)
     assert place_of({"FERRORPC_WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "2"}, rank_hint=1).hinted_rank == 1
