@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,41 @@ def test_operations_in_program_order_keep_it_although_some_must_announce_first(c
         np.testing.assert_array_equal(cupy.asnumpy(last), [2.0])
 
     world(cupy, 2, body)
+
+
+def test_an_operation_does_not_begin_after_what_its_callers_stream_was_given_later(cupy: StandIn) -> None:
+    """Or two ranks that wait for operations of two groups in another order would wait for ever."""
+    begun = threading.Event()
+
+    def in_the_air(group: ProcessGroup, gathered: list[Any], total: Any) -> list[Any]:
+        x = cupy.asarray(np.ones(3, np.float32))
+        works = [group.all_gather(x, out=gathered, async_op=True)]  # which waits until every rank has said what it brings
+        works += [group.all_reduce(x, out=total, async_op=True), group.all_reduce(x, async_op=True)]
+        parts = [cupy.asarray(np.ones((rank + 1,), np.float32)) for rank in range(2)]
+        return [*works, group.reduce_scatter(parts, async_op=True)]
+
+    def body(group: ProcessGroup) -> None:
+        pair = group.subgroup([0, 1])
+        assert pair is not None
+        gathered, total = [cupy.empty(3, np.float32) for _ in range(2)], cupy.empty(3, np.float32)
+        if group.rank == 0:
+            works = in_the_air(pair, gathered, total)
+            group.all_reduce(cupy.asarray(np.ones(3, np.float32)))  # what is in this stream now waits for the other rank
+            begun.set()
+        else:
+            begun.wait(10)
+            works = in_the_air(pair, gathered, total)
+            works[-1].wait(host=True)
+            group.all_reduce(cupy.asarray(np.ones(3, np.float32)))
+        found = [work.wait(host=True) for work in works]
+        np.testing.assert_array_equal(cupy.asnumpy(found[1]), np.full(3, 2.0))
+        np.testing.assert_array_equal(cupy.asnumpy(found[3]), np.full(group.rank + 1, 2.0))
+
+    def on_gpu(group: ProcessGroup) -> None:
+        with cupy.cuda.Device(group.rank):
+            body(group)
+
+    run_groups([ProcessGroup(backend, timeout=3) for backend in nccl_backends(cupy, 2)], on_gpu)
 
 
 def test_everything_may_be_launched_in_a_stream_of_the_callers(cupy: StandIn) -> None:

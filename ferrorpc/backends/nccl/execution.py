@@ -132,10 +132,12 @@ class NcclExecution(Airborne):
         self._inputs = inputs
         stays = self._on_host and prepared.on_host is not None
         self._sources: list[DeviceArray] = [] if stays else [self._uploaded(array) for array in inputs]
-        self._begins = self._caller.record()
         self._targets: list[DeviceArray] = []
         self._scratch: list[DeviceArray] = []
         self._everyones: list[Announced] = []
+        if prepared.call.operation not in DESCRIBED:
+            self._place()
+        self._begins = self._caller.record()
         self._launch: Launch | None = None
         self._over = False
         self._diverted: Execution | None = None
@@ -209,10 +211,10 @@ class NcclExecution(Airborne):
             if not lineup.is_next(self, self._number):
                 return False
             call, site = self._prepared.call, self._site
-            self._place()
             with site.device.here():
                 lineup.stream.wait(self._begins)
-                lineup.stream.wait(self._caller.record())  # memory that was allocated in its order since
+                if call.operation in DESCRIBED and self._place():
+                    lineup.stream.wait(self._caller.record())  # in whose order their memory was given back before
                 self._launch = Launch(
                     lineup.communicator,
                     site.device,
@@ -228,8 +230,8 @@ class NcclExecution(Airborne):
                 self._launch.run()
         return True
 
-    def _place(self) -> None:
-        """Where results go: where the caller wants them, as far as that is on the GPU and fits."""
+    def _place(self) -> bool:
+        """Where results go: where the caller wants them, as far as that is on the GPU and fits. Whether memory was made."""
         call, site = self._prepared.call, self._site
         self.specs = results_of(call, site.rank, self._everyones)
         if self._everyones and call.root is not None and not self._sources:
@@ -240,15 +242,16 @@ class NcclExecution(Airborne):
             spec = self.specs[0]
             whole = site.device.empty((len(self.specs), *spec.shape), spec.dtype.storage, self._caller)
             self._targets = [whole[item] for item in range(len(self.specs))]
-            return
+            return True
         self._targets = [
             wanted[item] if fit[item] else site.device.empty(spec.shape, spec.dtype.storage, self._caller)
             for item, spec in enumerate(self.specs)
         ]
+        return not all(fit)
 
     def _room(self, size_bytes: int) -> DeviceArray:
-        self._scratch.append(self._site.device.empty((size_bytes,), np.dtype(np.uint8), self._caller))
-        self._lineup.stream.wait(self._caller.record())
+        """Scratch memory, which only the communicator's stream uses."""
+        self._scratch.append(self._site.device.empty((size_bytes,), np.dtype(np.uint8), self._lineup.stream))
         return self._scratch[-1]
 
     def _settled(self) -> bool:
