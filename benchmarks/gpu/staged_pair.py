@@ -1,6 +1,6 @@
 """Two processes that share one GPU: all_reduce of their arrays through pinned staging, beside the same of host arrays.
 
-    ferrorpc run -n 2 -m benchmarks.gpu.staged_pair -- [--mib 64] [--turns 10] [--transport grpc]
+    ferrorpc run -n 2 -m benchmarks.gpu.staged_pair [--mib 64] [--turns 10] [--transport grpc]
 
 Needs a GPU and ferrorpc[gpu]. It has not been run on one yet. Both are measured as they are and compressed: GPU arrays are
 encoded and added on the GPU then. Values are checked against float64 on the host, and bit for bit against those of host arrays.

@@ -37,6 +37,21 @@ def device_for(asked: int | None, local_rank: int | None) -> CupyDevice:
     return device
 
 
+def take(asked: int | None, local_rank: int | None) -> None:
+    """Makes this rank's GPU CuPy's current one, in programs that have imported CuPy, whatever carries its arrays.
+
+    Raises:
+        BackendUnavailableError: there is no such GPU, and it was asked for.
+    """
+    if "cupy" not in sys.modules:
+        return
+    try:
+        device_for(asked, local_rank).make_current()
+    except BackendUnavailableError:
+        if asked is not None:
+            raise
+
+
 def said_at_join(backend: str, asked: int | None, local_rank: int | None) -> dict[str, str]:
     """What a member says of its GPU, as labels: nothing where it will not use one.
 

@@ -67,6 +67,7 @@ def create(name: str, place: Place) -> Backend:
     factory = _factories.get(_best(place) if name == "auto" else name)
     if factory is None:
         raise BackendUnavailableError(f"no backend is called {name!r}", f"use one of: {', '.join(names())}")
+    gpu.take(place.device, place.local_rank)
     return factory(place)
 
 

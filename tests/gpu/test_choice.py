@@ -77,6 +77,35 @@ def test_a_gpu_that_is_not_there_is_refused(cupy: StandIn) -> None:
         gpu.device_for(8, None)
 
 
+@pytest.mark.parametrize("name", ["grpc", "auto"])
+@pytest.mark.parametrize(("asked", "local_rank", "index"), [(5, 1, 5), (None, 2, 2), (None, None, 3)])
+def test_a_ranks_gpu_is_the_same_where_arrays_go_by_the_host(
+    cupy: StandIn, name: str, asked: int | None, local_rank: int | None, index: int
+) -> None:
+    session = LocalWorld(1, clock=SYSTEM_CLOCK).session(0)
+    with cupy.cuda.Device(0):
+        cupy.cuda.Device(3).use()  # which stays where nobody knows better
+        with ProcessGroup(create(name, Place(session, None, device=asked, local_rank=local_rank))) as group:
+            assert cupy.cuda.Device().id == index
+            assert group.all_reduce(cupy.asarray(np.ones(2))).device.id == index
+
+
+def test_a_gpu_that_was_asked_for_and_is_not_there_is_refused_by_every_backend(cupy: StandIn) -> None:
+    session = LocalWorld(1, clock=SYSTEM_CLOCK).session(0)
+    with pytest.raises(BackendUnavailableError, match="there is no GPU 8; CuPy sees 8"):
+        create("grpc", Place(session, None, device=8))
+
+
+def test_cupy_without_a_gpu_is_no_matter_where_none_was_asked_for(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> int:
+        raise cupy.cuda.runtime.CUDARuntimeError(100)
+
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", none)
+    session = LocalWorld(1, clock=SYSTEM_CLOCK).session(0)
+    with ProcessGroup(create("grpc", Place(session, None, local_rank=0))) as group:
+        assert group.all_reduce(1.0) == 1.0
+
+
 @pytest.mark.parametrize("name", ["nccl", "hybrid"])
 def test_a_world_of_one_runs_on_its_gpu(cupy: StandIn, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(gpu, "open_nccl", lambda: FakeNccl(cupy.machine).api(2))
