@@ -20,7 +20,7 @@ import numpy as np
 
 import ferrorpc
 from benchmarks.gpu.one_rank import backend_of_one
-from benchmarks.gpu.turns import seconds_of
+from benchmarks.gpu.turns import judged, seconds_of
 from ferrorpc.arrays.cupy_device import open_device
 from ferrorpc.arrays.kinds import spec_of
 from ferrorpc.backends.nccl.choose import open_nccl
@@ -76,7 +76,8 @@ def main() -> None:
     print(table([f"{arguments.mib} MiB in {TENSORS} gradients", "ms"], rows, right=frozenset(("ms",))))
     if arguments.json:
         arguments.json.write_text(json.dumps(seconds))
-    sys.exit(int(seconds["a step, buckets on the GPU"] > SHARE_MAX * seconds["a step, buckets on the host"]))
+    share = seconds["a step, buckets on the GPU"] / seconds["a step, buckets on the host"]
+    sys.exit(judged({f"buckets on the GPU take at most {SHARE_MAX:g} of those on the host": share <= SHARE_MAX}))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.turns import seconds_of
+from benchmarks.gpu.turns import judged, seconds_of
 from ferrorpc.arrays.cupy_device import CupyDevice, open_device
 from ferrorpc.cli.table import table
 from ferrorpc.types import DType
@@ -79,7 +79,8 @@ def main() -> None:
     print(table([f"{arguments.mib} MiB", "GB/s", "of a copy"], rows, right=frozenset(("GB/s", "of a copy"))))
     if arguments.json:
         arguments.json.write_text(json.dumps(speeds))
-    sys.exit(int(min(speeds["pack"], speeds["unpack"]) < PACK_SHARE_MIN * copy))
+    shares = {name: speeds[name] / copy for name in ("pack", "unpack")}
+    sys.exit(judged({f"{name} reaches {PACK_SHARE_MIN:g} of a copy": each >= PACK_SHARE_MIN for name, each in shares.items()}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long things take on one GPU, measured in turns."""
+"""How long things take on one GPU, measured in turns, and whether that is what they should take."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+
+def judged(targets: Mapping[str, bool]) -> int:
+    """Prints what was missed of the targets, which are in words and whether each was met. The exit code."""
+    missed = [words for words, met in targets.items() if not met]
+    for words in missed:
+        print(f"missed: {words}")
+    return int(bool(missed))
 
 
 def seconds_of(cupy: Any, acts: Mapping[str, Callable[[], object]], turns: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.gpu import buckets, copies, one_rank, staged_pair
+from benchmarks.gpu import buckets, copies, one_rank, staged_pair, turns
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -16,6 +16,11 @@ from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.gpu.host_kernels import HostKernels
 from tests.gpu.test_launcher import RawModule
+
+
+def test_a_missed_target_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (turns.judged({"fast": True}), capsys.readouterr().out) == (0, "")
+    assert (turns.judged({"fast": True, "small": False}), capsys.readouterr().out) == (1, "missed: small\n")
 
 
 def test_one_rank(cupy: StandIn) -> None:
