@@ -250,13 +250,14 @@ def test_cupys_binding_gets_its_arguments_in_its_order_on_the_right_gpu() -> Non
     assert api.features == Features(False, True, True, True)
     end = complete(api.init(4, 2, [ID]))
     every_call(end)
-    complete(end.split(1, 3))
+    complete(complete(end).split(1, 3))
     end.abort()
     calls = [call for call in record.calls if call != ("check_async_error",)]
     assert calls == [
         ("Device", None),
         ("Device", 3),
         ("NcclCommunicator", 4, ID, 2),
+        ("Device", 3),
         ("groupStart",),
         ("allReduce", 1, 2, 3, 7, 0, 9),
         ("reduce", 1, 2, 3, 7, 0, 5, 9),
@@ -315,6 +316,38 @@ def test_an_abort_waits_for_the_call_that_it_would_free_the_communicator_under()
         come.set()
     calling.join(10), aborting.join(10)
     assert record.calls[-1] == ("abort",)
+
+
+def test_a_group_whose_sends_wait_to_be_connected_holds_nobody_up_and_what_it_meets_is_told() -> None:
+    record, come = Recorder(), threading.Event()
+    api = cupy_nccl(record)
+    end = complete(api.init(2, 0, [ID]))
+    api.bindings.groupEnd = lambda: come.wait(10) and record.call("groupEnd")
+    record.raises = {"groupEnd": Refused(6)}
+    try:
+        with end.grouped():
+            end.send(1, 3, FLOAT, 1, 9)
+            end.recv(2, 3, FLOAT, 1, 9)
+        assert end.state() is State.IN_PROGRESS
+    finally:
+        come.set()
+    with pytest.raises(NcclError, match="ncclGroupEnd: remote error"):
+        complete(end)
+
+
+def test_a_group_that_is_given_up_before_its_end_launches_nothing() -> None:
+    record = Recorder()
+    end = complete(cupy_nccl(record).init(2, 0, [ID]))
+
+    def broken() -> None:
+        with end.grouped():
+            end.send(1, 3, FLOAT, 1, 9)
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        broken()
+    assert complete(end).state() is State.SUCCESS
+    assert ("groupStart",) not in record.calls
 
 
 def test_a_rank_outside_a_subgroup_hears_that_the_split_failed() -> None:

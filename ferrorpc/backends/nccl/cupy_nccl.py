@@ -3,8 +3,8 @@
 CuPy's binding makes communicators only by a call that returns when all ranks have come, or never. Here that call has a thread
 of its own, so that its caller keeps its deadline; but it cannot be aborted, and the thread and its GPU memory stay until the
 process ends. Other calls may wait for ranks, too: NCCL connects what a collective needs when it is first called, unless told to
-do so while the communicator is made, as it is here; what sends and receives need it always connects with the first of them. Use
-nccl4py where you can. Written against CuPy 14.
+do so while the communicator is made, as it is here; what sends and receives need it always connects with the first of them, so
+groups have a thread of their own as well. Use nccl4py where you can. Written against CuPy 14.
 """
 
 from __future__ import annotations
@@ -82,6 +82,9 @@ class CupyCommunicator:
         self._splitting: CupyCommunicator | None = None
         self._lock = threading.RLock()
         """Held by each call."""
+        self._group: list[Callable[[Any], object]] | None = None
+        self._is_launching = False
+        """Whether a thread launches a group."""
         self._given_up = False
         SYSTEM_CLOCK.start(lambda: self._make(make), "ferrorpc-nccl-init")
 
@@ -104,11 +107,13 @@ class CupyCommunicator:
             raise failed("NCCL", State.INVALID_USAGE, "the communicator is not complete, or was aborted")
         return self._made
 
-    @contextmanager
-    def _asking(self, call: str) -> Iterator[Any]:
-        """The communicator, for one call."""
-        with self._lock, self._api.refusals(call):
-            yield self._nccl
+    def _call(self, name: str, call: Callable[[Any], object]) -> None:
+        """One call upon the communicator, now or with its group."""
+        if self._group is not None:
+            self._group.append(call)
+            return
+        with self._lock, self._api.refusals(name):
+            call(self._nccl)
 
     def state(self) -> State:
         """As `Communicator.state`. It is IN_PROGRESS, too, while another thread's call waits."""
@@ -117,11 +122,10 @@ class CupyCommunicator:
                 raise each._problem.again()
             if each is not None and not each._is_over:
                 return State.IN_PROGRESS
-        if not self._lock.acquire(blocking=False):
+        if self._is_launching or not self._lock.acquire(blocking=False):
             return State.IN_PROGRESS
         try:
-            with self._asking("ncclCommGetAsyncError") as nccl:
-                nccl.check_async_error()
+            self._call("ncclCommGetAsyncError", lambda nccl: nccl.check_async_error())
         finally:
             self._lock.release()
         return State.SUCCESS
@@ -132,50 +136,59 @@ class CupyCommunicator:
 
     def all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
         """As `Communicator.all_reduce`."""
-        with self._asking("ncclAllReduce") as nccl:
-            nccl.allReduce(source, target, count, int(datatype), int(op), stream)
+        self._call("ncclAllReduce", lambda nccl: nccl.allReduce(source, target, count, int(datatype), int(op), stream))
 
     def reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, root: int, stream: int) -> None:
         """As `Communicator.reduce`."""
-        with self._asking("ncclReduce") as nccl:
-            nccl.reduce(source, target, count, int(datatype), int(op), root, stream)
+        self._call("ncclReduce", lambda nccl: nccl.reduce(source, target, count, int(datatype), int(op), root, stream))
 
     def reduce_scatter(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
         """As `Communicator.reduce_scatter`."""
-        with self._asking("ncclReduceScatter") as nccl:
-            nccl.reduceScatter(source, target, count, int(datatype), int(op), stream)
+        self._call("ncclReduceScatter", lambda nccl: nccl.reduceScatter(source, target, count, int(datatype), int(op), stream))
 
     def broadcast(self, source: int, target: int, count: int, datatype: DataType, root: int, stream: int) -> None:
         """As `Communicator.broadcast`."""
-        with self._asking("ncclBroadcast") as nccl:
-            nccl.broadcast(source, target, count, int(datatype), root, stream)
+        self._call("ncclBroadcast", lambda nccl: nccl.broadcast(source, target, count, int(datatype), root, stream))
 
     def all_gather(self, source: int, target: int, count: int, datatype: DataType, stream: int) -> None:
         """As `Communicator.all_gather`."""
-        with self._asking("ncclAllGather") as nccl:
-            nccl.allGather(source, target, count, int(datatype), stream)
+        self._call("ncclAllGather", lambda nccl: nccl.allGather(source, target, count, int(datatype), stream))
 
     def send(self, source: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
         """As `Communicator.send`."""
-        with self._asking("ncclSend") as nccl:
-            nccl.send(source, count, int(datatype), peer, stream)
+        self._call("ncclSend", lambda nccl: nccl.send(source, count, int(datatype), peer, stream))
 
     def recv(self, target: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
         """As `Communicator.recv`."""
-        with self._asking("ncclRecv") as nccl:
-            nccl.recv(target, count, int(datatype), peer, stream)
+        self._call("ncclRecv", lambda nccl: nccl.recv(target, count, int(datatype), peer, stream))
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
-        """As `Communicator.grouped`."""
-        with self._lock:
-            with self._asking("ncclGroupStart"):
-                self._api.bindings.groupStart()
-            try:
-                yield
-            finally:
-                with self._api.refusals("ncclGroupEnd"):
-                    self._api.bindings.groupEnd()
+        """As `Communicator.grouped`. A thread of its own launches what was called within: that may wait for other ranks."""
+        calls: list[Callable[[Any], object]] = []
+        self._group = calls
+        try:
+            yield
+        finally:
+            self._group = None
+        self._is_launching = True
+        SYSTEM_CLOCK.start(lambda: self._launch(calls), "ferrorpc-nccl-group")
+
+    def _launch(self, calls: Sequence[Callable[[Any], object]]) -> None:
+        bindings = self._api.bindings
+        try:
+            with self._api.on(self._device), self._lock, self._api.refusals("ncclGroupEnd"):
+                nccl = self._nccl
+                bindings.groupStart()
+                try:
+                    for call in calls:
+                        call(nccl)
+                finally:
+                    bindings.groupEnd()
+        except NcclError as problem:
+            self._problem = problem
+        finally:
+            self._is_launching = False
 
     def split(self, color: int | None, key: int) -> Communicator | None:
         """As `Communicator.split`; the call waits for all ranks, on a thread of its own."""
