@@ -58,6 +58,10 @@ class Work(Generic[Result]):
         self.bring: Callable[[Any], Result] | None = None
         """For the driver, likewise: makes the result of what the operation left, on the thread that waits first: arrays on a
         GPU belong to a stream, and every thread has its own."""
+        self.hand_over: Callable[[Any], Callable[[], None]] | None = None
+        """For the driver, likewise: told of that result where it was made. What it returns makes the current stream of whoever
+        waits later go on after it."""
+        self._follow: Callable[[], None] | None = None
         self.settle: Callable[[Any, float], None] | None = None
         """For the driver, likewise: waits until a result that a GPU makes is there, or that clock time."""
 
@@ -102,17 +106,22 @@ class Work(Generic[Result]):
         error = self._located(self._error)
         if error is not None:
             raise error
-        if self.bring is not None:
-            self._bring_once()
+        if self.bring is not None or self._follow is not None:
+            self._give(self._result)
         if host and self.settle is not None:
             self.settle(self._result, until)
         return self._result  # type: ignore[return-value]
 
-    def _bring_once(self) -> None:
+    def _give(self, left: Any) -> None:
+        """Makes the result of what the operation left; where that was done before, the current stream goes on after it."""
         with self._bringing:
             if self.bring is not None:
-                self._result = self.bring(self._result)
+                self._result = self.bring(left)
+                if self.hand_over is not None:
+                    self._follow = self.hand_over(self._result)
                 self.bring = None
+            elif self._follow is not None:
+                self._follow()
 
     def _park(self, until: float, timeout: float | None) -> None:
         parker = self._clock.parker()

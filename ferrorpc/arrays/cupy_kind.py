@@ -98,20 +98,24 @@ class CupyKind(Kind):
 class NearOut(Out):
     """A CuPy array that results are written to where it is."""
 
-    __slots__ = ("_is_scratch", "_kind")
+    __slots__ = ("_home", "_kind")
 
     def __init__(self, kind: CupyKind, given: Any, spec: TensorSpec) -> None:
         self.given = given
         self.spec = spec
         self._kind = kind
         stored = _stored(given, spec.dtype)
-        self._is_scratch = not stored.flags.c_contiguous
-        self.data = kind.device.empty(spec.shape, spec.dtype.storage) if self._is_scratch else stored
+        self._home = None if stored.flags.c_contiguous else kind.device.current()
+        """Where `data` is a scratch: the stream that its memory goes back to."""
+        self.data = stored if self._home is None else kind.device.empty(spec.shape, spec.dtype.storage, self._home)
 
     def commit(self) -> Any:
         """Brings what was written to `data` into the caller's array, in the current stream."""
-        if self._is_scratch:
+        if self._home is not None:
             self._kind._assign(self.given, self.data, self.spec)
+            stream = self._kind.device.current()
+            if stream.pointer != self._home.pointer:
+                self._home.wait(stream.record())
         return self.given
 
     def touches(self, view: View) -> bool:

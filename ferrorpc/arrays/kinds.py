@@ -20,7 +20,7 @@ from ferrorpc.arrays.torch_kind import TorchKind, is_tensor
 from ferrorpc.errors import UsageError
 from ferrorpc.types import TensorSpec, dtype_of
 
-__all__ = ["NUMPY", "Kind", "Out", "View", "copy_into", "given_back", "kind_of", "spec_of", "split", "view", "view_out"]
+__all__ = ["NUMPY", "Kind", "Out", "View", "copy_into", "copy_of", "given_back", "kind_of", "spec_of", "split", "view", "view_out"]
 
 
 def kind_of(x: Any) -> Kind:
@@ -83,6 +83,14 @@ def copy_into(target: Any, source: Any) -> None:
         kind, spec = kind_of(target), TensorSpec(dtype_of(np.dtype(target.dtype)), target.shape)
         with kind.staging.device.here():
             target[...] = given_back(kind, source, spec)
+
+
+def copy_of(data: Any) -> Any:
+    """A copy of a storage array where it is, whatever the current device."""
+    if isinstance(data, np.ndarray):
+        return data.copy()
+    with kind_of(data).staging.device.here():
+        return data.copy()
 
 
 def spec_of(x: Any) -> TensorSpec:

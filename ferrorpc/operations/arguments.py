@@ -7,7 +7,7 @@ from operator import index
 from typing import Any, TypeAlias
 
 from ferrorpc.arrays.base import Kind, View
-from ferrorpc.arrays.kinds import NUMPY, kind_of, spec_of, split, view
+from ferrorpc.arrays.kinds import NUMPY, copy_of, kind_of, spec_of, split, view
 from ferrorpc.collectives.endpoints import rank_of
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.operations.results import NOTHING, Into, IntoList, IntoWhole, New, NewList, Result
@@ -146,4 +146,4 @@ def set_apart(sources: list[View], into: Aliasing, *, in_place: bool) -> None:
     """
     for item, source in enumerate(sources):
         if into.shares(source) and not in_place:
-            sources[item] = source._replace(data=source.data.copy(), borrowed=False)
+            sources[item] = source._replace(data=copy_of(source.data), borrowed=False)

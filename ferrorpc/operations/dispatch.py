@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Final, TypeAlias
 
 from ferrorpc.arrays.base import View
+from ferrorpc.arrays.kinds import copy_of
 from ferrorpc.backends.base import Backend
 from ferrorpc.collectives.advancing import Advancing
 from ferrorpc.collectives.call import Call
@@ -22,7 +23,7 @@ from ferrorpc.collectives.progress import verdict
 from ferrorpc.errors import FerroError, GroupAbortedError, GroupClosedError
 from ferrorpc.guard import FOREVER, Guard
 from ferrorpc.operations.arguments import check_sendable
-from ferrorpc.operations.results import NOTHING, Result, settle
+from ferrorpc.operations.results import NOTHING, Result, hand_over, settle
 from ferrorpc.telemetry import telemetry
 from ferrorpc.wire.frames import Key
 from ferrorpc.work import Work
@@ -194,6 +195,7 @@ class Dispatch:
         if result.on_device:
             work = self.backend.submit(execution, _as_it_is)
             work.bring = result.of
+            work.hand_over = hand_over
             work.settle = partial(settle, self.backend.clock)
         else:
             work = self.backend.submit(execution, result.of)
@@ -233,7 +235,7 @@ class Dispatch:
         """The result in a group of one: every operation gives back what it was given."""
         self._note("a group of one")
         into_own = result.targets is not None
-        arrays = [source.data if into_own or not source.borrowed else source.data.copy() for source in sources]
+        arrays = [source.data if into_own or not source.borrowed else copy_of(source.data) for source in sources]
         return result.give(arrays, [source.spec for source in sources], "an operation of one rank")
 
     def _note(self, activity: str) -> None:

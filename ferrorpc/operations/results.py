@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -167,6 +167,21 @@ class IntoWhole(Result):
     def shares(self, source: View) -> bool:
         """Whether it is, or holds, memory of `source`."""
         return self._out.touches(source)
+
+
+def hand_over(result: Any) -> Callable[[], None]:
+    """Told of a result where the current stream goes on after it. What is returned makes another thread's, or a later, current
+    stream do so, too."""
+    kinds = {kind_of(each) for each in (result if isinstance(result, list | tuple) else (result,))}
+    where = [(kind.staging.device, kind.staging.device.current()) for kind in kinds if kind.on_device]
+
+    def follow() -> None:
+        for device, stream in where:
+            current = device.current()
+            if current.pointer != stream.pointer:
+                current.wait(stream.record())
+
+    return follow
 
 
 def settle(clock: Clock, result: Any, until: float) -> None:

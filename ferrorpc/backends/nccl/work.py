@@ -25,16 +25,13 @@ class DeviceWork(Work[Any]):
 
     def wait(self, timeout: float | None = None, host: bool = False) -> Any:
         execution = self._execution
-        if host or self._done or self.bring is None:
+        if host or self._done or (self.bring is None and self._follow is None):
             return super().wait(timeout)
         self._queued.wait(timeout)
         if execution.mark is None:  # it failed
             return super().wait(timeout)
         execution.join()
-        with self._bringing:
-            if self.bring is not None:
-                self._result = self.bring(execution)
-                self.bring = None
+        self._give(execution)
         return self._result
 
     def _end(self) -> None:

@@ -1,0 +1,103 @@
+"""Results on a GPU, and who may use them when: the streams in which they are waited for, and the memory they pass through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc.group import ProcessGroup
+from ferrorpc.testing.gpu.stand_in import StandIn
+from tests.gpu.ddp_worlds import LANES, world
+
+COUNT = 64
+
+
+def ones(cupy: StandIn) -> Any:
+    return cupy.asarray(np.ones(COUNT, np.float32))
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_every_stream_that_waits_goes_on_after_the_result(cupy: StandIn, lanes: str) -> None:
+    """Not the first one alone: threads that share a Work wait in streams of their own."""
+    released: list[bool] = []
+    cupy.machine.copying = lambda direction, gpu, size_bytes: direction == "down" or len(released) > 0
+
+    def body(group: ProcessGroup) -> None:
+        first, second = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+        x = ones(cupy)
+        cupy.cuda.get_current_stream().synchronize()
+        work = group.all_reduce(x, async_op=True)
+        with first:
+            work.wait()
+        with second:
+            doubled = work.wait() * 2
+            for _ in range(10):
+                cupy.machine.step()
+            released.append(True)
+            np.testing.assert_array_equal(cupy.asnumpy(doubled), np.full(COUNT, 4))
+
+    world(cupy, lanes, 2, body)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_so_it_does_where_the_first_one_still_copies_the_result_to_where_it_belongs(cupy: StandIn, lanes: str) -> None:
+    def body(group: ProcessGroup) -> None:
+        first, second = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+        out = cupy.asarray(np.zeros((COUNT, 2), np.float32))[:, 0]
+        cupy.cuda.get_current_stream().synchronize()
+        work = group.all_reduce(ones(cupy), out=out, async_op=True)
+        released: list[bool] = []
+        first.fake.enqueue(lambda: bool(released))
+        with first:
+            work.wait()
+        with second:
+            doubled = work.wait() * 2
+            for _ in range(10):
+                cupy.machine.step()
+            released.append(True)
+            np.testing.assert_array_equal(cupy.asnumpy(doubled), np.full(COUNT, 4))
+
+    world(cupy, lanes, 2, body)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_what_a_result_passes_through_is_not_used_again_before_it_was_read(cupy: StandIn, lanes: str) -> None:
+    """It is the starting stream's memory, and is read in the stream that waits."""
+
+    def body(group: ProcessGroup) -> None:
+        late = cupy.cuda.Stream(non_blocking=True)
+        out = cupy.asarray(np.zeros((COUNT, 2), np.float32))[:, 0]
+        work = group.all_reduce(ones(cupy), out=out, async_op=True)
+        released: list[bool] = []
+        late.fake.enqueue(lambda: bool(released))
+        with late:
+            work.wait()
+            del work
+        for _ in range(50):
+            cupy.machine.step()
+        released.append(True)
+        with late:
+            np.testing.assert_array_equal(cupy.asnumpy(out.copy()), np.full(COUNT, 2))
+
+    world(cupy, lanes, 2, body)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_results_are_where_their_inputs_are_whatever_the_current_device(cupy: StandIn, lanes: str, size: int) -> None:
+    def body(group: ProcessGroup) -> None:
+        me = group.rank
+        x = ones(cupy)
+        whole = cupy.zeros(group.size * COUNT, np.float32)
+        mine = whole[me * COUNT : (me + 1) * COUNT]
+        mine[...] = x
+        with cupy.cuda.Device(7):
+            total = group.all_reduce(x)
+            group.all_gather(mine, out=whole)
+        assert total.device.id == me
+        np.testing.assert_array_equal(cupy.asnumpy(total), np.full(COUNT, group.size))
+        np.testing.assert_array_equal(cupy.asnumpy(whole), np.ones(group.size * COUNT))
+
+    world(cupy, lanes, size, body)
