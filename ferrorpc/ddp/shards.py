@@ -13,7 +13,8 @@ Buffers lie where the parameters do. Updates are NumPy's, so of parameters on a 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -57,6 +58,8 @@ class Shard:
         shape = (group.size * length,)
         self._flat: Any = group.empty(shape, bucket.dtype) if kind is None else kind.empty(shape, bucket.dtype)
         self._storage: Any = self._flat.view(bucket.dtype.storage)
+        self._home = None if kind is None else kind.device.current()
+        """The stream in which the buffer was made, and to which its memory goes back."""
         with current(kind):
             self._storage[...] = 0
         self.weights: Array = np.zeros(length, bucket.dtype.storage)
@@ -65,7 +68,7 @@ class Shard:
 
     def reduce(self, gradients: Mapping[str, Any]) -> Work[Any]:
         """Begins to reduce, for `take`. A gradient that is None counts as zeros."""
-        with current(self._kind):
+        with self._in_turn():
             for slot in self.bucket.slots:
                 given, place = gradients[slot.name], self._place(slot.start, slot.stop)
                 if given is None:
@@ -100,11 +103,29 @@ class Shard:
 
     def store(self, weights: Mapping[str, Any]) -> None:
         """Writes what was gathered into the parameters."""
-        with current(self._kind):
+        with self._in_turn():
             for slot in self.bucket.slots:
                 place = view_out(weights[slot.name], slot.spec, near=self._kind is not None)
                 place.data.reshape(-1)[...] = self._place(slot.start, slot.stop)
                 place.commit()
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """What the current stream does with the buffer comes after all that was done with it, and before what will be."""
+        if self._kind is None or self._home is None:
+            yield
+            return
+        device, home = self._kind.device, self._home
+        stream = device.current()
+        is_home = stream.pointer == home.pointer
+        if not is_home:
+            stream.wait(home.record())
+        try:
+            with device.here():
+                yield
+        finally:
+            if not is_home:
+                home.wait(stream.record())
 
     def _place(self, start: int, stop: int) -> Any:
         header = self.bucket.header

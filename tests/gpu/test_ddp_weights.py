@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -128,3 +129,29 @@ def test_an_optimizer_on_gpus_has_the_bits_of_the_host_where_only_shares_go_by_n
     assert world(cupy, lanes, 2, lambda group: steps(group, cupy.asarray, cupy.asnumpy)) == wanted
     everything = 4 * sum(math.prod(shape) for shape in shapes.values())
     assert (sum(copied) < 2 * 2 * 2.5 * everything) == (lanes != "simulated")
+
+
+def test_an_optimizer_may_be_used_and_dropped_in_another_stream_than_it_was_made_in(cupy: StandIn) -> None:
+    """The other one is late: its buffers are not cleared yet when the step writes to them, and are not free before it has read
+    them."""
+    looks = itertools.count()
+    begun: list[int] = []
+
+    def body(group: ProcessGroup) -> Any:
+        first, second = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+        weights = on_gpu(cupy, {"w": np.ones(500, np.float32)})
+        gradients = on_gpu(cupy, {"w": np.full(500, 2, np.float32)})
+        cupy.cuda.get_current_stream().synchronize()
+        first.fake.enqueue(lambda: bool(begun) or next(looks) > 500)
+        cupy.machine.copying = lambda direction, gpu, size_bytes: bool(begun.append(gpu) or not first.fake.tasks)
+        with first:
+            optimizer = ferrorpc.ZeroOptimizer(weights, group, ferrorpc.rules.SGD(0.25))
+        with second:
+            optimizer.step(gradients)
+            del optimizer
+        for _ in range(3):
+            cupy.machine.step()
+        with second:
+            return cupy.asnumpy(weights["w"]).tolist()
+
+    assert world(cupy, "simulated", 1, body) == [[0.5] * 500]

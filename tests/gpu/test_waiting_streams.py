@@ -22,7 +22,7 @@ def ones(cupy: StandIn) -> Any:
 def test_every_stream_that_waits_goes_on_after_the_result(cupy: StandIn, lanes: str) -> None:
     """Not the first one alone: threads that share a Work wait in streams of their own."""
     released: list[bool] = []
-    cupy.machine.copying = lambda direction, gpu, size_bytes: direction == "down" or len(released) > 0
+    cupy.machine.copying = lambda direction, gpu, size_bytes: direction == "down" or bool(released)
 
     def body(group: ProcessGroup) -> None:
         first, second = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
