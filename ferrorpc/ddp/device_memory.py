@@ -108,8 +108,9 @@ class DeviceMemory(Memory):
         order = getattr(self, "_order", None)
         if order is not None and not sys.is_finalizing():
             order.leave()
-            if hasattr(self, "_pinned"):  # of a round that was given up the header may still be on its way
-                self._gpu.device.staging.ascents.keep(self._pinned, order.mark())
+            # Of a round that was given up the header may still be on its way; and memory goes back in a stream's order only
+            # while that stream is there.
+            self._gpu.device.staging.ascents.keep((getattr(self, "_pinned", None), order), order.mark())
 
     def _zeros(self, dtype: DType) -> DeviceArray:
         self._order.extend()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.backends.nccl.backend import NcclBackend
+from ferrorpc.collectives.progress import PROBE_SECONDS
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -240,3 +241,21 @@ def test_buffers_are_kept_while_the_gpu_needs_them_and_not_longer(cupy: StandIn)
         assert cupy.gpu.memory.live_blocks <= before
 
     world(cupy, 2, body)
+
+
+def test_a_rank_whose_part_is_done_may_leave_while_others_have_not_come_to_theirs(cupy: StandIn) -> None:
+    """NCCL keeps what it brought for whoever is late, longer here than between two probes."""
+    late = SYSTEM_CLOCK.now() + 2 * PROBE_SECONDS
+
+    def body(group: ProcessGroup) -> Any:
+        x = cupy.asarray(np.full(4, group.rank + 1.0, np.float32))
+        cupy.cuda.get_current_stream().synchronize()
+        if group.rank == 1:
+            return group.reduce(x, root=0)
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.fake.enqueue(lambda: SYSTEM_CLOCK.now() > late)
+            total = group.reduce(x, root=0)
+            group.synchronize()
+            return cupy.asnumpy(total).tolist()
+
+    assert world(cupy, 2, body) == [[3.0] * 4, None]

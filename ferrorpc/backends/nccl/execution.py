@@ -132,6 +132,9 @@ class NcclExecution(Airborne):
         self._inputs = inputs
         stays = self._on_host and prepared.on_host is not None
         self._sources: list[DeviceArray] = [] if stays else [self._uploaded(array) for array in inputs]
+        self._after: list[Event] = []
+        """Once it is launched: until the GPU has come past these, it waits for what this rank has queued before it."""
+        self._was_held_up = False
         self._targets: list[DeviceArray] = []
         self._scratch: list[DeviceArray] = []
         self._everyones: list[Announced] = []
@@ -213,8 +216,11 @@ class NcclExecution(Airborne):
             call, site = self._prepared.call, self._site
             with site.device.here():
                 lineup.stream.wait(self._begins)
+                self._after = [self._begins] if lineup.latest is None else [self._begins, lineup.latest]
                 if call.operation in DESCRIBED and self._place():
-                    lineup.stream.wait(self._caller.record())  # in whose order their memory was given back before
+                    made = self._caller.record()
+                    lineup.stream.wait(made)  # in whose order their memory was given back before
+                    self._after.append(made)
                 self._launch = Launch(
                     lineup.communicator,
                     site.device,
@@ -265,7 +271,7 @@ class NcclExecution(Airborne):
                     self._site.device.copy(target, source, lineup.stream)
                 mark = lineup.stream.record()
                 self.results = self._targets
-                self.mark = mark
+                self.mark = lineup.latest = mark
                 lineup.passed(self, self._number)
         if self.queued is not None:
             self.queued()
@@ -312,8 +318,15 @@ class NcclExecution(Airborne):
         """A rank that calls something else at this place says so, and the generation ends with both signatures."""
         if self._other is not None:
             self._other.probe()
-        for rank in self.waiting_on():
-            self._site.lanes.transport.probe(rank, self._key, self._prepared.signature)
+        if not self._held_up():
+            for rank in self.waiting_on():
+                self._site.lanes.transport.probe(rank, self._key, self._prepared.signature)
+
+    def _held_up(self) -> bool:
+        """Whether this rank's own GPU has held it up since the last probe. Others may be through with their part then, and have
+        left: it does not need them any more."""
+        before, self._was_held_up = self._was_held_up, not all(event.done for event in self._after)
+        return before or self._was_held_up
 
     def explain(self) -> str:
         if self._other is not None:

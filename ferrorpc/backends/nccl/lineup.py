@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from typing import Any
 
-from ferrorpc.arrays.device import Stream
+from ferrorpc.arrays.device import Event, Stream
 from ferrorpc.backends.nccl.api import Communicator, State, failed
 
 
@@ -21,12 +21,14 @@ class Lineup:
 
     Attributes:
         lock: held while operations are launched: one thread at a time may use a communicator.
+        latest: the mark of the operation that was launched last.
     """
 
     def __init__(self, communicator: Communicator, stream: Stream) -> None:
         self.communicator = communicator
         self.stream = stream
         self.lock = threading.Lock()
+        self.latest: Event | None = None
         self._waiting: deque[Any] = deque()
 
     def join(self, operation: Any) -> int:

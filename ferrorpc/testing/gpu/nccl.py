@@ -43,6 +43,8 @@ class Part:
     op: Op | None = None
     peer: int = -1
     """The root, or the other rank of a send or recv; -1 where there is none."""
+    given: Array | None = None
+    """What a rank brought that gets nothing: it is through by then."""
 
     @property
     def agreed(self) -> tuple[object, ...]:
@@ -380,7 +382,17 @@ class _Task:
                 owner.meeting.mail.setdefault((owner.rank, part.peer), []).append(entry)
                 self._sent.append(((owner.rank, part.peer), entry))
             elif part.kind != "recv":
+                self._give(part)
                 owner.meeting.arrived.setdefault((self._number, place), {})[owner.rank] = part
+
+    def _give(self, part: Part) -> None:
+        """A rank that only gives is through as soon as it has: its values wait in NCCL's buffers for whoever comes late."""
+        rank, gpu = self._owner.rank, self._owner.api.gpu
+        if part.kind == "reduce" and part.peer != rank:
+            part.given = _elements(gpu, part.source, part.count, part.datatype).copy()
+        elif part.kind == "broadcast" and part.peer == rank:
+            part.given = _elements(gpu, part.source, part.count, part.datatype).copy()
+            _elements(gpu, part.target, part.count, part.datatype)[:] = part.given
 
     def _take_back(self) -> None:
         for route, entry in self._sent:
@@ -396,11 +408,11 @@ class _Task:
             return self._receive(part)
         brought = meeting.arrived[self._number, place]
         if len(brought) == owner.size and len({each.agreed for each in brought.values()}) == 1:
-            # The last rank to come does it for all: everybody's memory is still in use until its own stream goes on.
+            # The last rank to come does it for all: the memory of those that get something is in use until their streams go on.
             _perform(meeting, brought)
             brought.clear()
             brought[-1] = part
-        return -1 in brought
+        return part.given is not None or -1 in brought
 
     def _receive(self, part: Part) -> bool:
         owner, meeting = self._owner, self._owner.meeting
@@ -421,7 +433,8 @@ def _perform(meeting: Meeting, parts: dict[int, Part]) -> None:
     ends = meeting.ends
 
     def read(rank: int, elements: int) -> Array:
-        return _elements(ends[rank].api.gpu, parts[rank].source, elements, first.datatype).copy()
+        given = parts[rank].given
+        return _elements(ends[rank].api.gpu, parts[rank].source, elements, first.datatype).copy() if given is None else given
 
     def write(rank: int, values: Array) -> None:
         _elements(ends[rank].api.gpu, parts[rank].target, values.size, first.datatype)[:] = values
@@ -429,7 +442,8 @@ def _perform(meeting: Meeting, parts: dict[int, Part]) -> None:
     if kind == "broadcast":
         values = read(first.peer, count)
         for rank in range(size):
-            write(rank, values)
+            if rank != first.peer:
+                write(rank, values)
     elif kind == "all_gather":
         values = np.concatenate([read(rank, count) for rank in range(size)])
         for rank in range(size):
