@@ -77,8 +77,8 @@ class Ring:
                 self._free.append((slot, mark))
 
     def keep(self, array: Any, mark: Event) -> None:
-        """The GPU needs an array, its own or pinned, that nobody else has any more, until it has come past the mark. For
-        finalizers, too, which may run within any of these methods: no lock is taken."""
+        """The GPU needs an array, its own or pinned, or a stream, that nobody else has any more, until it has come past the mark.
+        For finalizers, too, which may run within any of these methods: no lock is taken."""
         self._abandoned.append((mark, array))
 
     @property

@@ -208,6 +208,8 @@ class DeviceWorkspace(Workspace):
         if self.mark is None:
             self.mark = self._stream.record()
             self.caller.wait(self.mark)
+            # Where its stream is gone memory goes back in no order, so the caller's is there for as long as the kernels.
+            self._staging.ascents.keep(self.caller, self.mark)
 
 
 class DeviceOutgoing(Encoded):

@@ -31,11 +31,15 @@ _byte_bounds: Final[Any] = getattr(np, "byte_bounds", None) or np.lib.array_util
 
 
 class _Block:
-    """Owns device memory, and gives it back in the order of the stream it was allocated on, as CuPy's pool does."""
+    """Owns device memory, and gives it back in the order of the stream it was allocated on, as CuPy's pools do.
 
-    def __init__(self, gpu: Gpu, stream: FakeStream, size_bytes: int) -> None:
-        self.gpu = gpu
-        self._stream = stream
+    Where that stream was destroyed before, it is the order of whichever is current: so does `cupy.cuda.malloc_async`.
+    """
+
+    def __init__(self, driver: Driver, size_bytes: int) -> None:
+        self.gpu = gpu = driver.gpu
+        self._driver = driver
+        self._stream = driver.stream
         with gpu.machine.lock:
             self.ptr = gpu.memory.allocate(size_bytes)
 
@@ -46,7 +50,7 @@ class _Block:
             gpu.memory.free(address)
             return True
 
-        self._stream.enqueue(free)
+        (self._driver.stream if self._stream.destroyed else self._stream).enqueue(free)
 
 
 class Array(NDArrayOperatorsMixin):
@@ -181,7 +185,7 @@ class StandIn(ModuleType):
     def empty(self, shape: Any, dtype: Any = "float64") -> Any:
         """As `cupy.empty`."""
         layout = np.empty(shape, dtype)
-        block = _Block(self.gpu, self.stream, layout.nbytes)
+        block = _Block(self._driver, layout.nbytes)
         return self.ndarray(block, block.ptr, layout)
 
     def zeros(self, shape: Any, dtype: Any = "float64") -> Any:
