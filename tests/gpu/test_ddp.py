@@ -190,6 +190,24 @@ def test_buckets_may_be_garbage_in_one_circle_with_the_streams_that_used_them(cu
     assert world(cupy, "simulated", 1, body) == [None]
 
 
+def test_a_synchroniser_may_go_together_with_the_stream_that_still_copies_its_means(cupy: StandIn) -> None:
+    """Memory goes back in its stream's order only as long as that is there."""
+
+    def body(group: ProcessGroup) -> Any:
+        names = [f"p{number}" for number in range(9)]
+
+        def step() -> Any:
+            with cupy.cuda.Stream(non_blocking=True):
+                sync = ferrorpc.GradientSynchronizer({name: cupy.asarray(np.zeros(4)) for name in names}, group)
+                return sync({name: cupy.asarray(np.full(4, 3.0)) for name in names})
+
+        means = step()
+        cupy.machine.settle()
+        return [float(means[name][0]) for name in names]
+
+    assert world(cupy, "simulated", 1, body) == [[3.0] * 9]
+
+
 def test_so_may_one_of_halves_whose_sums_lie_in_memory_of_a_third_stream(cupy: StandIn) -> None:
     def body(group: ProcessGroup) -> Any:
         ones = cupy.asarray(np.ones(4, np.float16))
