@@ -318,15 +318,16 @@ class NcclExecution(Airborne):
         """A rank that calls something else at this place says so, and the generation ends with both signatures."""
         if self._other is not None:
             self._other.probe()
-        if not self._held_up():
+        if self._needs_others():
             for rank in self.waiting_on():
                 self._site.lanes.transport.probe(rank, self._key, self._prepared.signature)
 
-    def _held_up(self) -> bool:
-        """Whether this rank's own GPU has held it up since the last probe. Others may be through with their part then, and have
-        left: it does not need them any more."""
-        before, self._was_held_up = self._was_held_up, not all(event.done for event in self._after)
-        return before or self._was_held_up
+    def _needs_others(self) -> bool:
+        """Whether it is not this rank's own GPU alone that holds it up, nor did so at the last probe. If it is, others may be
+        through with their part and have left."""
+        held_up = (self.mark is not None and self.mark.done) or not all(event.done for event in self._after)
+        before, self._was_held_up = self._was_held_up, held_up
+        return not (before or held_up)
 
     def explain(self) -> str:
         if self._other is not None:
