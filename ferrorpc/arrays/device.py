@@ -49,6 +49,9 @@ class Device(Protocol):
     def index(self) -> int:
         """Its number in this process."""
 
+    def make_current(self) -> None:
+        """It is the calling thread's current device from now on."""
+
     def here(self) -> AbstractContextManager[Any]:
         """A context in which it is the calling thread's current device."""
 

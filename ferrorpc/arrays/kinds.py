@@ -20,7 +20,20 @@ from ferrorpc.arrays.torch_kind import TorchKind, is_tensor
 from ferrorpc.errors import UsageError
 from ferrorpc.types import TensorSpec, dtype_of
 
-__all__ = ["NUMPY", "Kind", "Out", "View", "copy_into", "copy_of", "given_back", "kind_of", "spec_of", "split", "view", "view_out"]
+__all__ = [
+    "NUMPY",
+    "Kind",
+    "Out",
+    "View",
+    "copy_into",
+    "copy_of",
+    "given_back",
+    "kind_of",
+    "spec_of",
+    "split",
+    "view",
+    "view_out",
+]
 
 
 def kind_of(x: Any) -> Kind:

@@ -77,8 +77,8 @@ class Ring:
                 self._free.append((slot, mark))
 
     def keep(self, array: Any, mark: Event) -> None:
-        """The GPU needs an array, its own or pinned, or a stream, that nobody else has any more, until it has come past the mark.
-        For finalizers, too, which may run within any of these methods: no lock is taken."""
+        """The GPU needs something that nobody else has any more, until it has come past the mark: an array, its own or pinned,
+        or a stream. For finalizers, too, which may run within any of these methods: no lock is taken."""
         self._abandoned.append((mark, array))
 
     @property
@@ -109,7 +109,7 @@ class Descent:
     def __init__(self, device: Device, ring: Ring, clock: Clock, source: DeviceArray) -> None:
         self.data: Array = np.empty(source.shape, source.dtype)
         self.here = 0
-        self._device = device
+        self.device = device
         self._ring = ring
         self._clock = clock
         self._source: DeviceArray | None = source
@@ -149,7 +149,7 @@ class Descent:
             if slot is None:
                 return
             start, stop = self._queued, min(self._queued + ring.slot_bytes, size)
-            self._device.download(slot[: stop - start], _flat_bytes(self._source)[start:stop], ring.stream)
+            self.device.download(slot[: stop - start], _flat_bytes(self._source)[start:stop], ring.stream)
             self._flying.append(_Chunk(slot, start, stop, ring.stream.record()))
             self._queued = stop
 
@@ -178,7 +178,7 @@ class Ascent:
 
     def __init__(self, device: Device, ring: Ring, target: DeviceArray | None = None) -> None:
         self.target = target
-        self._device = device
+        self.device = device
         self._ring = ring
         self._caller = device.current()
         self._begins = self._caller.record()
@@ -215,7 +215,7 @@ class Ascent:
     def _open(self, data: Array) -> None:
         self._opened = True
         if self.target is None or self.target.shape != data.shape or self.target.dtype != data.dtype:
-            self.target = self._device.empty(data.shape, data.dtype, self._caller)
+            self.target = self.device.empty(data.shape, data.dtype, self._caller)
             # What the caller's stream holds by now may still use that memory.
             self._begins = self._caller.record()
 
@@ -229,7 +229,7 @@ class Ascent:
                 ring.stream.wait(self._begins)
             start, stop = self._next(ring.slot_bytes)
             slot[: stop - start] = here[start:stop]
-            self._device.upload(there[start:stop], slot[: stop - start], ring.stream)
+            self.device.upload(there[start:stop], slot[: stop - start], ring.stream)
             self._mark = ring.stream.record()
             ring.give_back(slot, self._mark)
             self._queued += stop - start
@@ -249,7 +249,7 @@ class Ascent:
     def arrive(self) -> None:
         """The calling thread's current stream goes on after what is queued."""
         if self._mark is not None:
-            self._device.current().wait(self._mark)
+            self.device.current().wait(self._mark)
 
     def finish(self) -> None:
         """Nobody wants it any more. The caller's stream gives its memory away only after what is queued."""

@@ -45,6 +45,7 @@ class Advancing(Execution):
         self.guard = guard
         self.ferry = ferry
         self.polling = None if ferry is None else ferry.polling
+        self.device = None if ferry is None else ferry.device
         self.results: list[np.ndarray[Any, Any]] = []
         self.specs: list[TensorSpec] = []
         self._turn = threading.Lock()

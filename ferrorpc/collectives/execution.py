@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ferrorpc.arrays.device import Device
 from ferrorpc.collectives.polling import Polling
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
@@ -38,6 +39,9 @@ class Execution(ABC):
 
     polling: Polling | None = None
     """How to wait for it where nobody calls `wake`: by calling `advance` again and again."""
+
+    device: Device | None = None
+    """Where arrays are that it holds. CuPy frees those of the null stream in that of the device which is current then."""
 
     position = 0
     """How far it is, for whoever polls it; any change is progress."""

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ferrorpc.arrays.device import is_host
+from ferrorpc.arrays.device import Device, is_host
 from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.arrays.staging import Ascent, Descent
 from ferrorpc.collectives.algorithms.plan import Buffer, Region, Send
@@ -80,6 +80,12 @@ class Ferry:
         self._is_over = False
         self._descents = {item: each for item, each in enumerate(self.sources) if isinstance(each, Descent)}
         self._ascents = {item: each for item, each in enumerate(self.targets or ()) if isinstance(each, Ascent)}
+
+    @property
+    def device(self) -> Device | None:
+        """That of the first array that is on one."""
+        ways: list[Descent | Ascent] = [*self._descents.values(), *self._ascents.values()]
+        return ways[0].device if ways else None
 
     @property
     def inputs(self) -> list[Array]:

@@ -252,6 +252,7 @@ class DeviceExecution(PlanExecution):
     ) -> None:
         super().__init__(transport, describe, layout, key, workspace, guard)
         self.polling = Polling(1)
+        self.device = workspace.device
         self._driver = 0
         self._begun = False
         self._moves = 0

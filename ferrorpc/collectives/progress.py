@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ferrorpc.arrays.device import Device
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import nap_seconds
 from ferrorpc.errors import FerroError, LimitExceededError, UsageError
@@ -225,6 +226,8 @@ class Progress:
         self._count = 0
         self._lock = threading.Lock()
         self._started = False
+        self._device: Device | None = None
+        """The thread's current one, as far as it was chosen."""
 
     def submit(
         self,
@@ -280,6 +283,10 @@ class Progress:
     def _guarded(self, entry: _Entry, act: Callable[[_Entry], None]) -> None:
         if entry.over:
             return
+        device = entry.execution.device
+        if device is not None and device is not self._device:  # what goes with the entry goes where it is
+            device.make_current()
+            self._device = device
         try:
             act(entry)
         except FerroError as error:

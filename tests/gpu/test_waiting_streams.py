@@ -101,3 +101,19 @@ def test_results_are_where_their_inputs_are_whatever_the_current_device(cupy: St
         np.testing.assert_array_equal(cupy.asnumpy(whole), np.ones(group.size * COUNT))
 
     world(cupy, lanes, size, body)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_the_thread_that_lets_go_of_arrays_is_on_their_device(cupy: StandIn, lanes: str) -> None:
+    """The null stream has one number on every GPU, so `malloc_async` gives its memory back in that of the current device."""
+
+    def body(group: ProcessGroup) -> None:
+        found: list[int] = []
+        work = group.all_reduce(ones(cupy), async_op=True)
+        work.on_done(lambda: found.append(cupy.cuda.Device().id))
+        work.wait(host=True)
+        while not found:
+            cupy.machine.step()
+        assert found == [group.rank]
+
+    world(cupy, lanes, 3, body)

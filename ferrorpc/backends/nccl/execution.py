@@ -116,6 +116,7 @@ class NcclExecution(Airborne):
         site = prepared.site
         self.guard = guard
         self.polling = site.polling
+        self.device = site.device
         self.results: list[Any] = []
         self.specs: list[TensorSpec] = []
         self.until_done = True

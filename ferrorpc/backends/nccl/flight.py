@@ -42,6 +42,7 @@ class Flight(Execution):
     def __init__(self, execution: Airborne) -> None:
         self.guard = execution.guard
         self.polling = execution.polling
+        self.device = execution.device
         self.results, self.specs = [], []
         self._execution = execution
 

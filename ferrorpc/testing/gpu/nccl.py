@@ -441,9 +441,8 @@ def _perform(meeting: Meeting, parts: dict[int, Part]) -> None:
 
     if kind == "broadcast":
         values = read(first.peer, count)
-        for rank in range(size):
-            if rank != first.peer:
-                write(rank, values)
+        for rank in set(range(size)) - {first.peer}:
+            write(rank, values)
     elif kind == "all_gather":
         values = np.concatenate([read(rank, count) for rank in range(size)])
         for rank in range(size):
