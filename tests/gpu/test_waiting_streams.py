@@ -12,6 +12,7 @@ from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.gpu.ddp_worlds import LANES, world
 
 COUNT = 64
+SECONDS = 5.0
 
 
 def ones(cupy: StandIn) -> Any:
@@ -117,3 +118,22 @@ def test_the_thread_that_lets_go_of_arrays_is_on_their_device(cupy: StandIn, lan
         assert found == [group.rank]
 
     world(cupy, lanes, 3, body)
+
+
+@pytest.mark.parametrize("lanes", ["nccl", "hybrid"])
+def test_results_for_the_host_wait_for_no_other_work_of_the_gpu(cupy: StandIn, lanes: str) -> None:
+    """The null stream, which is current on a thread that chose none, waits for whatever any blocking stream holds."""
+
+    def body(group: ProcessGroup) -> None:
+        late: list[bool] = []
+        cupy.stream.enqueue(lambda: bool(late))
+        with cupy.cuda.Stream(non_blocking=True):
+            works = [
+                group.scatter([ones(cupy), ones(cupy)] if group.rank == 0 else None, root=0, async_op=True),
+                group.all_gather(np.ones(3) if lanes == "nccl" else ones(cupy), async_op=True),
+            ]
+            found = [work.wait(timeout=SECONDS) for work in works]
+            assert isinstance(found[0], np.ndarray) == (group.rank == 1)
+        late.append(True)
+
+    world(cupy, lanes, 2, body)
