@@ -1,18 +1,20 @@
-"""The stand-in for CuPy has nothing that CuPy has not: what passes over it does not fail on a name."""
+"""The stand-in for CuPy has nothing that CuPy has not, and takes nothing that CuPy refuses."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ferrorpc.testing.gpu.stand_in import StandIn
 
-OWN = {"fake", "cupy", "machine", "gpu", "stream", "thread", "launch", "apply", "seen"}
+OWN = {"fake", "driver", "cupy", "machine", "gpu", "stream", "thread", "launch", "apply", "seen"}
 """What the stand-in has for itself."""
 
 
@@ -38,6 +40,31 @@ def test_every_name_of_the_stand_in_is_one_of_cupys(cupy: StandIn) -> None:
         assert [each for each in methods if not hasattr(getattr(real.cuda, name), each)] == [], name
     array = {each for base in inspect.getmro(cupy.ndarray)[:-1] for each in names(base)}
     assert [each for each in array if not hasattr(real.ndarray, each)] == []
+
+
+REFUSED: dict[str, Callable[[Any, Any], object]] = {
+    "an array in place of a number": lambda cupy, x: bool(x),
+    "a search that compares": lambda cupy, x: 3 in x,
+    "a list": lambda cupy, x: x.__setitem__(..., [1, 2, 3]),
+    "a NumPy array": lambda cupy, x: x.__setitem__(..., np.ones(3)),
+    "complex into real": lambda cupy, x: x.__setitem__(..., 1j),
+    "floats into integers": lambda cupy, x: x.__itruediv__(2),
+    "a function of a NumPy array": lambda cupy, x: cupy.tanh(np.ones(3)),
+    "a device that is not there": lambda cupy, x: cupy.cuda.Device(99).use(),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cupy_refuses_is_refused(cupy: StandIn, what: str) -> None:
+    with pytest.raises((TypeError, ValueError, cupy.cuda.runtime.CUDARuntimeError)):
+        REFUSED[what](cupy, cupy.asarray(np.arange(3)))
+
+
+def test_arrays_lie_as_cupys_do(cupy: StandIn) -> None:
+    x = cupy.asarray(np.zeros((2, 3), order="F"))
+    assert x.strides == cupy.zeros_like(x).strides == (8, 16)
+    assert x.copy().strides == (24, 8)
+    assert cupy.empty((0, 3)).data.ptr == 0
 
 
 def _real_cupy() -> Any:

@@ -16,6 +16,7 @@ from ferrorpc.testing.gpu.machine import FakeEvent, FakeStream, Gpu, GpuFault, M
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
 NOT_READY: Final = 600
+INVALID_DEVICE: Final = 101
 PER_THREAD: Final = 2
 """The number of the stream that every thread has one of."""
 
@@ -80,6 +81,8 @@ class _Device:
         self.id = self.driver.thread.device if device is None else device
 
     def use(self) -> None:
+        if not 0 <= self.id < len(self.driver.machine.gpus):
+            raise CUDARuntimeError(INVALID_DEVICE)
         self.driver.thread.device = self.id
 
     def __enter__(self) -> Self:

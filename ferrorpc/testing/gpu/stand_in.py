@@ -90,12 +90,16 @@ class Array(NDArrayOperatorsMixin):
         places = place if isinstance(place, tuple) else (place,)
         if any(isinstance(each, Array) for each in places):
             return self.cupy.apply(lambda x, *found: x[found], [self, *places])
+        if any(isinstance(each, list | np.ndarray) for each in places):
+            raise NotImplementedError("the stand-in takes no lists and no NumPy arrays for an index")
         return self._derived(self._layout[places if any(each is Ellipsis for each in places) else (*places, ...)])
 
     def __setitem__(self, place: Any, value: Any) -> None:
         places = place if isinstance(place, tuple) else (place,)
-        if isinstance(value, np.ndarray) and value.ndim:
-            raise TypeError("CuPy takes no NumPy arrays for its own: use cupy.asarray")
+        if isinstance(value, list | tuple | str | np.ndarray) and np.ndim(value):
+            raise ValueError("CuPy takes no lists and no NumPy arrays for its own: use cupy.asarray")
+        if isinstance(value, complex) and self.dtype.kind != "c":
+            raise TypeError("a complex number does not fit into reals")
         if any(isinstance(each, Array) for each in places):
             self.cupy.launch(_scattered, [self, value, *places], self)
         else:
@@ -107,6 +111,10 @@ class Array(NDArrayOperatorsMixin):
         if any(isinstance(each, np.ndarray) for each in inputs):
             raise TypeError("CuPy takes no NumPy arrays for its own: use cupy.asarray")
         return self.cupy.apply(ufunc, inputs, *out)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, named: Any) -> Any:
+        """CuPy has functions of its own for most of NumPy's; the stand-in has none."""
+        raise NotImplementedError(f"the stand-in knows no numpy.{function.__name__} of GPU arrays")
 
     def sum(self, axis: int | None = None, keepdims: bool = False) -> Array:
         """As NumPy's."""
@@ -131,6 +139,14 @@ class Array(NDArrayOperatorsMixin):
     def __array__(self, *args: Any, **named: Any) -> Any:
         """CuPy gives host copies only where they are asked for by name."""
         raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`")
+
+    def __bool__(self) -> bool:
+        return bool(self.get())
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.ndim:
+            raise TypeError("iteration over a 0-d array")
+        return (self[place] for place in range(len(self)))
 
     def __float__(self) -> float:
         return float(self.get())
@@ -170,7 +186,7 @@ class StandIn(ModuleType):
         self.ndarray = type("ndarray", (Array,), {"cupy": self})
         self.cuda = cuda(self._driver)
         self.RawModule = raw_module(self._driver)
-        self.tanh, self.exp, self.log = np.tanh, np.exp, np.log  # which find their way: Array.__array_ufunc__
+        self.tanh, self.exp, self.log = map(_of_arrays, (np.tanh, np.exp, np.log))
 
     @property
     def gpu(self) -> Gpu:
@@ -184,9 +200,12 @@ class StandIn(ModuleType):
 
     def empty(self, shape: Any, dtype: Any = "float64") -> Any:
         """As `cupy.empty`."""
-        layout = np.empty(shape, dtype)
+        return self._laid_out(np.empty(shape, dtype))
+
+    def _laid_out(self, layout: np.ndarray[Any, Any]) -> Any:
+        """An array of this shape, dtype and order. As CuPy's, one without elements is nowhere."""
         block = _Block(self._driver, layout.nbytes)
-        return self.ndarray(block, block.ptr, layout)
+        return self.ndarray(block, block.ptr if layout.nbytes else 0, layout)
 
     def zeros(self, shape: Any, dtype: Any = "float64") -> Any:
         """As `cupy.zeros`."""
@@ -195,19 +214,28 @@ class StandIn(ModuleType):
         return target
 
     def zeros_like(self, x: Any) -> Any:
-        """As `cupy.zeros_like`."""
-        return self.zeros(x.shape, x.dtype)
+        """As `cupy.zeros_like`: in the order in which x lies."""
+        target = self._laid_out(np.empty_like(x._layout))
+        target[...] = 0
+        return target
 
     def arange(self, count: int) -> Any:
         """As `cupy.arange`."""
         return self.asarray(np.arange(count))
 
     def asarray(self, x: Any) -> Any:
-        """As `cupy.asarray`."""
+        """As `cupy.asarray`: in C's order, or Fortran's where x lies so.
+
+        Raises:
+            GpuFault: an array that is not on the current device, from which CuPy would copy.
+        """
         if isinstance(x, Array):
+            if x.device.id != self.gpu.index:
+                raise GpuFault(f"an array of GPU {x.device.id} was asked for while GPU {self.gpu.index} was current")
             return x
-        source = np.ascontiguousarray(x).reshape(np.shape(x))
-        target = self.empty(source.shape, source.dtype)
+        given = np.asarray(x)
+        source = given.copy("F" if given.flags.f_contiguous and not given.flags.c_contiguous else "C")
+        target = self._laid_out(np.empty_like(source))
         self.machine.copy_in(self.gpu, target.data.ptr, source.ctypes.data, source.nbytes, self.stream)
         return target
 
@@ -244,15 +272,18 @@ class StandIn(ModuleType):
 
         CuPy compiles its kernels with -ftz=true: to them, and from them, single floats that are subnormal are zero.
         """
-        target = self._fitting(function, operands) if out is None else out
+        fitting = self._fitting(function, operands)
+        if out is not None and not np.can_cast(fitting.dtype, out.dtype, "same_kind"):
+            raise TypeError(f"output (typecode {fitting.dtype.char!r}) could not be coerced to {out.dtype.char!r}")
+        target = self._laid_out(fitting) if out is None else out
         self.launch(lambda *values: _flushed(function(*map(_flushed, values))), operands, target)
         return target
 
-    def _fitting(self, function: Callable[..., Any], operands: Sequence[Any]) -> Any:
-        """A new array for what the function gives: arrays of ones tell what that is like."""
+    def _fitting(self, function: Callable[..., Any], operands: Sequence[Any]) -> np.ndarray[Any, Any]:
+        """Of the shape and dtype of what the function gives: arrays of ones tell what that is like."""
         with np.errstate(all="ignore"):
             example = np.asarray(function(*[np.ones(x.shape, x.dtype) if isinstance(x, Array) else x for x in operands]))
-        return self.empty(example.shape, example.dtype)
+        return np.empty(example.shape, example.dtype)
 
 
 def _flushed(x: Any) -> Any:
@@ -262,6 +293,17 @@ def _flushed(x: Any) -> Any:
     reals = np.array(x, ndmin=1).view(np.float32)
     reals[np.abs(reals) < TINY] *= 0
     return reals.view(x.dtype).reshape(x.shape)
+
+
+def _of_arrays(ufunc: np.ufunc) -> Callable[[Any], Any]:
+    """A ufunc of GPU arrays, which find their way (`Array.__array_ufunc__`), and of numbers, but of none of NumPy's arrays."""
+
+    def function(x: Any) -> Any:
+        if not isinstance(x, Array | int | float | complex):
+            raise TypeError(f"Unsupported type {type(x)}")
+        return ufunc(x)
+
+    return function
 
 
 def _scattered(x: np.ndarray[Any, Any], value: Any, *places: Any) -> np.ndarray[Any, Any]:
