@@ -44,7 +44,6 @@ def test_every_name_of_the_stand_in_is_one_of_cupys(cupy: StandIn) -> None:
 
 REFUSED: dict[str, Callable[[Any, Any], object]] = {
     "an array in place of a number": lambda cupy, x: bool(x),
-    "a search that compares": lambda cupy, x: 3 in x,
     "a list": lambda cupy, x: x.__setitem__(..., [1, 2, 3]),
     "a NumPy array": lambda cupy, x: x.__setitem__(..., np.ones(3)),
     "complex into real": lambda cupy, x: x.__setitem__(..., 1j),

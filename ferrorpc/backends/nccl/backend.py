@@ -142,8 +142,8 @@ class NcclBackend(RawOperations, Backend):
         return progress_of(self.clock).submit(execution, self.abort, self._apart(convert), DeviceWork(self.clock, execution))
 
     def _apart(self, convert: Callable[[Execution], Any]) -> Callable[[Execution], Any]:
-        """As `convert`, once the GPU is through: what it copies home waits for copies alone, not for what the program's blocking
-        streams hold, as the null stream would."""
+        """As `convert`, once the GPU is through: what it copies home waits for copies alone, not, as the null stream would, for
+        what the program's blocking streams hold."""
 
         def converted(execution: Execution) -> Any:
             with self.device.on(self.device.staging.descents.stream):
