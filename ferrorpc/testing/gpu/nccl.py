@@ -11,17 +11,16 @@ Sums are folded from a rank on that depends on the element, as a ring does: not 
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import reduce as fold
 from typing import Any, Final
 
 import numpy as np
 
 from ferrorpc.backends.nccl.api import Communicator, DataType, Features, Op, State, failed
+from ferrorpc.testing.gpu.elements import elements_at, reduced, storage_of
 from ferrorpc.testing.gpu.machine import STUCK_SECONDS, FakeStream, Gpu, GpuFault, Machine
 
 ID_BYTES: Final = 128
@@ -294,7 +293,7 @@ class FakeCommunicator:
         """Queues calls as one."""
         for part in parts:
             self._check(f"nccl {part.kind}")
-            itemsize = _storage(part.datatype).itemsize
+            itemsize = storage_of(part.datatype).itemsize
             if (part.source or part.target) and part.count * itemsize > 1 << 40:
                 raise failed(part.kind, State.INVALID_ARGUMENT, "count")
         with self._machine.lock:
@@ -378,7 +377,7 @@ class _Task:
         owner = self._owner
         for place, part in enumerate(self._parts):
             if part.kind == "send":
-                entry = (part.source, part.count * _storage(part.datatype).itemsize)
+                entry = (part.source, part.count * storage_of(part.datatype).itemsize)
                 owner.meeting.mail.setdefault((owner.rank, part.peer), []).append(entry)
                 self._sent.append(((owner.rank, part.peer), entry))
             elif part.kind != "recv":
@@ -389,10 +388,10 @@ class _Task:
         """A rank that only gives is through as soon as it has: its values wait in NCCL's buffers for whoever comes late."""
         rank, gpu = self._owner.rank, self._owner.api.gpu
         if part.kind == "reduce" and part.peer != rank:
-            part.given = _elements(gpu, part.source, part.count, part.datatype).copy()
+            part.given = elements_at(gpu, part.source, part.count, part.datatype).copy()
         elif part.kind == "broadcast" and part.peer == rank:
-            part.given = _elements(gpu, part.source, part.count, part.datatype).copy()
-            _elements(gpu, part.target, part.count, part.datatype)[:] = part.given
+            part.given = elements_at(gpu, part.source, part.count, part.datatype).copy()
+            elements_at(gpu, part.target, part.count, part.datatype)[:] = part.given
 
     def _take_back(self) -> None:
         for route, entry in self._sent:
@@ -417,7 +416,7 @@ class _Task:
     def _receive(self, part: Part) -> bool:
         owner, meeting = self._owner, self._owner.meeting
         waiting = meeting.mail.get((part.peer, owner.rank), [])
-        size_bytes = part.count * _storage(part.datatype).itemsize
+        size_bytes = part.count * storage_of(part.datatype).itemsize
         if not waiting or waiting[0][1] != size_bytes:
             return False
         source, _ = waiting[0]
@@ -434,10 +433,10 @@ def _perform(meeting: Meeting, parts: dict[int, Part]) -> None:
 
     def read(rank: int, elements: int) -> Array:
         given = parts[rank].given
-        return _elements(ends[rank].api.gpu, parts[rank].source, elements, first.datatype).copy() if given is None else given
+        return elements_at(ends[rank].api.gpu, parts[rank].source, elements, first.datatype).copy() if given is None else given
 
     def write(rank: int, values: Array) -> None:
-        _elements(ends[rank].api.gpu, parts[rank].target, values.size, first.datatype)[:] = values
+        elements_at(ends[rank].api.gpu, parts[rank].target, values.size, first.datatype)[:] = values
 
     if kind == "broadcast":
         values = read(first.peer, count)
@@ -448,57 +447,16 @@ def _perform(meeting: Meeting, parts: dict[int, Part]) -> None:
         for rank in range(size):
             write(rank, values)
     elif kind == "reduce_scatter":
-        total = _reduced([read(rank, count * size) for rank in range(size)], first)
+        total = _total([read(rank, count * size) for rank in range(size)], first)
         for rank in range(size):
             write(rank, total[rank * count : (rank + 1) * count])
     else:
-        total = _reduced([read(rank, count) for rank in range(size)], first)
+        total = _total([read(rank, count) for rank in range(size)], first)
         for rank in range(size) if kind == "all_reduce" else (first.peer,):
             write(rank, total)
 
 
-_FOLDS: Final[dict[Op, Callable[[Array, Array], Array]]] = {
-    Op.SUM: np.add,
-    Op.MEAN: np.add,
-    Op.PRODUCT: np.multiply,
-    Op.MAX: np.maximum,
-    Op.MIN: np.minimum,
-}
-
-
-def _reduced(arrays: list[Array], part: Part) -> Array:
-    """Element i is folded from rank i modulo the ranks on."""
+def _total(arrays: list[Array], part: Part) -> Array:
     if part.op is None:
         raise AssertionError(f"{part.kind} reduces nothing")
-    wide = [_wide(array, part.datatype) for array in arrays]
-    size = len(wide)
-    total = np.empty_like(wide[0])
-    with np.errstate(all="ignore"):
-        for first in range(min(size, total.size)):
-            turn = itertools.islice(itertools.cycle(wide), first, first + size)
-            total[first::size] = fold(_FOLDS[part.op], [array[first::size] for array in turn])
-        if part.op is Op.MEAN:
-            total = total / total.dtype.type(size)
-        return _narrow(total, part.datatype)
-
-
-def _storage(datatype: DataType) -> np.dtype[Any]:
-    return np.dtype("uint16" if datatype is DataType.BFLOAT16 else datatype.name.lower())
-
-
-def _elements(gpu: Gpu, address: int, count: int, datatype: DataType) -> Array:
-    storage = _storage(datatype)
-    return gpu.bytes_at(address, count * storage.itemsize).view(storage)
-
-
-def _wide(values: Array, datatype: DataType) -> Array:
-    if datatype is DataType.BFLOAT16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32) if datatype is DataType.FLOAT16 else values
-
-
-def _narrow(values: Array, datatype: DataType) -> Array:
-    if datatype is DataType.BFLOAT16:
-        bits = values.astype(np.float32).view(np.uint32)
-        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    return values.astype(_storage(datatype))
+    return reduced(arrays, part.op, part.datatype)

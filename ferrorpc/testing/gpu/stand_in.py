@@ -91,7 +91,7 @@ class Array(NDArrayOperatorsMixin):
         if any(isinstance(each, Array) for each in places):
             return self.cupy.apply(lambda x, *found: x[found], [self, *places])
         if any(isinstance(each, list | np.ndarray) for each in places):
-            raise NotImplementedError("the stand-in takes no lists and no NumPy arrays for an index")
+            raise TypeError("the stand-in takes no lists and no NumPy arrays for an index")
         return self._derived(self._layout[places if any(each is Ellipsis for each in places) else (*places, ...)])
 
     def __setitem__(self, place: Any, value: Any) -> None:
@@ -114,7 +114,7 @@ class Array(NDArrayOperatorsMixin):
 
     def __array_function__(self, function: Any, types: Any, args: Any, named: Any) -> Any:
         """CuPy has functions of its own for most of NumPy's; the stand-in has none."""
-        raise NotImplementedError(f"the stand-in knows no numpy.{function.__name__} of GPU arrays")
+        raise TypeError(f"the stand-in knows no numpy.{function.__name__} of GPU arrays")
 
     def sum(self, axis: int | None = None, keepdims: bool = False) -> Array:
         """As NumPy's."""
