@@ -283,11 +283,8 @@ class Progress:
     def _guarded(self, entry: _Entry, act: Callable[[_Entry], None]) -> None:
         if entry.over:
             return
-        device = entry.execution.device
-        if device is not None and device is not self._device:  # what goes with the entry goes where it is
-            device.make_current()
-            self._device = device
         try:
+            self._move_to(entry.execution.device)
             act(entry)
         except FerroError as error:
             self._fail(entry, error)
@@ -295,6 +292,12 @@ class Progress:
             self._fail(entry, no_room(entry.execution, error))
         except Exception as bug:  # noqa: BLE001  a bug in one operation must not stop all the others of the process
             self._fail(entry, FerroError(f"{entry.execution.label}: {bug!r}"))
+
+    def _move_to(self, device: Device | None) -> None:
+        """This thread is on the GPU of what it advances, so that what goes with it goes back there."""
+        if device is not None and device is not self._device:
+            device.make_current()
+            self._device = device
 
     def _step(self, entry: _Entry) -> None:
         """It was woken: advance it, or end it if it failed and the verdict is here."""
