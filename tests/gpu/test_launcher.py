@@ -70,6 +70,17 @@ def test_gradients_go_into_a_bucket_of_half_the_size_and_back(cupy: StandIn, lau
         assert cupy.asnumpy(one).tobytes() == other.tobytes()
 
 
+def test_more_gradients_than_a_grid_has_rows_are_packed_by_several(
+    cupy: StandIn, launcher: DeviceKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ferrorpc.kernels.cuda.launcher.BLOCKS_MAX", 2)
+    monkeypatch.setattr("ferrorpc.testing.gpu.kernels.ROWS_MAX", 2)
+    grads = [floats(3, salt) for salt in range(5)]
+    bucket = cupy.asarray(np.zeros(15, np.float32))
+    launcher.pack([cupy.asarray(grad) for grad in grads], range(0, 15, 3), bucket, DType.FLOAT32, DType.FLOAT32)
+    np.testing.assert_array_equal(cupy.asnumpy(bucket), np.concatenate(grads))
+
+
 def test_blocks_of_int8_there_and_back(cupy: StandIn, launcher: DeviceKernels) -> None:
     values = floats(600, 1)
     scales, integers = (cupy.asarray(np.zeros(count, dtype)) for count, dtype in ((3, np.float32), (600, np.int8)))

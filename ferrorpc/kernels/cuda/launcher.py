@@ -79,6 +79,9 @@ class DeviceKernels:
         to: DType,
         scale: float,
     ) -> None:
+        if len(arrays) > BLOCKS_MAX:  # a grid has no more rows
+            self._move(name, arrays[BLOCKS_MAX:], starts[BLOCKS_MAX:], bucket, of, to, scale)
+            arrays, starts = arrays[:BLOCKS_MAX], starts[:BLOCKS_MAX]
         largest = max((array.size for array in arrays), default=0)
         if not largest:
             return

@@ -13,9 +13,10 @@ import numpy as np
 from ferrorpc.kernels.cuda import reference
 from ferrorpc.kernels.cuda.program import KERNELS
 from ferrorpc.testing.gpu.cuda import Driver
-from ferrorpc.testing.gpu.machine import Gpu
+from ferrorpc.testing.gpu.machine import Gpu, GpuFault
 from ferrorpc.types import DType
 
+ROWS_MAX: Final = 65_535
 DTYPES: Final = {name: dtype for dtype, name in reference.NAMES.items()}
 
 Array = np.ndarray[Any, Any]
@@ -108,6 +109,8 @@ def raw_module(driver: Driver) -> Callable[..., Any]:
             def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
                 ready = [each.item() if isinstance(each, np.generic) else each.data.ptr for each in arguments]
                 rows = (*grid, 1)[1]
+                if rows > ROWS_MAX:
+                    raise GpuFault(f"a grid of {rows} rows, and CUDA has at most {ROWS_MAX}")
 
                 def run() -> bool:
                     kernel(*ready, rows)
