@@ -2,7 +2,7 @@
 
 Written against `nccl.bindings.nccl` of nccl4py 0.6: the functions of nccl.h in lower case on raw pointers, which take and give
 `Comm` objects, raise `NCCLError` (with `.status`) for errors, and return for ncclInProgress. Without a GPU its version, its
-ids, its refusals and the shape of every call were tried against the real package; no communicator was ever complete.
+ids and its refusals were tried with the real library, every call with the real package over an emulation of NCCL.
 """
 
 from __future__ import annotations
