@@ -9,7 +9,9 @@ import pytest
 
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing.gpu.stand_in import StandIn
+from ferrorpc.work import Work
 from tests.gpu.ddp_worlds import LANES, world
+from tests.waiting import eventually
 
 COUNT = 64
 SECONDS = 5.0
@@ -19,6 +21,18 @@ def ones(cupy: StandIn) -> Any:
     return cupy.asarray(np.ones(COUNT, np.float32))
 
 
+def wait_in_two(cupy: StandIn, work: Work[Any], first: Any, released: list[bool]) -> None:
+    """Waits in `first` and in another stream, which doubles the sum of two ranks; only then is the GPU released to make it."""
+    with first:
+        work.wait()
+    with cupy.cuda.Stream(non_blocking=True):
+        doubled = work.wait() * 2
+        for _ in range(10):
+            cupy.machine.step()
+        released.append(True)
+        np.testing.assert_array_equal(cupy.asnumpy(doubled), np.full(COUNT, 4))
+
+
 @pytest.mark.parametrize("lanes", LANES)
 def test_every_stream_that_waits_goes_on_after_the_result(cupy: StandIn, lanes: str) -> None:
     """Not the first one alone: threads that share a Work wait in streams of their own."""
@@ -26,18 +40,9 @@ def test_every_stream_that_waits_goes_on_after_the_result(cupy: StandIn, lanes: 
     cupy.machine.copying = lambda direction, gpu, size_bytes: direction == "down" or bool(released)
 
     def body(group: ProcessGroup) -> None:
-        first, second = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
         x = ones(cupy)
         cupy.cuda.get_current_stream().synchronize()
-        work = group.all_reduce(x, async_op=True)
-        with first:
-            work.wait()
-        with second:
-            doubled = work.wait() * 2
-            for _ in range(10):
-                cupy.machine.step()
-            released.append(True)
-            np.testing.assert_array_equal(cupy.asnumpy(doubled), np.full(COUNT, 4))
+        wait_in_two(cupy, group.all_reduce(x, async_op=True), cupy.cuda.Stream(non_blocking=True), released)
 
     world(cupy, lanes, 2, body)
 
@@ -45,20 +50,13 @@ def test_every_stream_that_waits_goes_on_after_the_result(cupy: StandIn, lanes: 
 @pytest.mark.parametrize("lanes", LANES)
 def test_so_it_does_where_the_first_one_still_copies_the_result_to_where_it_belongs(cupy: StandIn, lanes: str) -> None:
     def body(group: ProcessGroup) -> None:
-        first, second = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+        first = cupy.cuda.Stream(non_blocking=True)
         out = cupy.asarray(np.zeros((COUNT, 2), np.float32))[:, 0]
         cupy.cuda.get_current_stream().synchronize()
         work = group.all_reduce(ones(cupy), out=out, async_op=True)
         released: list[bool] = []
         first.fake.enqueue(lambda: bool(released))
-        with first:
-            work.wait()
-        with second:
-            doubled = work.wait() * 2
-            for _ in range(10):
-                cupy.machine.step()
-            released.append(True)
-            np.testing.assert_array_equal(cupy.asnumpy(doubled), np.full(COUNT, 4))
+        wait_in_two(cupy, work, first, released)
 
     world(cupy, lanes, 2, body)
 
@@ -113,8 +111,12 @@ def test_the_thread_that_lets_go_of_arrays_is_on_their_device(cupy: StandIn, lan
         work = group.all_reduce(ones(cupy), async_op=True)
         work.on_done(lambda: found.append(cupy.cuda.Device().id))
         work.wait(host=True)
-        while not found:
+
+        def told() -> list[int]:
             cupy.machine.step()
+            return found
+
+        eventually(told, "the Work says that it is done")
         assert found == [group.rank]
 
     world(cupy, lanes, 3, body)

@@ -139,17 +139,12 @@ class NcclBackend(RawOperations, Backend):
     def submit(self, execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
         if not isinstance(execution, NcclExecution):
             return self.lanes.submit(execution, convert)
-        return progress_of(self.clock).submit(execution, self.abort, self._apart(convert), DeviceWork(self.clock, execution))
-
-    def _apart(self, convert: Callable[[Execution], Any]) -> Callable[[Execution], Any]:
-        """As `convert`, once the GPU is through: what it copies home waits for copies alone, not, as the null stream would, for
-        what the program's blocking streams hold."""
 
         def converted(execution: Execution) -> Any:
-            with self.device.on(self.device.staging.descents.stream):
+            with self.site.homewards():
                 return convert(execution)
 
-        return converted
+        return progress_of(self.clock).submit(execution, self.abort, converted, DeviceWork(self.clock, execution))
 
     def start_send(self, data: Any, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
         """By the host lanes, whose messages have tags and wait for nobody; a GPU's array goes through pinned memory."""

@@ -200,8 +200,7 @@ class Connector:
     def _key(self, name: str) -> str:
         return f"ferrorpc/nccl/{self._session.membership.assignment.generation}/{name}"
 
-    def give_up(self, communicator: Communicator | None) -> bool:
-        """Aborts a communicator on a thread of its own, because that may block; whether it was done within ABORT_SECONDS."""
-        if communicator is None:
-            return True
-        return apart(self._clock, self._on_device, communicator.abort, self._clock.now() + ABORT_SECONDS)
+    def give_up(self, communicator: Communicator | None) -> None:
+        """Aborts a communicator on a thread of its own, because that may block, and waits at most ABORT_SECONDS for it."""
+        if communicator is not None:
+            apart(self._clock, self._on_device, communicator.abort, self._clock.now() + ABORT_SECONDS)

@@ -294,12 +294,12 @@ class NcclExecution(Airborne):
         return True
 
     def _bring_home(self) -> None:
-        device, staging = self._site.device, self._site.device.staging
+        down = self._site.device.staging.down
         wanted = list(self._outputs or ())
         self.results = []
         for item, (target, spec) in enumerate(zip(self._targets, self.specs, strict=True)):
-            with device.on(staging.descents.stream):  # the GPU is through, so it waits for no other stream
-                found = staging.down(target).reshape(spec.shape)
+            with self._site.homewards():
+                found = down(target).reshape(spec.shape)
             if item < len(wanted) and wanted[item].shape == spec.shape and wanted[item].dtype == spec.dtype.storage:
                 copy_into(wanted[item], found)
                 found = wanted[item]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ferrorpc.arrays.device import Device
@@ -73,6 +74,11 @@ class Site:
     def see_off(self, execution: Airborne) -> None:
         """Its caller goes on; the progress thread waits until the GPU has come past it."""
         progress_of(self.lanes.clock).submit(Flight(execution), self.lanes.abort, _nothing)
+
+    def homewards(self) -> AbstractContextManager[None]:
+        """For copies home of what the GPU is through with: they wait for copies alone, not, as in the null stream, for what the
+        program's blocking streams hold."""
+        return self.device.on(self.device.staging.descents.stream)
 
     def sentence(self, label: str) -> str:
         """What an operation waits for once it is in its stream, as far as anybody knows: NCCL does not say."""

@@ -232,6 +232,23 @@ def test_a_bug_in_one_operation_does_not_stop_the_others() -> None:
     assert len(reported) == 1
 
 
+def test_a_gpu_that_cannot_be_made_current_fails_its_own_operation_alone() -> None:
+    latch = Latch()
+    progress = Progress(SYSTEM_CLOCK)
+    reported, report = reporter(latch)
+
+    class Failed:
+        def make_current(self) -> None:
+            raise RuntimeError("an illegal address")
+
+    broken = Scripted(latch)
+    broken.device = Failed()  # type: ignore[assignment]
+    with pytest.raises(FerroError, match="an illegal address"):
+        progress.submit(broken, report, lambda done: done).wait(timeout=20.0)
+    assert len(reported) == 1
+    assert progress.submit(Scripted(Latch(), steps=2), report, lambda done: 7).wait(timeout=20.0) == 7
+
+
 def test_many_operations_in_flight_end_in_their_own_time() -> None:
     progress = Progress(SYSTEM_CLOCK)
     works = [progress.submit(Scripted(Latch(), steps=n % 5), lambda error: None, lambda done, n=n: n) for n in range(50)]
