@@ -325,6 +325,52 @@ def test_what_is_in_flight_when_a_group_closes_is_aborted_in_time(cupy: StandIn)
     assert (meeting.ends[0].destroyed, meeting.ends[1].destroyed) == (False, True)
 
 
+@pytest.mark.parametrize("kind", ["array", "pointer"])
+def test_a_look_at_an_operation_that_comes_after_the_close_ends_nothing_for_the_others(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The progress thread saw the GPU busy, and asks NCCL only when this rank's communicator is destroyed."""
+    ranks = Ranks(cupy, 2)
+    (meeting,) = ranks.nccl.meetings.values()
+    end, state, destroy = meeting.ends[0], meeting.ends[0].state, meeting.ends[0].destroy
+    looks, destroyed, looked = threading.Event(), threading.Event(), threading.Event()
+    failures: list[FerroError] = []
+    monkeypatch.setattr(ranks.backends[0].lanes, "abort", failures.append)
+
+    def state_of_late() -> State:
+        if threading.current_thread().name == "ferrorpc-progress":
+            looks.set()
+            destroyed.wait(SECONDS)
+        try:
+            return state()
+        finally:
+            if destroyed.is_set():
+                looked.set()
+
+    def destroy_and_wait() -> None:
+        destroy()
+        destroyed.set()
+        looked.wait(SECONDS)
+        SYSTEM_CLOCK.parker().park(SYSTEM_CLOCK.now() + 0.1)  # for what comes of the look
+
+    def body(group: ProcessGroup) -> Any:
+        x = ranks.array()
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            if group.rank == 0:
+                stream.fake.enqueue(looks.is_set)
+                monkeypatch.setattr(end, "state", state_of_late)
+                monkeypatch.setattr(end, "destroy", destroy_and_wait)
+            if kind == "array":
+                group.all_reduce(x, out=x)
+            else:
+                ranks.backends[group.rank].all_reduce_raw(x.data.ptr, x.data.ptr, x.size, "float32")
+            group.close()
+        return cupy.asnumpy(x).tolist()
+
+    assert ranks.run(body) == [[2.0] * 4] * 2
+    assert (looked.is_set(), failures) == (True, [])
+
+
 def test_a_communicator_that_has_met_an_error_is_aborted_when_its_group_closes(cupy: StandIn) -> None:
     ranks = Ranks(cupy, 2)
     (meeting,) = ranks.nccl.meetings.values()

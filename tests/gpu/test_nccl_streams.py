@@ -74,6 +74,30 @@ def test_synchronize_and_barrier_block_the_host_until_the_gpu_is_through(cupy: S
     world(cupy, 2, body)
 
 
+def test_what_two_threads_wait_for_is_brought_to_the_host_once(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the progress thread knows when the caller may have the arrays: nobody else writes to them."""
+
+    def body(group: ProcessGroup) -> Any:
+        backend: Any = group._backend
+        staging = backend.site.device.staging
+        copies: list[str] = []
+        second, down = threading.Event(), staging.down
+
+        def slow(source: Any) -> Any:
+            copies.append(threading.current_thread().name)
+            if len(set(copies)) > 1:
+                second.set()
+            second.wait(0.2)
+            return down(source)
+
+        monkeypatch.setattr(staging, "down", slow)
+        work = group.all_gather(np.full(2, group.rank), async_op=True)
+        backend.synchronize(SYSTEM_CLOCK.now() + 10.0)
+        return [each.tolist() for each in work.wait()], len(copies), len(set(copies))
+
+    assert world(cupy, 2, body) == [([[0, 0], [1, 1]], 2, 1)] * 2
+
+
 def test_operations_of_streams_may_be_started_in_any_order_on_any_rank(cupy: StandIn) -> None:
     def body(group: ProcessGroup) -> None:
         streams = [group.stream(), group.stream(channels=2)]

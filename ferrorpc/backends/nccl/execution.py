@@ -11,6 +11,7 @@ Nothing here blocks: whoever drives it looks again.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
@@ -44,7 +45,8 @@ Looker = TypeVar("Looker", bound=Airborne)
 def first_cause(look: Callable[[Looker], bool]) -> Callable[[Looker], bool]:
     """Where a generation has ended, NCCL says only that its communicators are gone: the cause is raised instead.
 
-    NCCL may be the first to notice that a peer is gone. Then the cause is waited for a while.
+    NCCL may be the first to notice that a peer is gone. Then the cause is waited for a while. What another thread has brought
+    to its end during the look, and closed the group, has lost nothing.
     """
 
     @wraps(look)
@@ -52,6 +54,8 @@ def first_cause(look: Callable[[Looker], bool]) -> Callable[[Looker], bool]:
         try:
             return look(execution)
         except NcclError as error:
+            if execution.over:
+                return True
             execution.guard.latch.check()
             if execution.suspects(error):
                 return False
@@ -143,7 +147,8 @@ class NcclExecution(Airborne):
             self._place()
         self._begins = self._caller.record()
         self._launch: Launch | None = None
-        self._over = False
+        self._landing = threading.Lock()
+        """One thread brings results home: they are the caller's once its driver is through."""
         self._diverted: Execution | None = None
         """The call by the host lanes, where it turned out to be one for them."""
         self._lineup = site.lineup(key.stream)
@@ -281,16 +286,18 @@ class NcclExecution(Airborne):
     @first_cause
     def land(self) -> bool:
         """Whether the GPU has come past the mark; then results for the host are there. Raises what NCCL has met meanwhile."""
-        if self._over:
+        if self.over:
             return True
         if self._other is not None:
             return False
         if self.mark is None or not self.mark.done:
             self._lineup.has_launched(self)
             return False
-        if self._on_host:
-            self._bring_home()
-        self.release()
+        with self._landing:
+            if not self.over:
+                if self._on_host:
+                    self._bring_home()
+                self.release()
         return True
 
     def _bring_home(self) -> None:
@@ -346,9 +353,9 @@ class NcclExecution(Airborne):
 
     def release(self) -> None:
         """Lets go of all buffers but the results. Idempotent."""
-        if self._over:
+        if self.over:
             return
-        self._over = True
+        self.over = True
         if self._other is not None:
             self._other.finish()
         self._site.lanes.transport.mailbox.leave(self._key)

@@ -14,8 +14,13 @@ SUSPICION_SECONDS: Final = 5.0
 
 
 class Airborne(Execution):
-    """An operation that a GPU may still be busy with when its driver is through."""
+    """An operation that a GPU may still be busy with when its driver is through.
 
+    Attributes:
+        over: it holds nothing any more: it has landed, or failed. Another thread than the one that looks may have seen to that.
+    """
+
+    over = False
     _verdict_by: float | None = None
 
     def suspects(self, error: NcclError) -> bool:

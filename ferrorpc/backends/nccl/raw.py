@@ -196,6 +196,7 @@ class RawExecution(Airborne):
 
     def release(self) -> None:
         """It holds nothing: it is only no longer in flight."""
+        self.over = True
         self._site.landed(self)
 
 
