@@ -82,7 +82,6 @@ class GrpcTransport(Transport):
         """How many streams a peer that said goodbye had opened to this rank."""
         self._ended: Counter[int] = Counter()
         """How many of a peer's streams are over."""
-        self._asked: set[tuple[int, Key]] = set()
         self._lost: set[int] = set()
         self._closing = False
         server.register(self)
@@ -268,8 +267,7 @@ class GrpcTransport(Transport):
     def _may_still_arrive(self, peer: int, key: Key) -> bool:
         """Whether the part of a peer that said goodbye can be on its way: a goodbye on this rank's lane may overtake it.
 
-        Once the peer's own streams have ended as well, all of it lies in the mailbox. The operation that asks may be about to
-        look there: only when it asks again has it found nothing.
+        Once the peer's own streams have ended as well, all of it lies in the mailbox.
         """
         left_at = self._left.get(peer)
         if left_at is None:
@@ -277,9 +275,7 @@ class GrpcTransport(Transport):
         with self._lock:
             ended, begun = self._ended[peer], sum(source == peer for source, _ in self._inlets)
         if ended >= self._streams.get(peer, 1):
-            asked_first = (peer, key) not in self._asked
-            self._asked.add((peer, key))
-            return asked_first
+            return not self.mailbox.asks_again(peer, key)
         return begun > ended or self._clock.now() - left_at < OVERTAKEN_SECONDS
 
     def _opening(self, peer: int, lane: int) -> bytes:

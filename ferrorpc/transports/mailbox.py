@@ -133,6 +133,7 @@ class Mailbox:
         self._history: OrderedDict[Key, str] = OrderedDict()
         self._last: dict[tuple[int, int], tuple[int, str]] = {}
         self._elsewhere: dict[int, weakref.WeakMethod[Callable[[Key], Entered]]] = {}
+        self._missed: set[tuple[int, Key]] = set()
         self._sending: dict[tuple[Key, int, int], Box] = {}
         self._inbound: dict[tuple[int, int, int], Inbound] = {}
 
@@ -302,6 +303,16 @@ class Mailbox:
             mine = box.signature
         if standing == DIFFERENT and signature != mine:
             self._report(self._difference(key, mine, peer, signature))
+
+    def asks_again(self, peer: int, key: Key) -> bool:
+        """Whether this operation has asked for a peer that had left before.
+
+        All that the peer sent is here. Who asks for the first time may be about to find it: it came between look and question.
+        """
+        with self._lock:
+            before = (peer, key) in self._missed
+            self._missed.add((peer, key))
+            return before
 
     def failed(self, error: FerroError) -> None:
         """A lane met something that ends the generation, such as bytes that are no frame."""

@@ -238,6 +238,20 @@ class TransportContract(ABC):
         wait_for_message(second.box(KEY), first, CHUNK_BYTES)
         assert second.lost == [(first.rank, f"rank {first.rank} has left")]
 
+    def test_what_a_rank_sent_before_it_left_may_be_found_after_it_was_asked_for_once(self, pair: tuple[End, End]) -> None:
+        """Whoever asks has looked before, and is held up between the two while the rest arrives."""
+        first, second = pair
+        box = second.box(KEY)
+        first.send(second, KEY, random_bytes(5))
+        wait_for_message(box, first, 5)
+        first.transport.close(SECONDS)
+        time.sleep(0.1)
+        second.transport.probe(first.rank, KEY, "a()")
+        time.sleep(0.1)
+        assert second.lost == []
+        second.transport.probe(first.rank, KEY, "a()")
+        eventually(lambda: second.lost, "the lost link")
+
     def test_a_broken_generation_reports_no_links_and_raises_its_cause(self, pair: tuple[End, End]) -> None:
         first, second = pair
         first.send(second, KEY, random_bytes(1))

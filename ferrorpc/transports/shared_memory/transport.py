@@ -61,7 +61,6 @@ class SharedMemoryTransport(Transport):
         self._slots = {peer: Slots(neighbours.own, len(self.peers)) for peer in self.peers}
         self._sent = dict.fromkeys(self.peers, 0)
         self._lock = threading.Lock()
-        self._asked: set[tuple[int, Key]] = set()
         self._ended: set[int] = set()
         self._failed: set[int] = set()
         self._closing = False
@@ -104,10 +103,9 @@ class SharedMemoryTransport(Transport):
         self._tell(peer, shared_memory_pb2.SharedMemoryMessage(grant=control.grant_of(key, slot)))
 
     def probe(self, peer: int, key: Key, signature: str) -> None:
-        if self._neighbours.has_left(peer) and (peer, key) not in self._asked:
-            # All that it sent lies in the mailbox, where the operation that asks may be about to look.
-            self._asked.add((peer, key))
-        elif self._reaches(peer):
+        if self._neighbours.has_left(peer) and not self.mailbox.asks_again(peer, key):
+            return
+        if self._reaches(peer):
             self._tell(peer, shared_memory_pb2.SharedMemoryMessage(probe=control.probe_of(key, signature)))
 
     def attend(self, peer: int, over: Callable[[], bool]) -> None:
