@@ -4,6 +4,7 @@ import gc
 import signal
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import ferrorpc
 from ferrorpc.transports.shared_memory.place import refusal
@@ -15,6 +16,10 @@ for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
 
+
+# Machines are slow at times: that fails no test.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 # What thousands of tests consist of stays to the end: no search for garbage needs to look at it, now or later.
 gc.disable()
