@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 
 from ferrorpc.backends.nccl.backend import NcclBackend
+from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.progress import PROBE_SECONDS
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
-from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.guard import SYSTEM_CLOCK, Guard
 from ferrorpc.testing import run_groups
 from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.testing.reference import values
-from ferrorpc.types import DType
+from ferrorpc.types import DType, ReduceOp, TensorSpec
+from ferrorpc.wire.frames import Key
 from tests.gpu.worlds import nccl_backends
+from tests.waiting import eventually
 
 
 def world(cupy: StandIn, size: int, fn: Any, **options: Any) -> list[Any]:
@@ -283,3 +286,24 @@ def test_a_rank_whose_part_is_done_may_leave_while_others_have_not_come_to_their
             return cupy.asnumpy(total).tolist()
 
     assert world(cupy, 2, body) == [[3.0] * 4, None]
+
+
+def test_a_rank_that_has_not_looked_yet_needs_nobody_for_what_is_complete(cupy: StandIn) -> None:
+    """Its host was busy for so long that the other one has left."""
+    backends = nccl_backends(cupy, 2)
+    call = Call(Operation.ALL_REDUCE, (TensorSpec(DType.FLOAT32, (4,)),), op=ReduceOp.SUM)
+    executions: list[Any] = []
+    for backend in backends:
+        with cupy.cuda.Device(backend.rank):
+            x = cupy.asarray(np.ones(4, np.float32))
+            executions.append(backend.prepare(call).start(Key(0, 0, 1), [x], None, Guard(SYSTEM_CLOCK, backend.latch, 20.0)))
+            executions[-1].until_done = False
+    eventually(lambda: all(execution.advance() for execution in executions), "both are in their streams")
+    cupy.machine.settle()
+    assert executions[1].land()
+    backends[1].close()
+    for _ in range(4):
+        executions[0].probe()
+    assert backends[0].latch.cause is None
+    assert executions[0].land()
+    np.testing.assert_array_equal(cupy.asnumpy(executions[0].results[0]), np.full(4, 2.0, np.float32))
