@@ -115,9 +115,13 @@ class FerroError(Exception):
         FerroError._fill(error, message, hint, retryable, fields)
         return error
 
-    def again(self) -> FerroError:
-        """A fresh copy: one cause raised in several threads must not share a traceback."""
-        copy = FerroError.restore(self.code, self.message, self.hint, self.retryable, self.fields)
+    def again(self, hint: str | None = None) -> FerroError:
+        """A fresh copy: one cause raised in several threads must not share a traceback.
+
+        Args:
+            hint: what to try instead, where the caller is not where the error expects it to be.
+        """
+        copy = FerroError.restore(self.code, self.message, self.hint if hint is None else hint, self.retryable, self.fields)
         copy._seen = self._seen
         return copy
 

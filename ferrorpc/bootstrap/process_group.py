@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from typing import Any
+from typing import Any, Final
 
 from ferrorpc.backends import registry
 from ferrorpc.backends.gpu import said_at_join
@@ -18,7 +18,7 @@ from ferrorpc.config import LAUNCH, Config
 from ferrorpc.coordination import farewell
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.coordination.session import RemoteSession
-from ferrorpc.errors import UsageError
+from ferrorpc.errors import GroupAbortedError, PeerLostError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.logs import set_up_logging
@@ -28,6 +28,7 @@ from ferrorpc.wire.tls import TlsFiles
 from ferrorpc.wire.token import Token
 
 _log = logging.getLogger("ferrorpc.bootstrap")
+_NO_GROUP: Final = "no group was made: call ferrorpc.init_process_group() again, or let the launcher start the ranks again"
 _open: list[LocalSession | RemoteSession] = []
 """The seat of this process's group; the next `init_process_group` looks whether it was left."""
 
@@ -55,6 +56,7 @@ def init_process_group(
         CoordinatorUnavailableError: nobody answered at the coordinator's address in time.
         RendezvousTimeoutError: naming who did not come.
         BackendUnavailableError: the backend cannot work here.
+        PeerLostError, GroupAbortedError: a rank was lost, or gave up, before the group was made.
     """
     farewell.install()
     if _open and not _open[-1].left:
@@ -80,6 +82,8 @@ def init_process_group(
         return ProcessGroup(registry.create(config["backend"], made_for), config["timeout"])
     except BaseException as error:
         session.leave(farewell.reason_of(error))
+        if isinstance(error, PeerLostError | GroupAbortedError):
+            raise error.again(_NO_GROUP) from None
         raise
 
 

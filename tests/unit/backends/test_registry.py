@@ -8,10 +8,11 @@ import pytest
 
 import ferrorpc
 from ferrorpc.backends import registry
+from ferrorpc.backends.base import Backend
 from ferrorpc.backends.registry import TRANSPORTS, Place, create, names, register
 from ferrorpc.backends.simulated import Lanes, SimulatedBackend
 from ferrorpc.coordination.local import LocalWorld
-from ferrorpc.errors import BackendUnavailableError, ConfigError
+from ferrorpc.errors import BackendUnavailableError, ConfigError, PeerLostError
 from ferrorpc.group import ProcessGroup
 
 
@@ -83,6 +84,21 @@ def test_a_registered_backend_is_what_a_job_asks_for_by_name(monkeypatch: pytest
     monkeypatch.setenv("FERRORPC_BACKEND", "carrier")
     with ferrorpc.init_process_group() as group:
         assert group.backend == "carrier"
+
+
+def test_whoever_has_no_group_yet_is_not_told_to_form_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+
+    def lose(where: Place) -> Backend:
+        raise PeerLostError(1, "killed by signal 9")
+
+    register("carrier", lose)
+    with pytest.raises(PeerLostError, match="rank 1 was lost: killed by signal 9") as raised:
+        ferrorpc.init_process_group("carrier")
+    assert (raised.value.rank, raised.value.retryable) == (1, True)
+    assert "reform" not in str(raised.value)
+    assert "call ferrorpc.init_process_group() again" in raised.value.hint
+    ferrorpc.init_process_group().close()
 
 
 def test_a_backend_that_nobody_registered_is_refused_before_a_job_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
