@@ -140,6 +140,47 @@ def test_a_signal_reaches_the_children_of_workers_as_itself(tmp_path):
     assert err.endswith("ferrorpc: stopped by SIGTERM\n")
 
 
+SAVING = """
+    import os, signal, sys, time
+
+    def save(*_):
+        time.sleep(float(sys.argv[2]))
+        sys.exit("saved")
+
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGTERM, save)
+    open(f"{sys.argv[1]}/{'child' if child == 0 else 'parent'}", "w").write(f"{os.getpid()}\\n")
+    time.sleep(60)
+"""
+
+
+def test_what_a_shell_in_between_has_started_gets_its_time_to_save(tmp_path):
+    """A shell that gets SIGTERM ends at once."""
+    launcher = start("-n", "1", write_script(tmp_path, SAVING), str(tmp_path), "1.0")
+    pids = read_numbers(tmp_path, "[cp]?*[dt]", 2)
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=20)
+    assert err == "0: saved\nferrorpc: stopped by SIGTERM\n"
+    assert wait_until_gone(pids) == []
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_that_time_ends_with_the_second_signal_or_the_shutdown_timeout(tmp_path, again):
+    launcher = start(
+        "-n", "1", *([] if again else ["--shutdown-timeout", "0.5"]), write_script(tmp_path, SAVING), str(tmp_path), "60"
+    )
+    pids = read_numbers(tmp_path, "[cp]?*[dt]", 2)
+    launcher.send_signal(signal.SIGTERM)
+    if again:
+        time.sleep(0.3)
+        assert launcher.poll() is None
+        launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=20)
+    assert err == "ferrorpc: stopped by SIGTERM\n"
+    assert wait_until_gone(pids) == []
+
+
 def test_the_second_signal_kills_the_stubborn(family):
     launcher, pids = family("stubborn")
     launcher.send_signal(signal.SIGTERM)

@@ -8,6 +8,7 @@ The workers of one launcher live and end together. The phases, and what leads fr
     STOPPING  --`shutdown_seconds` are over, or a second signal-->  KILLING   SIGKILL to those left
     any       --all have ended-->           RUNNING again while restarts are left and nobody asked to stop, else DONE
 
+A worker that was asked to end has ended when its whole process group has: what a shell has started may have something to save.
 Bad configuration (exit code 64) is never tried again.
 
 With `scope="worker"` a failure within the restart budget replaces that worker alone, for scripts that call

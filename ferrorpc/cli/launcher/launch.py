@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import IO, Final
 
 from ferrorpc.cli.codes import EXIT_CONFIG, EXIT_PIPE, EXIT_RETRY
-from ferrorpc.cli.launcher.child import Child, Nursery
+from ferrorpc.cli.launcher.child import Child, Nursery, living_groups
 from ferrorpc.cli.launcher.coordinator import OwnCoordinator
 from ferrorpc.cli.launcher.environment import worker_environment
 from ferrorpc.cli.launcher.exit_reports import ExitReports
-from ferrorpc.cli.launcher.gang import FOREVER, Action, Done, Exit, Gang, Signal, Start
+from ferrorpc.cli.launcher.gang import FOREVER, Action, Done, Exit, Gang, Phase, Signal, Start
 from ferrorpc.cli.launcher.outcome import crash_report, final_code, is_victim, losses_line, reason
 from ferrorpc.cli.launcher.output import Console, WorkerStream
 from ferrorpc.cli.launcher.pipes import Pipes
@@ -30,6 +30,8 @@ from ferrorpc.errors import ConfigError
 
 _WARM_UP_SECONDS: Final = 2.0
 """A job that lives this long gets its reporter started before there is anything to report, and is told of how to watch it."""
+_GROUP_SECONDS: Final = 0.05
+"""Between two looks whether a group has ended."""
 _ANSWER_SECONDS: Final = 1.0
 """How long a restart waits for the coordinator to know of the exit, so that the successor finds its name free; and how
 long the end of the launcher waits for it."""
@@ -48,6 +50,9 @@ class Worker:
         self.log = log
         self.log_path = log_path
         self.seen_exit = False
+        self.told = False
+        """Whether it was asked to end. Then it has ended when all of its group have: a shell goes at once, and what it has
+        started may have something to save."""
 
 
 def launch(plan: Plan, console: Console, environment: Mapping[str, str]) -> int:
@@ -99,6 +104,8 @@ class _Launch:
         self._coordinator: OwnCoordinator | None = None
         self._waiting: tuple[Start, float] | None = None
         """A restart and the latest time for it."""
+        self._look_again_at = FOREVER
+        """Finite while a worker has ended, and some of its group have not: the end of those is told to nobody."""
         self._code: int | None = None
         self._untold = plan.owns_coordinator and (console.attended or plan.http_port is not None)
         """Nobody can know the address of a coordinator that the launcher started, unless it says so to who asks or looks."""
@@ -128,6 +135,8 @@ class _Launch:
         self._pipes.wait(timeout)
         now = time.monotonic()
         self._carry_out(self._gang.tick(now))
+        if now >= self._look_again_at:
+            self._look_for_exits()
         self._look_after_coordinator(now)
         if self._cold and now >= self._started + _WARM_UP_SECONDS:
             self._warm_up()
@@ -136,7 +145,7 @@ class _Launch:
             self._spawn(start)
 
     def _next_deadline(self, now: float) -> float:
-        deadlines = [self._gang.deadline]
+        deadlines = [self._gang.deadline, self._look_again_at]
         if self._coordinator is not None:
             deadlines.append(self._coordinator.deadline)
         if self._cold:
@@ -190,7 +199,10 @@ class _Launch:
             self._spawn(start)
 
     def _signal(self, worker: int, number: int) -> None:
-        if worker in self._workers and not self._workers[worker].child.send(number):
+        if worker not in self._workers:
+            return
+        self._workers[worker].told |= number in STOPS
+        if not self._workers[worker].child.send(number):
             self._console.say(f"rank {self._labels[worker]} runs as another user and takes no {describe(-number)} from here")
 
     # -- workers ---------------------------------------------------------------------------------------------------------
@@ -255,10 +267,17 @@ class _Launch:
             self._carry_out(self._gang.exited(number, -signal.SIGTERM, victim=False, now=time.monotonic()))
 
     def _look_for_exits(self) -> None:
-        for number, worker in list(self._workers.items()):
-            if not worker.seen_exit and (returncode := worker.child.poll()) is not None:
+        running = {number: worker for number, worker in self._workers.items() if not worker.seen_exit}
+        ended = {number: worker for number, worker in running.items() if worker.child.poll() is not None}
+        waits = self._gang.phase is Phase.STOPPING and any(worker.told for worker in ended.values())
+        groups = living_groups() if waits else frozenset()
+        self._look_again_at = FOREVER
+        for number, worker in ended.items():
+            if worker.told and worker.child.pid in groups:
+                self._look_again_at = time.monotonic() + _GROUP_SECONDS
+            elif worker.child.returncode is not None:
                 worker.seen_exit = True
-                self._on_exit(number, worker, returncode)
+                self._on_exit(number, worker, worker.child.returncode)
 
     def _on_exit(self, number: int, worker: Worker, returncode: int) -> None:
         self._pipes.drain(worker.child.stdout)
