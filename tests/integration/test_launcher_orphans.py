@@ -219,10 +219,10 @@ def test_signals_for_the_workers_alone_are_passed_on_and_end_nothing(tmp_path, n
         tmp_path,
         """
         import os, signal, sys
-        signal.signal(int(sys.argv[2]), lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {int(sys.argv[2])})
         with open(f"{sys.argv[1]}/ready{os.environ['RANK']}", "w") as file:
             file.write("1\\n")
-        signal.pause()
+        signal.sigwait({int(sys.argv[2])})
         print("got it")
         """,
     )
