@@ -12,8 +12,8 @@ A worker that was asked to end has ended when its whole process group has: what 
 Bad configuration (exit code 64) is never tried again.
 
 With `scope="worker"` a failure within the restart budget replaces that worker alone, for scripts that call
-`group.reform()`; the others go on. In an elastic world a failure stops nobody: the others are told by the coordinator and
-may go on with a smaller world.
+`group.reform()`; the others go on. Not once one of them has finished: it would find nobody to form a group with. In an
+elastic world a failure stops nobody: the others are told by the coordinator and may go on with a smaller world.
 
 No clock, process or signal is touched here: `now` is passed in, and the caller carries the actions out.
 """
@@ -147,12 +147,16 @@ class Gang:
         """The exit that explains the others: the earliest that neither follows from a lost member nor from the launcher's
         own signal, where there is one."""
         failures = [end for end in self.exits if end.returncode != 0]
-        if self.policy.elastic and any(end.returncode == 0 for end in self.exits):
+        if self.policy.elastic and self._has_begun_to_finish:
             return None  # the world went on without the failed ones, and finished
         return min(failures, key=lambda end: (end.stopped, end.victim, end.at), default=None)
 
+    @property
+    def _has_begun_to_finish(self) -> bool:
+        return any(end.returncode == 0 for end in self.exits)
+
     def _replaces_one(self) -> bool:
-        return self.policy.scope == "worker" and self.restarts < self.policy.max_restarts
+        return self.policy.scope == "worker" and self.restarts < self.policy.max_restarts and not self._has_begun_to_finish
 
     def _start(self, workers: tuple[int, ...]) -> Start:
         self.alive.update(workers)

@@ -163,6 +163,19 @@ def test_with_scope_worker_good_ends_need_no_replacement():
     assert ends(gang, 1, 0) == [Done()]
 
 
+def test_nobody_is_replaced_alone_in_a_world_that_has_begun_to_finish():
+    """There would be nobody to form a group with."""
+    gang = running(2, max_restarts=1, scope="worker")
+    ends(gang, 0, 0)
+    assert ends(gang, 1, 1) == [Start((0, 1), 1)]
+    gang = running(3, max_restarts=5, scope="worker", elastic=True)
+    ends(gang, 0, 0)
+    assert ends(gang, 1, 1) == []
+    assert (gang.phase, gang.alive) == (Phase.RUNNING, {2})
+    assert ends(gang, 2, 0) == [Done()]
+    assert gang.first_failure is None
+
+
 def test_in_an_elastic_world_a_failure_stops_nobody():
     gang = running(3, elastic=True)
     assert ends(gang, 0, -signal.SIGKILL) == []
