@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import pytest
+
 from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.backends.nccl import connect
 from ferrorpc.backends.nccl.api import State
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.nccl.connect import Connector
@@ -30,9 +33,9 @@ class World:
         self.sessions = sessions(size)
         self.apis = [self.nccl.api(rank) for rank in range(size)]
 
-    def connect(self, rank: int, name: str = "world") -> Any:
+    def connect(self, rank: int, name: str = "world", seconds: float = INIT) -> Any:
         size = len(self.sessions)
-        connector = Connector(self.apis[rank], self.sessions[rank], contextlib.nullcontext, INIT, VERDICT)
+        connector = Connector(self.apis[rank], self.sessions[rank], contextlib.nullcontext, seconds, VERDICT)
         return connector.connect(name, list(range(size)))
 
 
@@ -80,6 +83,23 @@ def test_a_rank_that_comes_late_leaves_the_id_that_the_others_have_given_up() ->
     assert len(world.nccl.meetings) == 2
 
 
+def test_a_rank_that_waits_with_an_id_which_the_others_have_given_up_goes_on_to_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came just before they did so: with patience of its own it would miss them once more."""
+    monkeypatch.setattr(connect, "CHECK_SECONDS", 0.05)
+    world = World(2)
+    first = (1).to_bytes(8, "big") * 16
+    parker = SYSTEM_CLOCK.parker()
+
+    def body(rank: int) -> Any:
+        if rank == 1:
+            parker.park(SYSTEM_CLOCK.now() + INIT + VERDICT - 0.15)
+        return world.connect(rank, seconds=INIT if rank == 0 else 100 * INIT)
+
+    found = in_threads(2, body)
+    assert [end.state() for end in found] == [State.SUCCESS] * 2
+    assert {rank: end.aborted for rank, end in world.nccl.meetings[first].ends.items()} == {0: True, 1: True}
+
+
 def test_a_leader_that_cannot_mint_says_why_on_every_rank() -> None:
     world = World(2)
     world.apis[0].broken_mint = NcclError("no network interface")
@@ -88,19 +108,23 @@ def test_a_leader_that_cannot_mint_says_why_on_every_rank() -> None:
         assert "no network interface" in error.message
 
 
-def test_an_error_on_one_rank_ends_the_attempt_on_all_and_is_told_to_all() -> None:
+@pytest.mark.parametrize("after_seconds", [0.0, INIT / 4])
+def test_an_error_on_one_rank_ends_the_attempt_on_all_and_is_told_to_all(after_seconds: float) -> None:
+    """Also where the others are through already."""
     world = World(2)
     init = world.apis[1].init
 
     def broken(size: int, rank: int, ids: Any) -> Any:
-        end = init(size, rank, ids)
-        end.broken = State.SYSTEM_ERROR  # type: ignore[attr-defined]
+        end: Any = init(size, rank, ids)
+        fails_at = SYSTEM_CLOCK.now() + after_seconds
+        end.state = lambda: State.IN_PROGRESS if SYSTEM_CLOCK.now() < fails_at else State.SYSTEM_ERROR
         return end
 
     world.apis[1].init = broken  # type: ignore[method-assign]
     for error in in_threads(2, world.connect):
         assert isinstance(error, NcclError)
         assert "rank 1: its initialisation: system error" in error.message
+    assert all(end.aborted for meeting in world.nccl.meetings.values() for end in meeting.ends.values())
 
 
 def test_the_end_of_the_generation_ends_the_wait_at_once_with_its_cause() -> None:

@@ -270,6 +270,15 @@ def test_an_abort_in_time_ends_nothing_else(cupy: StandIn) -> None:
     assert (end.aborted, codes) == (True, [])
 
 
+def test_a_communicator_that_comes_about_after_the_end_is_aborted(cupy: StandIn) -> None:
+    latch = Latch()
+    ending = Ending(SYSTEM_CLOCK, latch, lambda: cupy.cuda.Device(0))
+    latch.trip(GroupAbortedError(0, "enough"))
+    end: Any = FakeNccl(cupy.machine).api(0).init(1, 0, [bytes(128)])
+    ending.add(end)
+    eventually(lambda: end.aborted)
+
+
 def test_a_group_that_closes_in_order_finalizes_and_destroys(cupy: StandIn) -> None:
     ranks = Ranks(cupy, 2)
 
@@ -293,6 +302,43 @@ def test_survivors_form_the_group_again_with_a_new_id(cupy: StandIn) -> None:
 
     assert ranks.run(body) == [(2, "nccl", [3.0] * 4)] * 2
     assert ranks.nccl.minted == 2
+
+
+def test_a_group_that_is_formed_again_without_need_ends_its_communicators_in_order(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+    (first,) = ranks.nccl.meetings.values()
+
+    def body(group: ProcessGroup) -> Any:
+        group.all_reduce(ranks.array())
+        renewed = group.reform()
+        ended = [(end.destroyed, end.aborted) for end in first.ends.values()]
+        renewed.close()
+        return ended
+
+    assert ranks.run(body) == [[(True, False)] * 2] * 2
+
+
+def test_what_was_in_flight_when_a_generation_ended_holds_no_memory(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+    before: list[int] = []
+
+    def body(group: ProcessGroup) -> None:
+        group.barrier()
+        if group.rank == 0:
+            before.append(cupy.machine.gpus[0].memory.live_blocks)
+            group.all_reduce(ranks.array())  # the other rank never comes to it
+            group.abort("enough")
+        end_of(group, GroupAbortedError)
+
+    assert ranks.run(body) == [None, None]
+    ranks.wait_for_aborts()
+    memory = cupy.machine.gpus[0].memory
+
+    def is_free() -> bool:
+        cupy.machine.settle()
+        return not ranks.backends[0].site.in_flight() and memory.live_blocks <= before[0]
+
+    eventually(is_free, "it is let go of")
 
 
 def test_closing_the_world_ends_the_communicators_of_its_subgroups_too(cupy: StandIn) -> None:
@@ -429,3 +475,24 @@ def test_a_division_that_never_ends_ends_the_generation(cupy: StandIn) -> None:
 
     assert [type(error) for error in ranks.run(body)] == [CollectiveTimeoutError, GroupAbortedError]
     ranks.wait_for_aborts()
+    (meeting,) = ranks.nccl.meetings.values()
+    parts = [end for child in meeting.children.values() for end in child.ends.values()]
+    assert [part.aborted for part in parts] == [True]
+
+
+def test_a_division_ends_with_its_generation(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+
+    def gives_up(chosen: Any, group_id: int) -> Any:
+        ranks.groups[1].abort("enough")
+        raise InterruptedError
+
+    ranks.backends[1].split = gives_up  # type: ignore[method-assign]
+
+    def body(group: ProcessGroup) -> float:
+        began = SYSTEM_CLOCK.now()
+        with pytest.raises(InterruptedError) if group.rank else pytest.raises(GroupAbortedError, match="enough"):
+            group.subgroup([0, 1])
+        return SYSTEM_CLOCK.now() - began
+
+    assert max(ranks.run(body)) < SECONDS
