@@ -12,7 +12,7 @@ import pytest
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.progress import PROBE_SECONDS
-from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.errors import CollectiveTimeoutError, TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Guard
 from ferrorpc.testing import run_groups
@@ -206,8 +206,9 @@ def test_raw_forms_take_pointers_in_the_callers_stream_or_the_backends(cupy: Sta
                 np.testing.assert_array_equal(cupy.asnumpy(y[:4]), total)
                 backend.all_gather_raw(x.data.ptr, y.data.ptr, 4, DType.FLOAT64, stream=stream)
                 np.testing.assert_array_equal(cupy.asnumpy(y), np.concatenate([np.arange(4.0) + rank for rank in range(size)]))
-                backend.reduce_scatter_raw(y.data.ptr, x.data.ptr, 4, "float64", "mean", stream=stream)
-                np.testing.assert_array_equal(cupy.asnumpy(x), np.arange(4.0) + me)
+                part = cupy.asarray(np.zeros(4))
+                backend.reduce_scatter_raw(y.data.ptr, part.data.ptr, 4, "float64", "mean", stream=stream)
+                np.testing.assert_array_equal(cupy.asnumpy(part), np.arange(4.0) + me)
                 backend.broadcast_raw(x.data.ptr, y.data.ptr, 4, "float64", root=1, stream=stream)
                 np.testing.assert_array_equal(cupy.asnumpy(y[:4]), np.arange(4.0) + 1)
         with pytest.raises(TensorMismatchError, match="has no op='band' for int32"):
@@ -215,6 +216,24 @@ def test_raw_forms_take_pointers_in_the_callers_stream_or_the_backends(cupy: Sta
         with pytest.raises(UsageError, match="root"):
             backend.broadcast_raw(0, 0, 1, "int32", root=size)
         group.barrier()
+
+    world(cupy, 2, body)
+
+
+def test_a_raw_form_is_in_flight_until_the_gpu_has_come_past_it(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        backend: Any = group._backend
+        released: list[bool] = []
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.fake.enqueue(lambda: bool(released))
+            x = cupy.asarray(np.ones(4))
+            backend.all_reduce_raw(x.data.ptr, x.data.ptr, 4, "float64", stream=stream)
+            with pytest.raises(CollectiveTimeoutError, match=r"had not done all_reduce_raw\(op=sum, float64\[4\]\)"):
+                backend.synchronize(SYSTEM_CLOCK.now() + 0.05)
+            released.append(True)
+            group.barrier()
+            assert not backend.site.in_flight()
+            np.testing.assert_array_equal(cupy.asnumpy(x), np.full(4, 2.0))
 
     world(cupy, 2, body)
 
@@ -227,6 +246,9 @@ def test_grouped_sends_and_receives_may_cross(cupy: StandIn) -> None:
         x, y = cupy.asarray(np.full(6, float(me))), cupy.empty(6)
         backend.exchange_raw([(x.data.ptr, 48, after)], [(y.data.ptr, 48, before)])
         np.testing.assert_array_equal(cupy.asnumpy(y), np.full(6, float(before)))
+        sevens = cupy.asarray(np.full(6, 7.0))
+        backend.exchange_raw([(sevens.data.ptr, 48, 1)] if me == 0 else [], [(y.data.ptr, 48, 0)] if me == 1 else [])
+        np.testing.assert_array_equal(cupy.asnumpy(y), np.full(6, 7.0 if me == 1 else float(before)))
         for wrong, match in ((size, "peer"), (me, "itself")):
             with pytest.raises(UsageError, match=match):
                 backend.exchange_raw([(0, 8, wrong)], [])
