@@ -71,6 +71,8 @@ def unpack(message: Array) -> Announced:
             raise CodecError(f"an announcement of {message.size} bytes describes {ndim} dimensions of dtype {code}")
         specs.append(TensorSpec(DType(code), shape))
         place += 1 + ndim
+    if place < len(words):
+        raise CodecError(f"an announcement of {message.size} bytes ends after {8 * place}")
     return Announced(number, bool(words[1] & _HOST), tuple(specs))
 
 
