@@ -111,9 +111,10 @@ class GrpcTransport(Transport):
         self._answer(peer, transport_pb2.ControlMessage(grant=control.grant_of(key, slot)))
 
     def probe(self, peer: int, key: Key, signature: str) -> None:
-        if self._may_still_arrive(peer, key):
+        has_left = peer in self._left
+        if has_left and self._may_still_arrive(peer, key):
             return
-        lane = self._lane_to(peer)
+        lane = self._lane_to(peer, needed=has_left)
         if lane is not None:
             lane.outbox.put(transport_pb2.DataMessage(probe=control.probe_of(key, signature)).SerializeToString())
 
@@ -240,16 +241,17 @@ class GrpcTransport(Transport):
 
     # -- links ---------------------------------------------------------------------------------------------------------
 
-    def _lane_to(self, peer: int, number: int = 0) -> Lane | None:
-        """A lane to a peer, dialled at first use; None where nothing can be sent any more, which has been told."""
+    def _lane_to(self, peer: int, number: int = 0, needed: bool = True) -> Lane | None:
+        """A lane to a peer, dialled at first use; None where nothing can be sent any more. Where it is needed, that has been
+        told."""
         self._latch.check()
         lane = self._lanes.get((peer, number))
         if self._closing or peer in self._left or peer in self._lost or lane is None:
-            lane = self._new_lane_to(peer, number)
+            lane = self._new_lane_to(peer, number, needed)
         return lane
 
-    def _new_lane_to(self, peer: int, number: int) -> Lane | None:
-        if peer in self._left:
+    def _new_lane_to(self, peer: int, number: int, needed: bool) -> Lane | None:
+        if needed and peer in self._left:
             self._lose(peer, _GONE.format(peer))
         with self._lock:
             if self._closing:
@@ -269,14 +271,11 @@ class GrpcTransport(Transport):
 
         Once the peer's own streams have ended as well, all of it lies in the mailbox.
         """
-        left_at = self._left.get(peer)
-        if left_at is None:
-            return False
         with self._lock:
             ended, begun = self._ended[peer], sum(source == peer for source, _ in self._inlets)
         if ended >= self._streams.get(peer, 1):
             return not self.mailbox.asks_again(peer, key)
-        return begun > ended or self._clock.now() - left_at < OVERTAKEN_SECONDS
+        return begun > ended or self._clock.now() - self._left[peer] < OVERTAKEN_SECONDS
 
     def _opening(self, peer: int, lane: int) -> bytes:
         opening = transport_pb2.Open(

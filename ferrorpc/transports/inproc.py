@@ -123,8 +123,9 @@ class InprocTransport(Transport):
         self._carry(peer, lambda end: end.mailbox.granted(self.rank, key, slot), needed=False)
 
     def probe(self, peer: int, key: Key, signature: str) -> None:
-        if peer not in self._said_goodbye or self.mailbox.asks_again(peer, key):
-            self._carry(peer, lambda end: end.answer(self.rank, key, signature), needed=True)
+        has_left = peer in self._said_goodbye
+        if not has_left or self.mailbox.asks_again(peer, key):
+            self._carry(peer, lambda end: end.answer(self.rank, key, signature), needed=has_left)
 
     def answer(self, peer: int, key: Key, signature: str) -> None:
         """A probe has come: the answer goes back the way it came."""

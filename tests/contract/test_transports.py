@@ -85,6 +85,32 @@ def wait_for_message(box: Box, source: End, size: int, slot: int = 0) -> bytes:
     return b"".join(frame.payload for frame in received(box, source, slot))
 
 
+class Leaving(dict[int, float]):
+    """Of whom it is asked for the first time is not in it, and is from then on."""
+
+    def __contains__(self, rank: object) -> bool:
+        assert isinstance(rank, int)
+        before = super().__contains__(rank)
+        self[rank] = time.monotonic()
+        return before
+
+    def add(self, rank: int) -> None:
+        self[rank] = time.monotonic()
+
+
+def leave_after_one_look(transport: Transport, peer: int) -> None:
+    """What else `transport` does when a peer leaves does not matter to a probe."""
+    if isinstance(transport, RoutedTransport):
+        transport = transport._lanes[peer]
+    if isinstance(transport, SharedMemoryTransport):
+        transport._neighbours._left = Leaving()  # type: ignore[assignment]
+    elif isinstance(transport, InprocTransport):
+        transport._said_goodbye = Leaving()  # type: ignore[assignment]
+    else:
+        assert isinstance(transport, GrpcTransport)
+        transport._left = Leaving()
+
+
 class TransportContract(ABC):
     """What `transports/base.py` promises."""
 
@@ -251,6 +277,16 @@ class TransportContract(ABC):
         assert second.lost == []
         second.transport.probe(first.rank, KEY, "a()")
         eventually(lambda: second.lost, "the lost link")
+
+    def test_a_rank_that_leaves_while_it_is_asked_for_is_not_missed(self, pair: tuple[End, End]) -> None:
+        first, second = pair
+        box = first.box(KEY)
+        second.send(first, KEY, random_bytes(5))
+        wait_for_message(box, second, 5)
+        leave_after_one_look(second.transport, first.rank)
+        second.transport.probe(first.rank, KEY, "a()")
+        time.sleep(0.1)
+        assert second.lost == []
 
     def test_a_broken_generation_reports_no_links_and_raises_its_cause(self, pair: tuple[End, End]) -> None:
         first, second = pair

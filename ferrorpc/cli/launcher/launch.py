@@ -267,17 +267,17 @@ class _Launch:
             self._carry_out(self._gang.exited(number, -signal.SIGTERM, victim=False, now=time.monotonic()))
 
     def _look_for_exits(self) -> None:
-        running = {number: worker for number, worker in self._workers.items() if not worker.seen_exit}
-        ended = {number: worker for number, worker in running.items() if worker.child.poll() is not None}
-        waits = self._gang.phase is Phase.STOPPING and any(worker.told for worker in ended.values())
+        running = [(number, worker) for number, worker in self._workers.items() if not worker.seen_exit]
+        ended = [(number, worker, code) for number, worker in running if (code := worker.child.poll()) is not None]
+        waits = self._gang.phase is Phase.STOPPING and any(worker.told for _, worker, _ in ended)
         groups = living_groups() if waits else frozenset()
         self._look_again_at = FOREVER
-        for number, worker in ended.items():
+        for number, worker, returncode in ended:
             if worker.told and worker.child.pid in groups:
                 self._look_again_at = time.monotonic() + _GROUP_SECONDS
-            elif worker.child.returncode is not None:
+            else:
                 worker.seen_exit = True
-                self._on_exit(number, worker, worker.child.returncode)
+                self._on_exit(number, worker, returncode)
 
     def _on_exit(self, number: int, worker: Worker, returncode: int) -> None:
         self._pipes.drain(worker.child.stdout)

@@ -103,9 +103,10 @@ class SharedMemoryTransport(Transport):
         self._tell(peer, shared_memory_pb2.SharedMemoryMessage(grant=control.grant_of(key, slot)))
 
     def probe(self, peer: int, key: Key, signature: str) -> None:
-        if self._neighbours.has_left(peer) and not self.mailbox.asks_again(peer, key):
+        has_left = self._neighbours.has_left(peer)
+        if has_left and not self.mailbox.asks_again(peer, key):
             return
-        if self._reaches(peer):
+        if self._reaches(peer, needed=has_left):
             self._tell(peer, shared_memory_pb2.SharedMemoryMessage(probe=control.probe_of(key, signature)))
 
     def attend(self, peer: int, over: Callable[[], bool]) -> None:
@@ -124,13 +125,14 @@ class SharedMemoryTransport(Transport):
         broken = self._latch.cause is not None
         self._neighbours.close(min(timeout, BROKEN_SECONDS) if broken else timeout)
 
-    def _reaches(self, peer: int) -> bool:
-        """Whether something can be sent to a peer; where not, that has been told."""
+    def _reaches(self, peer: int, needed: bool = True) -> bool:
+        """Whether something can be sent to a peer; where it is needed and has left, that has been told."""
         self._latch.check()
         if self._closing:
             raise GroupClosedError(f"rank {self.rank} has closed its links")
         if self._neighbours.has_left(peer):
-            self._neighbours.lose(peer, f"rank {peer} has left")
+            if needed:
+                self._neighbours.lose(peer, f"rank {peer} has left")
             return False
         return peer not in self._ended
 
