@@ -84,6 +84,23 @@ def test_ranks_that_call_different_things_get_both_signatures_instead_of_hanging
     ranks.wait_for_aborts()
 
 
+def test_a_barrier_here_and_an_operation_there_is_such_a_difference(cupy: StandIn) -> None:
+    """The barrier waits for nothing of this rank's GPU, and asks."""
+    ranks = Ranks(cupy, 2)
+
+    def body(group: ProcessGroup) -> Any:
+        if group.rank:
+            group.all_reduce(ranks.array())
+            return end_of(group, CollectiveMismatchError)
+        with pytest.raises(CollectiveMismatchError) as raised:
+            group.barrier()
+        return raised.value
+
+    for error in ranks.run(body):
+        assert error.signatures == {0: "barrier()", 1: "all_reduce(op=sum, float32[4]) by NCCL"}
+    ranks.wait_for_aborts()
+
+
 @pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "gather"])
 def test_an_array_on_a_gpu_here_and_on_a_host_there_is_such_a_difference(cupy: StandIn, operation: str) -> None:
     ranks = Ranks(cupy, 2, HybridBackend)
@@ -289,6 +306,7 @@ def test_a_group_that_closes_in_order_finalizes_and_destroys(cupy: StandIn) -> N
     assert ranks.run(body) == [None, None]
     (meeting,) = ranks.nccl.meetings.values()
     assert [(end.destroyed, end.aborted) for end in meeting.ends.values()] == [(True, False)] * 2
+    assert [backend.lanes.transport._closed for backend in ranks.backends] == [True] * 2
 
 
 def test_survivors_form_the_group_again_with_a_new_id(cupy: StandIn) -> None:
@@ -455,6 +473,26 @@ def test_a_destruction_that_waits_for_other_ranks_does_not_hold_up_the_close(
         assert not others.is_set()
     finally:
         others.set()
+
+
+@pytest.mark.parametrize("into", ["a subgroup", "streams"])
+def test_a_division_waits_for_what_the_gpu_is_at(cupy: StandIn, into: str) -> None:
+    ranks = Ranks(cupy, 2)
+
+    def body(group: ProcessGroup) -> list[float]:
+        through_at = SYSTEM_CLOCK.now() + 0.2
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.fake.enqueue(lambda: SYSTEM_CLOCK.now() > through_at)
+            group.all_reduce(ranks.array())
+            if into == "streams":
+                found = group.stream().all_reduce(ranks.array(), 0).wait()
+            else:
+                part = group.subgroup([0, 1])
+                assert part is not None
+                found = part.all_reduce(ranks.array())
+            return cupy.asnumpy(found).tolist()
+
+    assert ranks.run(body) == [[2.0] * 4] * 2
 
 
 def test_a_division_that_never_ends_ends_the_generation(cupy: StandIn) -> None:

@@ -4,8 +4,9 @@ Faithful in this. Communicators are complete only once all ranks have come with 
 of its own, and IN_PROGRESS until then, for ever if need be. The first operations of a communicator are IN_PROGRESS for some
 looks, while the real one connects. Operations run in streams, in the order of their communicator; those that do not match on
 all ranks never end, until the communicator is aborted, whose operations then end without a result. A communicator that is
-IN_PROGRESS refuses everything else; it is so while it is split, and what will come of that is nothing yet, and once it is
-finalized until its operations have ended. One that has met an error takes nothing but its abort. An aborted one is gone.
+IN_PROGRESS refuses everything else; it is so while it is split, which it cannot be with operations outstanding, and what will
+come of that is nothing yet, and once it is finalized until its operations have ended. One that has met an error takes nothing
+but its abort. An aborted one is gone.
 Sums are folded from a rank on that depends on the element, as a ring does: not in rank order.
 """
 
@@ -251,6 +252,8 @@ class FakeCommunicator:
         """As `Communicator.split`."""
         self._check("ncclCommSplit")
         with self._machine.lock:
+            if self._flying:
+                raise failed("ncclCommSplit", State.INVALID_USAGE, "operations are outstanding")
             number, self.splits = self.splits, self.splits + 1
             asked = self.meeting.splits.setdefault(number, {})
             asked[self.rank] = (color, key)
