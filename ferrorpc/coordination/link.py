@@ -130,10 +130,10 @@ class Link:
             MessageTooLargeError: it is larger than the coordinator takes; nothing was sent.
             FerroError: the line is over.
         """
-        if self.over is not None:
-            raise self.over.again()
         check_size(label, **body)
         with self._monitor.lock:
+            if self.over is not None:  # what waits has been told so, and nobody tells what comes later
+                raise self.over.again()
             request = self._requests.add(label, latch, **body)
             if self._away_since is None:
                 self._send(request)
