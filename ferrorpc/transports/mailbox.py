@@ -305,7 +305,7 @@ class Mailbox:
             self._report(self._difference(key, mine, peer, signature))
 
     def asks_again(self, peer: int, key: Key) -> bool:
-        """Whether this operation has asked for a peer that had left before.
+        """Notes that an operation asks for a peer that has left. Whether it had asked before.
 
         All that the peer sent is here. Who asks for the first time may be about to find it: it came between look and question.
         """

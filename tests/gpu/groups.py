@@ -15,6 +15,7 @@ from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.gpu.worlds import nccl_backends
 from tests.unit.transports.shared_memory.meetings import in_threads
+from tests.waiting import eventually
 
 SECONDS = 10.0
 
@@ -40,11 +41,8 @@ class Ranks:
 
     def wait_for_aborts(self) -> None:
         """All communicators are aborted soon after a generation has ended."""
-        parker, until = SYSTEM_CLOCK.parker(), SYSTEM_CLOCK.now() + SECONDS
         ends = [end for meeting in self.nccl.meetings.values() for end in meeting.ends.values()]
-        while not all(end.aborted for end in ends):
-            assert SYSTEM_CLOCK.now() < until, "a communicator was not aborted"
-            parker.park(SYSTEM_CLOCK.now() + 0.005)
+        eventually(lambda: all(end.aborted for end in ends), "all communicators are aborted", SECONDS)
 
 
 def end_of(group: ProcessGroup, cause: type[FerroError]) -> FerroError:

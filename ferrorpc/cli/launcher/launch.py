@@ -50,9 +50,6 @@ class Worker:
         self.log = log
         self.log_path = log_path
         self.seen_exit = False
-        self.told = False
-        """Whether it was asked to end. Then it has ended when all of its group have: a shell goes at once, and what it has
-        started may have something to save."""
 
 
 def launch(plan: Plan, console: Console, environment: Mapping[str, str]) -> int:
@@ -199,10 +196,7 @@ class _Launch:
             self._spawn(start)
 
     def _signal(self, worker: int, number: int) -> None:
-        if worker not in self._workers:
-            return
-        self._workers[worker].told |= number in STOPS
-        if not self._workers[worker].child.send(number):
+        if worker in self._workers and not self._workers[worker].child.send(number):
             self._console.say(f"rank {self._labels[worker]} runs as another user and takes no {describe(-number)} from here")
 
     # -- workers ---------------------------------------------------------------------------------------------------------
@@ -267,13 +261,13 @@ class _Launch:
             self._carry_out(self._gang.exited(number, -signal.SIGTERM, victim=False, now=time.monotonic()))
 
     def _look_for_exits(self) -> None:
+        """Notes who has ended. Of those that were asked to, a shell goes at once, and what it runs may have something to save."""
         running = [(number, worker) for number, worker in self._workers.items() if not worker.seen_exit]
         ended = [(number, worker, code) for number, worker in running if (code := worker.child.poll()) is not None]
-        waits = self._gang.phase is Phase.STOPPING and any(worker.told for _, worker, _ in ended)
-        groups = living_groups() if waits else frozenset()
+        groups = living_groups() if ended and self._gang.phase is Phase.STOPPING else frozenset()
         self._look_again_at = FOREVER
         for number, worker, returncode in ended:
-            if worker.told and worker.child.pid in groups:
+            if worker.child.pid in groups:
                 self._look_again_at = time.monotonic() + _GROUP_SECONDS
             else:
                 worker.seen_exit = True
