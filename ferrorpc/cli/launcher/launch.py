@@ -261,7 +261,7 @@ class _Launch:
             self._carry_out(self._gang.exited(number, -signal.SIGTERM, victim=False, now=time.monotonic()))
 
     def _look_for_exits(self) -> None:
-        """Notes who has ended. Of those that were asked to, a shell goes at once, and what it runs may have something to save."""
+        """Notes who has ended. Of those asked to, a shell goes at once, and what it runs may have something to save."""
         running = [(number, worker) for number, worker in self._workers.items() if not worker.seen_exit]
         ended = [(number, worker, code) for number, worker in running if (code := worker.child.poll()) is not None]
         groups = living_groups() if ended and self._gang.phase is Phase.STOPPING else frozenset()
