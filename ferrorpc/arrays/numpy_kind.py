@@ -61,16 +61,17 @@ def read_dlpack(x: Any) -> np.ndarray[Any, Any]:
     """The elements of another library's array on the host, without a copy where it permits.
 
     Raises:
-        TensorMismatchError: NumPy cannot read it; the message gives its reason.
+        TensorMismatchError: its dtype is not supported, or NumPy cannot read it; the message gives its reason.
     """
     try:
         return np.from_dlpack(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as problem:
-        if hasattr(x, "__array__") and str(getattr(x, "dtype", "")) == DType.BFLOAT16.label:
+        dtype = getattr(x, "dtype", None)
+        if isinstance(dtype, np.dtype) and dtype_of(dtype) is DType.BFLOAT16:
             return np.asarray(x)  # NumPy takes no bfloat16 through DLPack; JAX gives it as ml_dtypes'
         raise TensorMismatchError(
             f"cannot read this {type(x).__module__}.{type(x).__qualname__}: {problem}",
-            hint="move it to the host, or convert it to a NumPy array first",
+            hint="move it to the host, or make it a NumPy array first; what jax.jit or jax.grad traces has no elements yet",
         ) from None
 
 

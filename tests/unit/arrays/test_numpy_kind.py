@@ -137,10 +137,12 @@ def test_objects_that_speak_dlpack_are_read_and_numpy_comes_back():
     assert type(NUMPY.wrap(got.data, got.spec)) is np.ndarray
 
 
-class JaxBfloat16(Foreign):
-    """As JAX's arrays: what NumPy does not take through DLPack they give as an array of ml_dtypes' bfloat16."""
+class JaxArray(Foreign):
+    """As JAX's arrays: what NumPy does not take through DLPack they give as an array of ml_dtypes' types."""
 
-    dtype = np.dtype(ml_dtypes.bfloat16)
+    @property
+    def dtype(self):
+        return self.array.dtype
 
     def __dlpack__(self, **more):
         raise BufferError("Unsupported dtype in DLTensor.")
@@ -150,9 +152,14 @@ class JaxBfloat16(Foreign):
 
 
 def test_bfloat16_of_a_library_that_speaks_dlpack_is_read():
-    got = view(JaxBfloat16(np.array([1.0, -2.5], ml_dtypes.bfloat16)))
+    got = view(JaxArray(np.array([1.0, -2.5], ml_dtypes.bfloat16)))
     assert (got.kind, got.spec) == (NUMPY, TensorSpec(DType.BFLOAT16, (2,)))
     assert got.data.view(ml_dtypes.bfloat16).tolist() == [1.0, -2.5]
+
+
+def test_dtypes_that_dlpack_has_no_name_for_are_refused_with_the_list():
+    with pytest.raises(TensorMismatchError, match=r"float8_e4m3fn is not supported(.|\n)*try: .*bfloat16"):
+        view(JaxArray(np.zeros(2, ml_dtypes.float8_e4m3fn)))
 
 
 def test_dlpack_objects_out_of_reach_say_why():
