@@ -21,7 +21,7 @@ import numpy as np
 
 from ferrorpc.agreement import agree
 from ferrorpc.arrays.cupy_kind import CupyKind
-from ferrorpc.arrays.kinds import copy_into, spec_of, split, view, view_out
+from ferrorpc.arrays.kinds import copy_into, kind_of, spec_of, split, view, view_out
 from ferrorpc.ddp.bucket import Bucket, lay_out
 from ferrorpc.ddp.parcel import current
 from ferrorpc.ddp.reducer import cap_bytes
@@ -86,14 +86,34 @@ class Shard:
         if self._kind is not None:
             np.copyto(self.gradient, self._kind.staging.down(mean))
 
-    def load(self, weights: Mapping[str, Any]) -> None:
-        """Copies this rank's shard of the weights."""
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of each parameter in it that has elements."""
+        return {slot.name: slot.spec.shape for slot in self.bucket.slots if slot.stop > slot.start}
+
+    def cut(self, arrays: Mapping[str, Any], into: Any) -> None:
+        """Copies this rank's shard of arrays shaped like the parameters, by their names, into a host array of its length."""
+        place = view_out(into, spec_of(into))
         for slot in self.bucket.slots:
             start, stop = slot.start - self.bucket.header, slot.stop - self.bucket.header
             first, last = max(start, self._first), min(stop, self._first + len(self.weights))
             if first < last:
-                source = view(weights[slot.name], near=self._kind is not None).data.reshape(-1)
-                copy_into(self.weights[first - self._first : last - self._first], source[first - start : last - start])
+                source = view(arrays[slot.name], near=self._kind is not None).data.reshape(-1)
+                copy_into(place.data[first - self._first : last - self._first], source[first - start : last - start])
+        place.commit()
+
+    def whole(self, mine: Any, root: int) -> dict[str, Any]:
+        """The reverse of `cut`, on rank `root`: arrays of `mine`'s kind in memory of their own. Empty elsewhere. Collective."""
+        parts = self._group.gather(mine if self._kind is None else self._kind.staging.up(mine), root=root)
+        if parts is None:
+            return {}
+        kind, dtype, header = kind_of(mine), spec_of(mine).dtype, self.bucket.header
+        flat = np.concatenate([view(part).data for part in parts])
+        return {
+            slot.name: kind.wrap(flat[slot.start - header : slot.stop - header], TensorSpec(dtype, slot.spec.shape))
+            for slot in self.bucket.slots
+            if slot.stop > slot.start
+        }
 
     def gather(self) -> Work[Any]:
         """Begins to gather everyone's `weights`."""
@@ -181,7 +201,7 @@ class Shards:
             if gradients[name] is not None and (found := spec_of(gradients[name])) != spec:
                 raise TensorMismatchError(f"the gradient of {name!r} is {found}, but the parameter is {spec}")
         for shard, work in [(shard, shard.reduce(gradients)) for shard in self.shards]:
-            shard.load(weights)
+            shard.cut(weights, shard.weights)
             shard.take(work)
 
     def gather(self, weights: Mapping[str, Any]) -> None:

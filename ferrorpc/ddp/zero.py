@@ -18,6 +18,7 @@ from ferrorpc.types import DType, TensorSpec
 
 _DTYPES = (DType.FLOAT32, DType.FLOAT64)
 _STEP = "step"
+_RANK = "rank"
 
 
 class ZeroOptimizer:
@@ -42,7 +43,7 @@ class ZeroOptimizer:
     """
 
     def __init__(self, weights: Any, group: ProcessGroup, rule: Rule, *, bucket_cap_mb: float = 25) -> None:
-        group = group_given(group)
+        self._group = group = group_given(group)
         self._weights = flatten(weights)
         _check_apart(self._weights)
         specs = [(name, spec_of(leaf)) for name, leaf in self._weights.items()]
@@ -89,21 +90,53 @@ class ZeroOptimizer:
 
     def state(self) -> dict[str, Array]:
         """What this rank remembers, copied, to be saved beside the weights: each rank saves its own."""
-        return {_STEP: np.asarray(self._steps)} | {name: array.copy() for name, array in self._named().items()}
+        whose = {_STEP: np.asarray(self._steps), _RANK: np.asarray([self._group.rank, self._group.size])}
+        return whose | {name: array.copy() for name, array in self._named().items()}
+
+    def gather_state(self, root: int = 0) -> dict[str, Array] | None:
+        """What all ranks remember, on rank `root`; None elsewhere. Collective. Groups of any size can go on from it.
+
+        Returns:
+            name -> array: "slot0/a/b" is the first of what the rule remembers of the weights "a/b", in their shape. What has no
+            elements is left out.
+        """
+        state = {_STEP: np.asarray(self._steps)}
+        for shard, memory in zip(self._shards.shards, self._memory, strict=True):
+            for slot, array in enumerate(memory):
+                state.update({f"slot{slot}/{name}": whole for name, whole in shard.whole(array, root).items()})
+        return state if self._group.rank == root else None
 
     def load_state(self, state: Mapping[str, Array]) -> None:
-        """Goes on from what `state` gave on the same rank of a group of the same size.
+        """Goes on from what `state` gave on the same rank of a group of the same size, or `gather_state` in any group.
 
         Raises:
-            UsageError: it is another optimizer's, or of a group of another size.
+            UsageError: it is another optimizer's, another rank's, or of a group of another size.
         """
-        named = self._named()
-        shapes = {name: array.shape for name, array in state.items() if name != _STEP}
-        if _STEP not in state or shapes != {name: array.shape for name, array in named.items()}:
-            raise UsageError("the state is not this optimizer's", hint="load it on the same rank of a group of the same size")
+        if _RANK in state:
+            self._load_own(state)
+        else:
+            self._load_whole(state)
         self._steps = int(state[_STEP])
+
+    def _load_own(self, state: Mapping[str, Array]) -> None:
+        rank, size = (int(number) for number in state[_RANK])
+        if (rank, size) != (self._group.rank, self._group.size):
+            raise UsageError(
+                f"the state is that of rank {rank} of {size}, and this is rank {self._group.rank} of {self._group.size}",
+                hint="load each rank's own, or what gather_state() gave: that is for groups of any size",
+            )
+        named = self._named()
+        _check_shapes(state, {name: array.shape for name, array in named.items()})
         for name, array in named.items():
             array[...] = state[name]
+
+    def _load_whole(self, state: Mapping[str, Array]) -> None:
+        shards, slots = self._shards.shards, range(self._rule.slots)
+        shapes = {name: shape for shard in shards for name, shape in shard.shapes.items()}
+        _check_shapes(state, {f"slot{slot}/{name}": shape for slot in slots for name, shape in shapes.items()})
+        for shard, memory in zip(shards, self._memory, strict=True):
+            for slot, array in enumerate(memory):
+                shard.cut({name: state[f"slot{slot}/{name}"] for name in shard.shapes}, array)
 
     def _named(self) -> dict[str, Array]:
         return {
@@ -130,6 +163,16 @@ def _check_place(name: str, weights: Any, spec: TensorSpec) -> None:
     except UsageError as error:
         text = f"weights {name!r} cannot be updated in place: {error.message}"
         raise UsageError(text, hint="give the optimizer arrays of your own, such as x.copy()") from None
+
+
+def _check_shapes(state: Mapping[str, Array], slots: Mapping[str, tuple[int, ...]]) -> None:
+    wanted = {_STEP: (), **slots}
+    found = {name: array.shape for name, array in state.items() if name != _RANK}
+    strange = [name for name in wanted | found if wanted.get(name) != found.get(name)]
+    if strange:
+        raise UsageError(
+            f"the state is not this optimizer's: see {strange[0]!r}", hint="make the optimizer of the same weights and rule"
+        )
 
 
 def _check_rule(rule: Any) -> None:

@@ -11,10 +11,13 @@ from ferrorpc.arrays.kinds import kind_of, spec_of
 from ferrorpc.ddp.shards import Shard, Shards
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
+from ferrorpc.torch.zero_state import apart, is_piece, joined, piece_keys
 from ferrorpc.types import TensorSpec
 
 _OF_WHOLE_PARAMETERS: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 """Torch's optimizers whose update of an element depends on others."""
+_RANK: Final = "rank"
+_NAME: Final = "parameter"
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -26,7 +29,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Each rank's optimizer sees flat pieces of parameters, not parameters; what works on whole matrices or norms cannot be used.
     `param_groups` are of the real parameters, so schedulers of torch work. `state_dict()` is this rank's, to be loaded on the
-    same rank of a group of the same size.
+    same rank of a group of the same size; `gather_state_dict()` is that of torch's own optimizer, for groups of any size.
 
     Args:
         parameters: tensors on the host, or torch's dicts of them. All ranks hold the same. Frozen ones are left as they are.
@@ -50,7 +53,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         _check_elementwise(optimizer)
-        group = group_given(group)
+        self._group = group = group_given(group)
         self._shards: list[Shards] = []
         super().__init__(parameters, options)
         self._trained = [_named(members) for members in self.param_groups]
@@ -96,23 +99,70 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """This rank's part: what its optimizer remembers of its shards."""
         self._hand_down_settings()  # a scheduler has written new ones since the last step
         state: dict[str, Any] = self._inner.state_dict()
-        return state
+        return state | {_RANK: [self._group.rank, self._group.size]}
+
+    def gather_state_dict(self, root: int = 0) -> dict[str, Any] | None:
+        """What all ranks remember, as torch's own optimizer has it, on rank `root`; None elsewhere. Collective.
+
+        Groups of any size can go on from it, and so can torch's own optimizer. What has no elements is left out.
+        """
+        whole: dict[str, Any] = super().state_dict()
+        for members, shards, own in zip(whole["param_groups"], self._shards, self._inner.param_groups, strict=True):
+            for shard, part in zip(shards.shards, own["params"], strict=True):
+                for name, state in apart(shard, self._inner.state.get(part, {}), root).items():
+                    if state:
+                        whole["state"][members["params"][_place(name)]] = state
+        return whole if self._group.rank == root else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` gave on the same rank of a group of the same size.
+        """Goes on from what `state_dict` gave on the same rank of a group of the same size, or from the state of torch's own
+        optimizer, as `gather_state_dict` gives it in any group.
 
         Raises:
-            UsageError: it is another optimizer's, or of a group of another size.
+            UsageError: it is another optimizer's, another rank's, or of a group of another size; or torch's own has made more
+                steps with some parameters than with others that travel with them.
         """
+        if _RANK in state_dict:
+            self._check_own(state_dict)
+            own = {key: value for key, value in state_dict.items() if key != _RANK}
+        else:
+            own = self._cut(state_dict)
+        self._inner.load_state_dict(own)
+        for members, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            members.update(_settings(inner))
+
+    def _check_own(self, state_dict: dict[str, Any]) -> None:
+        here = [self._group.rank, self._group.size]
+        if state_dict[_RANK] != here:
+            (rank, size), (my_rank, my_size) = state_dict[_RANK], here
+            raise UsageError(
+                f"the state is that of rank {rank} of {size}, and this is rank {my_rank} of {my_size}",
+                hint="load each rank's own, or what gather_state_dict() gave: that is for groups of any size",
+            )
         shards = [shard.weights.shape for shards in self._shards for shard in shards.shards]
         for number, state in state_dict["state"].items():
-            shapes = {tuple(value.shape) for value in state.values() if isinstance(value, torch.Tensor) and value.ndim}
+            shapes = {tuple(value.shape) for value in state.values() if is_piece(value)}
             if number >= len(shards) or not shapes <= {shards[number]}:
-                hint = "load it on the same rank of a group of the same size"
-                raise UsageError("the state is not this optimizer's", hint=hint)
-        self._inner.load_state_dict(state_dict)
-        for members, own in zip(self.param_groups, self._inner.param_groups, strict=True):
-            members.update(_settings(own))
+                raise UsageError("the state is not this optimizer's", hint="give it the same parameters in the same order")
+
+    def _cut(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of the state of torch's own optimizer."""
+        own: dict[str, Any] = self._inner.state_dict()
+        counts = [len(members["params"]) for members in self.param_groups]
+        found = [len(members["params"]) for members in whole["param_groups"]]
+        if found != counts:
+            raise UsageError(
+                f"the state is of groups of {found} parameters, and this optimizer has {counts}",
+                hint="give it the same parameters in the same order",
+            )
+        own["state"] = {}
+        pieces = piece_keys(whole["state"].values())
+        for members, settings, shards in zip(own["param_groups"], whole["param_groups"], self._shards, strict=True):
+            members.update(_settings(settings))
+            for number, shard in zip(members["params"], shards.shards, strict=True):
+                states = {name: whole["state"].get(settings["params"][_place(name)], {}) for name in shard.shapes}
+                own["state"][number] = joined(shard, states, pieces)
+        return own
 
     def _hand_down_settings(self) -> None:
         for members, own in zip(self.param_groups, self._inner.param_groups, strict=True):
@@ -144,12 +194,17 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def _named(group: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Those that are not frozen, by their places."""
-    return {f"parameter{number}": parameter for number, parameter in enumerate(group["params"]) if parameter.requires_grad}
+    return {f"{_NAME}{number}": parameter for number, parameter in enumerate(group["params"]) if parameter.requires_grad}
+
+
+def _place(name: str) -> int:
+    """Where in its group the parameter is that `_named` gave this name."""
+    return int(name.removeprefix(_NAME))
 
 
 def _check_frozen(group: dict[str, Any], trained: dict[str, torch.Tensor]) -> None:
     for number, parameter in enumerate(group["params"]):
-        if parameter.grad is not None and f"parameter{number}" not in trained:
+        if parameter.grad is not None and f"{_NAME}{number}" not in trained:
             raise UsageError(
                 f"parameter {number} was frozen when this optimizer was made, but has a gradient now",
                 hint="make the optimizer again when parameters were thawed",

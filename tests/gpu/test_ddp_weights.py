@@ -131,6 +131,26 @@ def test_an_optimizer_on_gpus_has_the_bits_of_the_host_where_only_shares_go_by_n
     assert (sum(copied) < 2 * 2 * 2.5 * everything) == (lanes != "simulated")
 
 
+@pytest.mark.parametrize("lanes", LANES)
+def test_what_ranks_with_gpus_remember_is_gathered_on_the_host_and_goes_on(cupy: StandIn, lanes: str) -> None:
+    shapes = {"a": (7, 10), "b": (333,), "c": (9, 2, 5)}
+
+    def steps(group: ProcessGroup, place: Callable[[Any], Any], home: Callable[[Any], Array]) -> list[bytes]:
+        chance = np.random.default_rng(7)
+        weights = {name: place(chance.standard_normal(shape).astype(np.float32)) for name, shape in shapes.items()}
+        state: Any = None
+        for cap_mb in (25, 1e-3):
+            optimizer = ferrorpc.ZeroOptimizer(weights, group, ferrorpc.rules.Adam(0.1), bucket_cap_mb=cap_mb)
+            if state is not None:
+                optimizer.load_state(state)
+            optimizer.step({name: place(chance.standard_normal(shape).astype(np.float32)) for name, shape in shapes.items()})
+            state = [optimizer.gather_state(root) for root in range(group.size)][group.rank]
+        return [each.tobytes() for each in state.values()] + [home(each).tobytes() for each in weights.values()]
+
+    wanted = run_groups([ProcessGroup(each) for each in host_lanes(2)], lambda group: steps(group, np.asarray, np.asarray))
+    assert world(cupy, lanes, 2, lambda group: steps(group, cupy.asarray, cupy.asnumpy)) == wanted
+
+
 def test_an_optimizer_may_be_used_and_dropped_in_another_stream_than_it_was_made_in(cupy: StandIn) -> None:
     """The other one is late: its buffers are not cleared yet when the step writes to them, and are not free before it has read
     them."""

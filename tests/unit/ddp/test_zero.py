@@ -87,11 +87,45 @@ def test_training_goes_on_from_a_saved_state_with_the_same_bits():
         assert all(weights[name].tobytes() == leaf.tobytes() for name, leaf in expected.items())
 
 
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_a_gathered_state_goes_on_in_groups_of_any_size_with_the_same_bits(rule):
+    """All ranks have the same gradients, so that means of 1, 2 or 4 of them have the same bits."""
+    weights, state = tree(0), None
+
+    def body(group, weights, saved, steps, cap):
+        weights = {name: leaf.copy() for name, leaf in weights.items()}
+        optimizer = ZeroOptimizer(weights, group, rule, bucket_cap_mb=cap)
+        if saved is not None:
+            optimizer.load_state(saved)
+        for step in steps:
+            optimizer.step(grads(0, step))
+        return weights, optimizer.gather_state(root=group.size - 1)
+
+    for size, steps, cap in [(4, (1, 2), 25), (2, (3, 4), 1e-4), (1, (5,), 25)]:
+        before = weights, state, steps, cap
+        *others, (weights, state) = run_world(size, lambda group, before=before: body(group, *before))
+        assert [each for _, each in others] == [None] * (size - 1)
+        assert state is not None
+        assert all(array.flags.owndata and array.flags.writeable for array in state.values())
+        slots = {f"slot{slot}/{name}": leaf.shape for slot in range(rule.slots) for name, leaf in weights.items() if leaf.size}
+        assert {name: array.shape for name, array in state.items()} == {"step": (), **slots}
+    assert all(weights[name].tobytes() == leaf.tobytes() for name, leaf in unsharded(1, rule).items())
+
+
 def test_a_state_of_another_optimizer_is_refused():
     def body(group):
-        state = ZeroOptimizer(tree(0), group, SGD(0.1)).state()
-        with pytest.raises(UsageError, match="not this optimizer's"):
-            ZeroOptimizer(tree(0), group, Adam()).load_state(state)
+        other = ZeroOptimizer(tree(0), group, SGD(0.1))
+        adam = ZeroOptimizer(tree(0), group, Adam())
+        for state in (
+            other.state(),
+            {"step": np.asarray(1)},
+            ZeroOptimizer(grads(0, 0) | {"a": np.ones(3)}, group, Adam()).state(),
+        ):
+            with pytest.raises(UsageError, match="not this optimizer's"):
+                adam.load_state(state)
+        others = adam.state() | {"rank": np.asarray([1 - group.rank, 2])}
+        with pytest.raises(UsageError, match=rf"that of rank {1 - group.rank} of 2, and .*{group.rank} of 2\n.*gather_state"):
+            adam.load_state(others)
 
     run_world(2, body)
 

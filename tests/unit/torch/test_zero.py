@@ -139,8 +139,153 @@ def test_a_state_of_a_group_of_another_size_is_refused():
 
     def body(group):
         optimizer = ZeroOptimizer(network().parameters(), torch.optim.Adam, group)
-        with pytest.raises(UsageError, match=r"not this optimizer's\n.*same size"):
+        with pytest.raises(
+            UsageError, match=rf"of rank {group.rank} of 3, and this is rank {group.rank} of 2\n.*each rank's own"
+        ):
             optimizer.load_state_dict(states[group.rank])
+
+    run_world(2, body)
+
+
+def test_a_state_of_another_rank_is_refused():
+    def body(group):
+        module = network()
+        optimizer = ZeroOptimizer(module.parameters(), torch.optim.Adam, group)
+        backward(module, group.rank, 0)
+        optimizer.step()
+        others = optimizer.state_dict() | {"rank": [1 - group.rank, 2]}
+        with pytest.raises(UsageError, match=f"that of rank {1 - group.rank} of 2, and this is rank {group.rank} of 2"):
+            optimizer.load_state_dict(others)
+
+    run_world(2, body)
+
+
+class Scaled(torch.nn.Module):
+    """With parameters of every kind of shape: matrices, vectors, a number, one without elements, a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = network()
+        self.network[0].bias.requires_grad_(False)
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+        self.nothing = torch.nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x):
+        return self.network(x) * self.scale + self.nothing.sum()
+
+    @property
+    def groups(self):
+        return [{"params": self.network.parameters()}, {"params": [self.scale, self.nothing], "lr": 0.02}]
+
+
+def trained(module, optimizer, steps):
+    """All ranks have the same batches, so that means of 1, 2 or 4 of them have the same bits."""
+    for step in steps:
+        backward(module, 0, step)
+        optimizer.step()
+
+
+def close(module, expected):
+    for name, weights in expected.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], weights, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*KINDS, (torch.optim.NAdam, {"lr": 0.01}), (torch.optim.Rprop, {"lr": 0.01}), (torch.optim.ASGD, {"lr": 0.01})],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_a_gathered_state_goes_on_in_groups_of_any_size_and_in_torchs_own_optimizer(kind, options):
+    expected = Scaled()
+    trained(expected, kind(expected.groups, **options), range(8))
+    module = Scaled()
+    own = kind(module.groups, **options)
+    trained(module, own, range(2))
+    state = own.state_dict()
+
+    def body(group, weights, saved, steps, cap):
+        module = Scaled()
+        module.load_state_dict(weights)
+        optimizer = ZeroOptimizer(module.groups, kind, group, bucket_cap_mb=cap, **options)
+        optimizer.load_state_dict(saved)
+        trained(module, optimizer, steps)
+        return module.state_dict(), optimizer.gather_state_dict(root=group.size - 1)
+
+    for size, steps, cap in [(4, (2, 3), 25), (2, (4, 5), 5e-4)]:
+        before = module.state_dict(), state, steps, cap
+        *others, (weights, state) = run_world(size, lambda group, before=before: body(group, *before))
+        assert [each for _, each in others] == [None] * (size - 1)
+        module.load_state_dict(weights)
+    last = kind(module.groups, **options)
+    last.load_state_dict(state)
+    trained(module, last, (6, 7))
+    close(module, expected)
+
+
+def test_states_of_torchs_own_optimizer_that_cannot_be_joined_are_refused():
+    def adam(parameters, *grads):
+        optimizer = torch.optim.Adam(parameters)
+        for each in grads:
+            for parameter, grad in zip(parameters, each, strict=True):
+                parameter.grad = None if grad is None else torch.full_like(parameter, grad)
+            optimizer.step()
+        return optimizer.state_dict()
+
+    def pair(*shapes):
+        return [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+
+    states = [
+        (adam(pair(3, 4, 5), (1, 1, 1)), r"groups of \[3\] parameters, and this optimizer has \[2\]"),
+        (adam(pair(3, 4), (1, None)), r"no step for parameter1\n.*until each has had a gradient"),
+        (adam(pair(3, 5), (1, 1)), r"exp_avg has shape \(5,\) for parameter1, whose own is \(4,\)"),
+        (adam(pair(3, 4), (1, 1), (1, None)), r"step is 1.0 for parameter1 and 2.0 for parameter0.*\n.*smaller bucket_cap_mb"),
+    ]
+
+    def body(group):
+        optimizer = ZeroOptimizer(pair(3, 4), torch.optim.Adam, group)
+        for state, message in states:
+            with pytest.raises(UsageError, match=message):
+                optimizer.load_state_dict(state)
+        assert optimizer.memory_bytes == 0
+
+    run_world(2, body)
+
+
+def test_a_gathered_state_of_numbers_alone_goes_on():
+    """Their shapes do not tell what torch remembers of each of them."""
+
+    def made():
+        return [torch.nn.Parameter(torch.tensor(value)) for value in (0.5, -2.0)]
+
+    def moved(weights, optimizer):
+        for number, weight in enumerate(weights):
+            weight.grad = torch.tensor(1.0 + number)
+        optimizer.step()
+
+    def body(group):
+        weights = made()
+        optimizer = ZeroOptimizer(weights, torch.optim.Adam, group, lr=0.1)
+        moved(weights, optimizer)
+        again = ZeroOptimizer(weights, torch.optim.Adam, group)
+        again.load_state_dict(optimizer.gather_state_dict())
+        moved(weights, again)
+        return [weight.item() for weight in weights]
+
+    expected = made()
+    optimizer = torch.optim.Adam(expected, lr=0.1)
+    for _ in range(2):
+        moved(expected, optimizer)
+    assert run_world(1, body) == [pytest.approx([weight.item() for weight in expected])]
+
+
+def test_a_state_gathered_before_the_first_step_remembers_nothing():
+    def body(group):
+        optimizer = ZeroOptimizer(network().parameters(), torch.optim.Adam, group, lr=0.5)
+        state = optimizer.gather_state_dict()
+        if group.rank:
+            assert state is None
+        else:
+            assert state == torch.optim.Adam(network().parameters(), lr=0.5).state_dict()
 
     run_world(2, body)
 
