@@ -6,8 +6,9 @@ from typing import Final
 
 from ferrorpc.collectives.arena.all_reduce import OneShot, TwoShot
 from ferrorpc.collectives.arena.arena import Arena
+from ferrorpc.collectives.arena.barrier import Barrier
 from ferrorpc.collectives.arena.board import SLOT_BYTES
-from ferrorpc.collectives.arena.exchange import Barrier, Exchange
+from ferrorpc.collectives.arena.exchange import Exchange
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.select import bytes_of, select
