@@ -16,13 +16,13 @@ once to copy or fold. Memory beyond the arrays: the ring, about RING_BYTES (amon
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.board import CHUNK_BITS, LEFT, RING, SIGNATURE, SOURCE, STAGED, Array, Channel, Wait
+from ferrorpc.collectives.arena.board import CHUNK_BITS, LEFT, RING, SIGNATURE, SOURCE, STAGED, Array, Channel, Wait, words_of
 from ferrorpc.collectives.arena.doubts import UnreadCalls
 from ferrorpc.collectives.arena.execution import Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared, fold_of
@@ -50,10 +50,10 @@ class _Part(NamedTuple):
     spec: TensorSpec
     length: int
     """Elements in all."""
+    chunk: int
+    """Elements that come in a round; all of them, and at least 1, where they come as a whole."""
     elements: Array
     """The elements, flat; in a ring SLOTS chunks of them."""
-    chunk: int
-    """Elements that come in a round."""
     in_ring: bool
 
     @property
@@ -72,11 +72,24 @@ class _Part(NamedTuple):
         return self.elements[begin : begin + last - first]
 
 
+class _Place(NamedTuple):
+    """Where a part that has to be copied lies in the ring, seen from its beginning."""
+
+    item: int
+    """Which of the call's parts."""
+    offset: int
+    nbytes: int
+    chunk_bytes: int
+    """Of a round; 0 where it lies there as a whole."""
+
+
 class Exchange(ArenaPrepared):
     """Moves, and the reductions that end on one rank each."""
 
     chunks = (1 << CHUNK_BITS) - 1
     """More than any rounds: how many there are is not known to ranks that do not know the others' shapes."""
+    _own: tuple[TensorSpec, int, int]
+    """The first fields of what this rank has for itself, where it reads parts."""
 
     def __init__(self, arena: Arena, call: Call) -> None:
         super().__init__(arena, call)
@@ -101,6 +114,10 @@ class Exchange(ArenaPrepared):
         self._owner_places = [source - (source > rank) for source in self._sources if source != rank]
         parts = max(arena.size - 1, 1) if self._has_part_for_each else 1
         self._chunk_bytes = max(RING_BYTES // (SLOTS * parts), CHUNK_BYTES_MIN) // _ALIGNMENT * _ALIGNMENT
+        self._places, self._room_bytes = self._plan() if self._brings else ([], 0)
+        self._table = self._describe()
+        if rank in self._sources:
+            self._own = self._describe_own()
 
     def _peers_that_none_reads(self, from_root: bool) -> frozenset[int]:
         """Whose call this rank must compare with its own some other way than by reading what they brought: their places.
@@ -112,6 +129,39 @@ class Exchange(ArenaPrepared):
             return frozenset()
         return frozenset(range(self.arena.size - 1)) if from_root else frozenset((root - (root > rank),))
 
+    def _plan(self) -> tuple[list[_Place], int]:
+        """Where in the ring the parts for others come that are not in the segment, behind the table; and how large that is."""
+        sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in self.call.inputs]
+        if self._has_part_for_each:
+            sizes[self._mine] = 0
+        is_large = sum(map(_padded, sizes)) > RING_BYTES
+        offset, places = _padded(len(sizes) * _ENTRY_WORDS * 8), []
+        for item, nbytes in enumerate(sizes):
+            if nbytes:
+                chunk = self._chunk_of(nbytes)
+                places.append(_Place(item, offset, nbytes, chunk if is_large and nbytes > chunk else 0))
+                offset += SLOTS * places[-1].chunk_bytes or _padded(nbytes)
+        return places, offset
+
+    def _describe(self) -> memoryview[int]:
+        """The table, but for the offsets, which differ from run to run."""
+        table = np.zeros((len(self.call.inputs), _ENTRY_WORDS), np.int64)
+        for entry, spec in zip(table, self.call.inputs, strict=True):
+            entry[1], entry[2] = spec.dtype, len(spec.shape)
+            entry[3 : 3 + len(spec.shape)] = spec.shape
+        return words_of(table.reshape(-1).view(np.uint8))
+
+    def _describe_own(self) -> tuple[TensorSpec, int, int]:
+        """The part that this rank has for itself: as it is, but in the rounds of others' parts, while the cache knows it."""
+        spec = self.call.inputs[self._mine]
+        length = math.prod(spec.shape)
+        nbytes = length * spec.dtype.itemsize
+        return spec, length, self._chunk_of(nbytes) // spec.dtype.itemsize if nbytes > RING_BYTES else max(length, 1)
+
+    def _chunk_of(self, nbytes: int) -> int:
+        """Bytes that come in a round of a part of so many: the same for all ranks."""
+        return max(self._chunk_bytes, _padded(nbytes // _PART_ROUNDS_MAX))
+
     def taken(self, peer: int) -> int:
         if peer not in self._readers:
             return 0
@@ -121,29 +171,33 @@ class Exchange(ArenaPrepared):
     def steps(
         self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
     ) -> Steps:
-        line, done = channel.line, base | self.chunks
+        line, digest, done = channel.line, self._digest, base | self.chunks
         yield from channel.enter(before)
-        staged, must_stay = self._lay_out(channel, inputs) if self._brings else ([], False)
+        staged, must_stay = self._lay_out(channel, inputs) if self._brings else ((), False)
         self.sign(channel)
         bank = channel.bank
         if self._unread:
-            signed = self._digest, self._text
-            bank.doubts.append(UnreadCalls(channel, self._unread, base, signed, self.signature))
-        yield from self._stage(channel, base, staged, 0)
+            bank.doubts.append(UnreadCalls(channel, self._unread, base, (digest, self._text), self.signature))
+        line[STAGED] = base + 1
         found: list[_Part] = []
         for source in self._sources:
             if source == self.arena.rank:
-                found.append(self._own(inputs[self._mine]))
-            else:
-                found.append((yield from self._find(channel, source, base)))
-        results, specs = self._results(found, outputs)
+                found.append(_Part(*self._own, inputs[self._mine].reshape(-1), False))
+                continue
+            other = source - (source > self.arena.rank)
+            owner = channel.others[other]
+            while owner[STAGED] <= base:
+                yield base + 1
+            if owner[SIGNATURE] != digest:
+                raise self.mismatch(channel, base)
+            found.append(self._read(channel, other))
+        specs = [part.spec for part in found] if self._fold is None else self.specs
+        results = [self.room_for(item, spec, outputs) for item, spec in enumerate(specs)]
         flat = [result.reshape(-1) for result in results]
-        self._land(found, flat, 0)
-        for number in range(1, max([part.rounds for _, part in staged] + [part.rounds for part in found], default=0)):
-            line[LEFT] = base + number
-            yield from self._stage(channel, base, staged, number)
-            yield from _await(channel, self._owner_places, STAGED, base + number + 1)
-            self._land(found, flat, number)
+        if staged or True in [part.in_ring for part in found]:
+            yield from self._in_rounds(channel, base, staged, found, flat)
+        else:
+            self._take([part.elements for part in found], flat)
         line[STAGED] = line[LEFT] = done
         if must_stay:
             yield from channel.await_others(LEFT, done)
@@ -153,84 +207,71 @@ class Exchange(ArenaPrepared):
             bank.settle()
         return results, specs
 
-    def _stage(self, channel: Channel, base: int, staged: Sequence[tuple[Array, _Part]], number: int) -> Wait:
-        """Lays out what others read in a round, once they have read what lay there before."""
-        if number >= SLOTS and staged:
-            yield from _await(channel, self._reader_places, LEFT, base + number + 1 - SLOTS)
-        for source, part in staged:
-            first, last = part.bounds(number)
-            if first < last:
-                part.piece(first, last)[...] = source[first:last]
-        channel.line[STAGED] = base + number + 1
-
-    def _results(self, found: Sequence[_Part], outputs: Sequence[Array] | None) -> tuple[list[Array], list[TensorSpec]]:
-        """Where the results go, and what they are: one, or one for each part."""
-        specs = self.specs if self._fold is not None else [part.spec for part in found]
-        return [self.room_for(item, spec, outputs) for item, spec in enumerate(specs)], specs
+    def _in_rounds(
+        self,
+        channel: Channel,
+        base: int,
+        staged: Sequence[tuple[Array, _Part]],
+        found: Sequence[_Part],
+        results: Sequence[Array],
+    ) -> Wait:
+        """Lays out and takes round after round. The first is laid out already, everywhere."""
+        line = channel.line
+        self._land(found, results, 0)
+        for number in range(1, max(part.rounds for part in (*found, *(part for _, part in staged)))):
+            line[LEFT] = base + number
+            if number >= SLOTS and staged:
+                yield from _await(channel, self._reader_places, LEFT, base + number + 1 - SLOTS)
+            for source, part in staged:
+                _stage(source, part, number)
+            line[STAGED] = base + number + 1
+            yield from _await(channel, self._owner_places, STAGED, base + number + 1)
+            self._land(found, results, number)
 
     def _land(self, found: Sequence[_Part], results: Sequence[Array], number: int) -> None:
-        """Takes what came in a round: folds all of it into the one result, or copies each."""
+        """Takes what came in a round. What is folded comes in equal rounds from all, unless it is there as a whole."""
+        alike = None if self._fold is None else min(found, key=lambda part: part.chunk).bounds(number)
+        bounds = [alike or part.bounds(number) for part in found]
+        pieces = [part.piece(*each) for part, each in zip(found, bounds, strict=True)]
+        self._take(pieces, [result[first:last] for result, (first, last) in zip(results, bounds, strict=False)])
+
+    def _take(self, pieces: Sequence[Array], results: Sequence[Array]) -> None:
+        """Folds them into the one result, or copies each to its own."""
         if self._fold is not None:
-            first, last = min(found, key=lambda part: part.chunk).bounds(number)
-            self._fold([part.piece(first, last) for part in found], results[0][first:last])
+            self._fold(pieces, results[0])
             return
-        for result, part in zip(results, found, strict=True):
-            first, last = part.bounds(number)
-            if first < last:
-                result[first:last] = part.piece(first, last)
-
-    def _find(self, channel: Channel, source: int, base: int) -> Generator[int, None, _Part]:
-        """What group rank `source` has for this one, once it has laid it out."""
-        other = source - (source > self.arena.rank)
-        line = channel.others[other]
-        while line[STAGED] <= base:
-            yield base + 1
-        if line[SIGNATURE] != self._digest:
-            raise self.mismatch(channel, base)
-        return self._read(channel, other)
-
-    def _own(self, array: Array) -> _Part:
-        """What this rank has for itself: as it is, but in the rounds of others' parts, while the cache knows it."""
-        spec, size = self.call.inputs[self._mine], array.nbytes
-        chunk = self._chunk_of(size) // array.itemsize if size > RING_BYTES else max(array.size, 1)
-        return _Part(spec, array.size, array.reshape(-1), chunk, in_ring=False)
-
-    def _chunk_of(self, nbytes: int) -> int:
-        """Bytes that come in a round of a part of so many: the same for all ranks."""
-        return max(self._chunk_bytes, _padded(nbytes // _PART_ROUNDS_MAX))
+        for result, piece in zip(results, pieces, strict=True):
+            result[...] = piece
 
     def _lay_out(self, channel: Channel, inputs: Sequence[Array]) -> tuple[list[tuple[Array, _Part]], bool]:
-        """Puts the table into the ring, with room for what others cannot read in place.
+        """Puts into the ring the table, and what others cannot read in place: small parts, and the first round of large ones.
 
         Returns:
-            What has to be copied, and where to; whether this rank must wait until others have read its arrays.
+            The large parts, and where they are laid out; whether this rank must wait until others have read its arrays.
         """
         locate = channel.bank.board.memory.own.locate
-        skipped = self._mine if self._has_part_for_each else None
-        sizes = [0 if item == skipped else part.nbytes for item, part in enumerate(inputs)]
-        registered = [locate(part) if size else None for part, size in zip(inputs, sizes, strict=True)]
-        copied = [size if known is None else 0 for size, known in zip(sizes, registered, strict=True)]
-        is_large = sum(map(_padded, copied)) > RING_BYTES
-        chunks = [self._chunk_of(size) if is_large and size > self._chunk_of(size) else 0 for size in copied]
-        rooms = [SLOTS * chunk or _padded(size) for size, chunk in zip(copied, chunks, strict=True)]
-        place = _padded(len(inputs) * _ENTRY_WORDS * 8)
-        channel.widen(place + sum(rooms))
-        ring, ring_offset = channel.ring, channel.line[RING]
-        table = ring[: len(inputs) * _ENTRY_WORDS * 8].view(np.int64).reshape(-1, _ENTRY_WORDS)
-        staged = []
-        for item, (entry, part, spec) in enumerate(zip(table, inputs, self.call.inputs, strict=True)):
-            known, chunk = registered[item], chunks[item]
-            entry[0] = ring_offset + place if known is None else known
-            entry[1], entry[2] = spec.dtype, len(spec.shape)
-            entry[3 : 3 + len(spec.shape)] = spec.shape
-            entry[_IN_ROUNDS] = chunk > 0
-            if copied[item]:
-                elements = ring[place : place + (SLOTS * chunk or part.nbytes)].view(part.dtype)
-                to = _Part(spec, part.size, elements, chunk // part.itemsize or part.size, chunk > 0)
-                staged.append((part.reshape(-1), to))
-                place += rooms[item]
-        channel.line[SOURCE] = ring_offset
-        return staged, any(registered)
+        channel.widen(self._room_bytes)
+        ring, start = channel.ring, channel.line[RING]
+        table = words_of(ring[: len(self._table) * 8])
+        table[:] = self._table
+        staged, must_stay = [], False
+        for item, offset, nbytes, chunk in self._places:
+            source, entry = inputs[item].reshape(-1), item * _ENTRY_WORDS
+            known = locate(source)
+            if known is not None:
+                table[entry], must_stay = known, True
+                continue
+            table[entry] = start + offset
+            place = ring[offset : offset + (SLOTS * chunk or nbytes)].view(source.dtype)
+            if chunk:
+                table[entry + _IN_ROUNDS] = 1
+                part = _Part(self.call.inputs[item], source.size, chunk // source.itemsize, place, in_ring=True)
+                staged.append((source, part))
+                _stage(source, part, 0)
+            else:
+                place[...] = source
+        channel.line[SOURCE] = start
+        return staged, must_stay
 
     def _read(self, channel: Channel, other: int) -> _Part:
         """The part of another rank that is for this one, as its table says.
@@ -249,12 +290,19 @@ class Exchange(ArenaPrepared):
         if min(shape, default=0) < 0:
             name = channel.bank.peers[other]
             raise CodecError(f"rank {name} describes its part of {self.signature} in a way that no rank does")
-        spec, count = TensorSpec(dtype, tuple(shape)), math.prod(shape)
+        spec, length = TensorSpec(dtype, tuple(shape)), math.prod(shape)
         if self._fold is not None and spec != self.specs[0]:
             raise CodecError(f"rank {channel.bank.peers[other]} brought {spec} to {self.signature}")
-        chunk = self._chunk_of(count * dtype.itemsize) if in_rounds else 0
-        data = self.part(channel, other, offset, SLOTS * chunk or count * dtype.itemsize)
-        return _Part(spec, count, data.view(dtype.storage), chunk // dtype.itemsize or max(count, 1), chunk > 0)
+        nbytes = length * dtype.itemsize
+        chunk = self._chunk_of(nbytes) if in_rounds else 0
+        elements = self.part(channel, other, offset, SLOTS * chunk or nbytes).view(dtype.storage)
+        return _Part(spec, length, chunk // dtype.itemsize or max(length, 1), elements, chunk > 0)
+
+
+def _stage(source: Array, part: _Part, number: int) -> None:
+    """Lays out what others read of a part in a round."""
+    first, last = part.bounds(number)
+    part.piece(first, last)[...] = source[first:last]
 
 
 def _await(channel: Channel, places: Sequence[int], word: int, goal: int) -> Wait:
