@@ -1,6 +1,6 @@
 """ferrorpc beside its peers, all of them in one run and in turns: Gloo, MPICH, pyarrow Flight, a stock protobuf stream.
 
-    python -m benchmarks.compare [--sections barrier all_reduce four_ranks half send] [--transports shared_memory,grpc]
+    python -m benchmarks.compare [--sections barrier all_reduce four_ranks half exchange send] [--transports shared_memory,grpc]
                                  [--json FILE] [--plot FILE.png] [--from FILE ...]
 
 Systems that are not installed, or cannot start, are lines with the reason. docs/benchmarks.md says how it is measured.
@@ -21,6 +21,7 @@ from ferrorpc.cli.bench.all_reduce import contenders
 from ferrorpc.cli.bench.case import (
     ALL_REDUCE,
     BARRIER,
+    EXCHANGES,
     GLOO,
     ORDINARY,
     ROUND_TRIP,
@@ -40,6 +41,7 @@ SECTIONS = {
     "all_reduce": [Case(ALL_REDUCE, 2, size) for size in targets.SIZES],
     "four_ranks": [Case(ALL_REDUCE, 4, size) for size in targets.SIZES[1:]],
     "half": [Case(ALL_REDUCE, 2, 16 * MIB, dtype) for dtype in ("float16", "bfloat16")],
+    "exchange": [Case(operation, 2, size) for operation in EXCHANGES for size in (1 << 10, 64 << 10, MIB, 16 * MIB, 64 * MIB)],
     "send": [Case(ROUND_TRIP, 2, 64), *(Case(SEND, 2, size * MIB) for size in (1, 16, 64))],
 }
 

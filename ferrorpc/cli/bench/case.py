@@ -8,6 +8,11 @@ from typing import Any, Final
 
 BARRIER: Final = "barrier"
 ALL_REDUCE: Final = "all_reduce"
+BROADCAST: Final = "broadcast"
+ALL_GATHER: Final = "all_gather"
+REDUCE_SCATTER: Final = "reduce_scatter"
+ALL_TO_ALL: Final = "all_to_all"
+EXCHANGES: Final = (BROADCAST, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
 SEND: Final = "send"
 ROUND_TRIP: Final = "round_trip"
 ORDINARY: Final = "ordinary"
@@ -20,9 +25,10 @@ class Case:
     """One thing to measure: an operation on so many ranks, with an array of so many bytes on each.
 
     Attributes:
-        operation: "barrier"; "all_reduce" (a sum, in place); "send" (rank 0 to rank 1, until the answer that all arrays are
-            there); "round_trip" (an array, and an answer to each).
-        size_bytes: bytes of a rank's array; 0 for a barrier.
+        operation: "barrier"; "all_reduce" (a sum, in place); "broadcast" (from rank 0, in place); "all_gather" (of equal
+            pieces); "reduce_scatter" (a sum, of which each rank gets an equal piece); "all_to_all"; "send" (rank 0 to rank 1,
+            until the answer that all arrays are there); "round_trip" (an array, and an answer to each).
+        size_bytes: bytes of a rank's array, of its larger one where there are two; 0 for a barrier.
         dtype: float32, float16 or bfloat16.
     """
 

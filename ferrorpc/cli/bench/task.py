@@ -1,8 +1,9 @@
 """What one rank repeats, and how it is known that the result was right.
 
 An all_reduce in place multiplies ones by the number of ranks, so its sums are known after any number of repetitions; they
-are refilled before each block of repetitions, outside the time. Every block is checked at three places; `verify` checks
-every element, with values that differ from element to element and from rank to rank.
+are refilled before each block of repetitions, outside the time. Other operations read one array and write another, so they may
+be repeated as they are. Every block is checked at three places; `verify` checks every element, with values that differ from
+element to element and from rank to rank.
 """
 
 from __future__ import annotations
@@ -15,7 +16,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.cli.bench.case import ALL_REDUCE, BARRIER, ROUND_TRIP, SEND, Case
+from ferrorpc.cli.bench.case import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BARRIER,
+    BROADCAST,
+    EXCHANGES,
+    ITEM_BYTES,
+    REDUCE_SCATTER,
+    ROUND_TRIP,
+    SEND,
+    Case,
+)
 from ferrorpc.cli.bench.runners.base import Runner
 from ferrorpc.errors import FerroError, UsageError
 
@@ -121,6 +133,63 @@ class AllReduce(Task):
         _verify(self._runner, self._array, sum(range(1, self._runner.size + 1)), self._tolerance)
 
 
+class Exchange(Task):
+    """Moves from one array to another, or within one: of as many equal pieces as there are ranks."""
+
+    repeats_max = REPEATS_MAX
+
+    def __init__(self, runner: Runner, case: Case, memory: str) -> None:
+        self._runner = runner
+        self._operation = case.operation
+        self._piece = case.count // runner.size
+        if not self._piece:
+            raise UsageError(f"{case.title}: there is no element for each rank", hint="measure larger arrays")
+        whole = self._piece * runner.size
+        self._source = runner.array(self._piece if case.operation == ALL_GATHER else whole, case.dtype, memory)
+        self._target = self._source
+        if case.operation != BROADCAST:
+            self._target = runner.array(self._piece if case.operation == REDUCE_SCATTER else whole, case.dtype, memory)
+        self._act = runner.exchange(case.operation, self._source, self._target)
+        elements = len(self._source) + (0 if case.operation == BROADCAST else len(self._target))
+        self.arrays_bytes = elements * ITEM_BYTES[case.dtype]
+        self.refill()
+
+    def refill(self) -> None:
+        self._target[...] = 0
+        self._source[...] = self._runner.rank + 1
+
+    def run(self, count: int) -> None:
+        act = self._act
+        for _ in repeat(None, count):
+            act()
+
+    def check(self, count: int) -> None:
+        last = len(self._target) - 1
+        places = (0, last // 2, last)
+        found = np.array([float(self._target[place]) for place in places])
+        _equal(found, np.array([float(self._factor(place)) for place in places]), 0.0)
+
+    def verify(self) -> None:
+        self._target[...] = 0
+        _write(self._runner, self._source, self._runner.rank + 1)
+        self.run(1)
+        for start in range(0, len(self._target), self._piece):
+            part = self._target[start : start + self._piece]
+            _verify(self._runner, part, self._factor(start), 0.0, self._origin(start))
+
+    def _factor(self, place: int) -> int:
+        """What the values at a place of the result were multiplied with: their rank and one, or the sum of those."""
+        if self._operation == REDUCE_SCATTER:
+            return sum(range(1, self._runner.size + 1))
+        return 1 if self._operation == BROADCAST else place // self._piece + 1
+
+    def _origin(self, start: int) -> int:
+        """Where in the source the piece lay that begins there in the result."""
+        if self._operation == ALL_GATHER:
+            return 0
+        return start if self._operation == BROADCAST else self._runner.rank * self._piece
+
+
 class Send(Task):
     """Arrays from rank 0 to rank 1, all of them answered by one message, or each by its own."""
 
@@ -175,6 +244,8 @@ def make(runner: Runner, case: Case, memory: str, wire: str | None) -> Task:
         return Barrier(runner)
     if case.operation == ALL_REDUCE:
         return AllReduce(runner, case, memory, wire)
+    if case.operation in EXCHANGES:
+        return Exchange(runner, case, memory)
     if case.operation in (SEND, ROUND_TRIP):
         return Send(runner, case, memory, answer_each=case.operation == ROUND_TRIP)
     raise UsageError(f"there is no operation {case.operation!r} to measure")
@@ -185,9 +256,9 @@ def _rounding(ranks: int) -> float:
     return 0.0 if ranks & (ranks - 1) == 0 else 0.05
 
 
-def _pieces(length: int) -> Iterator[tuple[slice, np.ndarray[Any, Any]]]:
-    """The pieces of an array, each with the pattern's values there."""
-    pattern = np.resize(PATTERN, min(PIECE, length))
+def _pieces(length: int, origin: int = 0) -> Iterator[tuple[slice, np.ndarray[Any, Any]]]:
+    """The pieces of an array, each with the pattern's values there, which begins `origin` elements before it."""
+    pattern = np.resize(np.roll(PATTERN, -origin), min(PIECE, length))
     for start in range(0, length, PIECE):
         stop = min(start + PIECE, length)
         yield slice(start, stop), pattern[: stop - start]
@@ -198,8 +269,8 @@ def _write(runner: Runner, array: Any, factor: int) -> None:
         runner.write(array[piece], pattern * factor)
 
 
-def _verify(runner: Runner, array: Any, factor: int, tolerance: float) -> None:
-    for piece, pattern in _pieces(len(array)):
+def _verify(runner: Runner, array: Any, factor: int, tolerance: float, origin: int = 0) -> None:
+    for piece, pattern in _pieces(len(array), origin):
         _equal(runner.read(array[piece]), pattern * factor, tolerance)
 
 

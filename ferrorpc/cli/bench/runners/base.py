@@ -60,6 +60,10 @@ class Runner(ABC):
         """What is to be called for one sum in place."""
         raise self.unable("all_reduce")
 
+    def exchange(self, operation: str, source: Any, target: Any) -> Action:
+        """What is to be called for one of `case.EXCHANGES`, from one array into another; in a broadcast they are one."""
+        raise self.unable(operation)
+
     def send(self, array: Any, count: int) -> None:
         """On rank 0: sends the array `count` times, and returns when rank 1 answers that it has all of them."""
         raise self.unable("send")

@@ -41,6 +41,9 @@ class FerrorpcRunner(Runner):
     def all_reduce(self, array: Any, wire: str | None) -> Action:
         return partial(self.group.all_reduce, array, out=array, wire=wire)
 
+    def exchange(self, operation: str, source: Any, target: Any) -> Action:
+        return partial(getattr(self.group, operation), source, out=target)
+
     def send(self, array: Any, count: int) -> None:
         for _ in range(count):
             self.group.send(array, 1)

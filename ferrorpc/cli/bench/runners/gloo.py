@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
+from ferrorpc.cli.bench.case import ALL_GATHER, BROADCAST, REDUCE_SCATTER
 from ferrorpc.cli.bench.runners.base import Action
 from ferrorpc.cli.bench.runners.tensors import TensorRunner
 
@@ -35,6 +36,16 @@ class GlooRunner(TensorRunner):
         if wire is not None:
             raise self.unable(f"{wire} messages")
         return partial(self._world.all_reduce, array)
+
+    def exchange(self, operation: str, source: Any, target: Any) -> Action:
+        world, size = self._world, self.size
+        if operation == BROADCAST:
+            return partial(world.broadcast, source, 0)
+        if operation == ALL_GATHER:
+            return partial(world.all_gather, list(target.chunk(size)), source)
+        if operation == REDUCE_SCATTER:
+            return partial(world.reduce_scatter, target, list(source.chunk(size)))
+        return partial(world.all_to_all_single, target, source)
 
     def send(self, array: Any, count: int) -> None:
         for _ in range(count):

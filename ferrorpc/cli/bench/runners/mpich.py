@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from ferrorpc.cli.bench.case import ALL_GATHER, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER
 from ferrorpc.cli.bench.runners.base import Action, Runner
 from ferrorpc.errors import BackendUnavailableError
 
@@ -41,6 +42,12 @@ class MpichRunner(Runner):
         if wire is not None:
             raise self.unable(f"{wire} messages")
         return partial(self._world.Allreduce, self._in_place, array)
+
+    def exchange(self, operation: str, source: Any, target: Any) -> Action:
+        if operation == BROADCAST:
+            return partial(self._world.Bcast, source)
+        names = {ALL_GATHER: "Allgather", REDUCE_SCATTER: "Reduce_scatter_block", ALL_TO_ALL: "Alltoall"}
+        return partial(getattr(self._world, names[operation]), source, target)
 
     def close(self) -> None:
         self._finalize()

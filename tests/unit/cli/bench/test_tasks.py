@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from ferrorpc.cli.bench import task
-from ferrorpc.cli.bench.case import ALL_REDUCE, BARRIER, ROUND_TRIP, SEND, Case
+from ferrorpc.cli.bench.case import ALL_REDUCE, ALL_TO_ALL, BARRIER, BROADCAST, EXCHANGES, ROUND_TRIP, SEND, Case
 from ferrorpc.cli.bench.runners.base import Runner
+from ferrorpc.cli.bench.runners.ferrorpc import FerrorpcRunner
 from ferrorpc.errors import BackendUnavailableError, FerroError, UsageError
+from ferrorpc.testing import run_world
 
 
 class Alone(Runner):
@@ -91,6 +93,53 @@ def test_what_a_system_does_not_have_it_refuses():
         task.make(Alone(3), Case(ROUND_TRIP, 3, 64), "ordinary", None)
     with pytest.raises(UsageError, match="no operation 'dance'"):
         task.make(Alone(), Case("dance"), "ordinary", None)
+
+
+class InWorld(FerrorpcRunner):
+    """A rank of a group that is there already. `spoil` changes what the operation left."""
+
+    def __init__(self, group, spoil=lambda array: None):
+        Runner.__init__(self, {})
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self.spoil = spoil
+
+    def exchange(self, operation, source, target):
+        act = super().exchange(operation, source, target)
+
+        def spoiled():
+            act()
+            self.spoil(target)
+
+        return spoiled
+
+
+@pytest.mark.parametrize("operation", EXCHANGES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_right_moves_pass_and_one_wrong_element_is_found(operation, size):
+    count = 5 * 12
+
+    def body(group):
+        right = task.make(InWorld(group), Case(operation, size, 4 * count), "ordinary", None)
+        right.run(2)
+        right.check(2)
+        right.verify()
+        right.refill()
+        with pytest.raises(FerroError, match="values are wrong"):
+            task.make(InWorld(group, spoil_at(7)), Case(operation, size, 4 * count), "ordinary", None).verify()
+        for place in (0, -1):
+            wrong = task.make(InWorld(group, spoil_at(place)), Case(operation, size, 4 * count), "ordinary", None)
+            wrong.run(1)
+            with pytest.raises(FerroError, match="values are wrong"):
+                wrong.check(1)
+        return right.arrays_bytes
+
+    wanted = {BROADCAST: 4 * count, ALL_TO_ALL: 8 * count}.get(operation, 4 * count + 4 * count // size)
+    assert run_world(size, body) == [wanted] * size
+
+
+def test_an_array_with_fewer_elements_than_ranks_is_not_moved():
+    with pytest.raises(UsageError, match="no element for each rank"):
+        task.make(Alone(3), Case(ALL_TO_ALL, 3, 8), "ordinary", None)
 
 
 class Wire(Alone):
