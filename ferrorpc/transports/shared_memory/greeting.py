@@ -25,7 +25,8 @@ from ferrorpc.transports.shared_memory.segment import Bytes, Segment, map_peer
 from ferrorpc.types import Assignment
 from ferrorpc.v1 import shared_memory_pb2
 
-VERSION: Final = 3
+VERSION: Final = 4
+"""Of what is said over the sockets, and of what ranks read in each other's segments (`collectives/arena`)."""
 GREETING_SECONDS: Final = 5.0
 """How long a rank that has offered its memory may take to greet: it is there, so milliseconds are usual."""
 
