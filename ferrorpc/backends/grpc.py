@@ -51,10 +51,10 @@ class GrpcBackend(MessageBackend):
         asked: tuple[tuple[Operation, str], ...] = (),
     ) -> None:
         membership = session.membership
-        assignment = membership.assignment
-        neighbours = meet(assignment, path, session.barrier, membership.latch, session.clock)
-        mailbox = Mailbox(assignment.rank, session.report)
-        latch, told = membership.latch, session.report_link_lost
+        assignment, latch = membership.assignment, membership.latch
+        neighbours = meet(assignment, path, session.barrier, latch, session.clock)
+        mailbox = Mailbox(assignment.rank, partial(session.report, latch=latch))
+        told = partial(session.report_link_lost, latch=latch)
         transport: Transport = GrpcTransport(server, assignment, mailbox, latch, session.clock, told)
         board = None
         if len(neighbours.ranks) > 1:

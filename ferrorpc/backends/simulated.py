@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ferrorpc.backends.base import Backend
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.coordination.base import Session
@@ -35,15 +37,15 @@ class SimulatedBackend(MessageBackend):
     name = "simulated"
 
     def __init__(self, session: Session, lanes: Lanes, timeout: float) -> None:
-        assignment = session.membership.assignment
-        mailbox = Mailbox(assignment.rank, session.report)
+        assignment, latch = session.membership.assignment, session.membership.latch
+        mailbox = Mailbox(assignment.rank, partial(session.report, latch=latch))
         transport = InprocTransport(
             assignment.rank,
             assignment.size,
             lanes.of(assignment.generation),
             mailbox,
-            session.membership.latch,
-            session.report_link_lost,
+            latch,
+            partial(session.report_link_lost, latch=latch),
         )
         super().__init__(transport, session, timeout=timeout)
         self._lanes = lanes

@@ -106,16 +106,24 @@ class Session(ABC):
     """What this rank does, for those who ask: told of every operation."""
 
     @abstractmethod
-    def report(self, failure: FerroError) -> None:
+    def report(self, failure: FerroError, latch: Latch | None = None) -> None:
         """Ends the generation with this failure, unless it has ended already. Returns at once.
+
+        Args:
+            latch: of the generation that is meant; None for the current one. Where another has followed it, it is over on every
+                rank, and only the latch trips.
 
         The first cause that the coordinator keeps comes back through `membership.latch`, on this rank as on every other. If
         the coordinator does not answer within a second, the latch trips with `failure` itself.
         """
 
     @abstractmethod
-    def report_link_lost(self, peer: int, reason: str) -> None:
-        """The data stream to or from world rank `peer` broke without a goodbye. The verdict comes through the latch."""
+    def report_link_lost(self, peer: int, reason: str, latch: Latch | None = None) -> None:
+        """The data stream to or from world rank `peer` broke without a goodbye. The verdict comes through the latch.
+
+        Args:
+            latch: as for `report`; a generation that is over needs no stream.
+        """
 
     @abstractmethod
     def barrier(

@@ -29,7 +29,7 @@ from ferrorpc.errors import (
     StaleGenerationError,
     UsageError,
 )
-from ferrorpc.guard import SYSTEM_CLOCK, Clock, seconds_of
+from ferrorpc.guard import SYSTEM_CLOCK, Clock, Latch, seconds_of
 from ferrorpc.types import Assignment, Peer
 
 _world_numbers = itertools.count(1)
@@ -296,16 +296,22 @@ class LocalSession(Session):
         self.state, self.asking = "active", False
         self._ordinals.clear()
 
-    def report(self, failure: FerroError) -> None:
-        self._world.end_generation(self.membership.assignment.generation, self.rank, failure)
+    def report(self, failure: FerroError, latch: Latch | None = None) -> None:
+        membership = self.membership
+        if latch is None or latch is membership.latch:
+            self._world.end_generation(membership.assignment.generation, membership.assignment.rank, failure)
+        else:
+            latch.trip(failure)
 
-    def report_link_lost(self, peer: int, reason: str) -> None:
+    def report_link_lost(self, peer: int, reason: str, latch: Latch | None = None) -> None:
         with self._monitor.lock:
+            if latch is not None and latch is not self.membership.latch:
+                return
             members = self._world.generation.members
             current = self._world.generation.number == self.membership.assignment.generation
             dead, left = (current and members[peer].state == state for state in ("dead", "left"))
             cause = PeerLostError(peer, members[peer].farewell) if dead else link_lost(self.rank, peer, reason)
-        self.report(needed_one_who_left(peer) if left else cause)
+        self.report(needed_one_who_left(peer) if left else cause, latch)
 
     def barrier(
         self, name: str, payload: bytes = b"", *, ranks: Iterable[int] | None = None, timeout: float | None = None

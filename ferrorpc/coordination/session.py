@@ -150,8 +150,11 @@ class RemoteSession(Session):
         )
         return self.membership
 
-    def report(self, failure: FerroError) -> None:
+    def report(self, failure: FerroError, latch: Latch | None = None) -> None:
         membership = self.membership
+        if latch is not None and latch is not membership.latch:
+            self._trip(latch, failure)
+            return
         generation = membership.assignment.generation
         if membership.latch.cause is not None or self._reported == generation:
             return
@@ -165,9 +168,11 @@ class RemoteSession(Session):
             return
         self.clock.call_at(self.clock.now() + REPORT_SECONDS, lambda: self._trip(membership.latch, failure))
 
-    def report_link_lost(self, peer: int, reason: str) -> None:
-        generation = self._generation
-        if self.membership.latch.cause is not None or (generation, peer) in self._links_lost:
+    def report_link_lost(self, peer: int, reason: str, latch: Latch | None = None) -> None:
+        membership = self.membership
+        generation = membership.assignment.generation
+        is_over = latch is not None and latch is not membership.latch
+        if is_over or membership.latch.cause is not None or (generation, peer) in self._links_lost:
             return
         self._links_lost.add((generation, peer))
         lost = wire.LinkLost(peer_rank=peer, reason=reason[:1024])
@@ -175,7 +180,7 @@ class RemoteSession(Session):
         try:
             self._link.post(f"the report of the lost link to rank {peer}", report=request)
         except FerroError as error:
-            self._trip(self.membership.latch, error)
+            self._trip(membership.latch, error)
 
     @property
     def pending_members(self) -> list[str]:

@@ -204,6 +204,18 @@ def test_the_end_of_an_earlier_generation_is_not_the_end_of_this_one(world):
     assert world[0].membership.latch.cause is None
 
 
+def test_what_is_found_out_of_an_earlier_generation_is_not_the_end_of_this_one(world):
+    """As by an operation that nobody waited for, or a stream whose end is seen late."""
+    before = world[0].membership.latch
+    together([lambda s=session: s.rejoin(20) for session in world])
+    world[0].report_link_lost(2, "end of stream", before)
+    world[0].report(NcclError("late"), before)
+    assert isinstance(before.cause, NcclError)
+    assert world[0].store.keys() == [], "what it sent before has been answered"
+    assert [session.membership.latch.cause for session in world] == [None] * 3
+    assert world[0]._links_lost == set()
+
+
 def test_a_barrier_gathers_payloads_in_rank_order_any_number_of_times(world):
     def thrice(session):
         mine = str(session.membership.assignment.rank).encode()
