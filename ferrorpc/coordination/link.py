@@ -92,8 +92,8 @@ class Link:
         self._told = identity_pb2.Position()
         """The most that the coordinator told of itself: what is durable, so the same journal never tells less."""
         self.over: FerroError | None = None
-        self.leaving = False
-        """A goodbye is on its way: the end of the stream is then no loss."""
+        self.leaving: FerroError | None = None
+        """A goodbye is on its way: the end of the stream is then no loss, and the line is over when the coordinator has it."""
         self._connect = connect
         self._listener = listener
         self._clock = clock
@@ -154,16 +154,15 @@ class Link:
         explanations = _Explanations(self._clock.now())
         while True:
             until, explain_at = self._patience(request, seconds), explanations.due
-            verdict = self._wait(request, min(until, explain_at))
+            verdict, now = self._wait(request, min(until, explain_at)), self._clock.now()
+            if verdict is None and now >= self._patience(request, seconds):
+                waited = seconds + ANSWER_MARGIN_SECONDS
+                text = f"{label}: the coordinator at {self.address} has not answered for {waited:g} s"
+                verdict = self._drop(request) or late(text)
             if isinstance(verdict, FerroError):
                 raise verdict.again()
             if verdict is not None:
                 return verdict
-            now = self._clock.now()
-            if now >= self._patience(request, seconds):
-                self._drop(request)
-                waited = seconds + ANSWER_MARGIN_SECONDS
-                raise late(f"{label}: the coordinator at {self.address} has not answered for {waited:g} s")
             if now >= explain_at:
                 explanations.say(request, now, self.standing() or self._listener.explain(request, self._stream))
 
@@ -173,8 +172,8 @@ class Link:
             request = self.post(label, **body)
         except FerroError:
             return None
-        verdict = self._wait(request, self._clock.now() + seconds)
-        self._drop(request)
+        self._wait(request, self._clock.now() + seconds)
+        verdict = self._drop(request)
         return None if isinstance(verdict, FerroError) else verdict
 
     def standing(self) -> str:
@@ -220,15 +219,18 @@ class Link:
         self._monitor.wait(lambda: True if request.verdict is not None else None, until)
         return request.verdict
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: Request) -> Message | FerroError | None:
+        """Nobody waits for it any more; what has come in the last moment counts."""
         with self._monitor.lock:
             self._requests.drop(request)
+            return request.verdict
 
     def _patience(self, request: Request, seconds: float) -> float:
         """Until when a request waits: while the coordinator is away, its time stands still."""
-        if self._away_since is not None or request.sent_at is None:
-            return self._clock.now() + BACKOFF_MOST_SECONDS
-        return request.sent_at + seconds + ANSWER_MARGIN_SECONDS
+        with self._monitor.lock:  # once the line is up again, it has been sent again, too
+            if self._away_since is not None or request.sent_at is None:
+                return self._clock.now() + BACKOFF_MOST_SECONDS
+            return request.sent_at + seconds + ANSWER_MARGIN_SECONDS
 
     def _send(self, request: Request) -> None:
         assert self._stream is not None
@@ -294,7 +296,7 @@ class Link:
             was_up = self._away_since is None
             if was_up:
                 self._away_since = self._clock.now()
-                if self.over is None and not self.leaving:
+                if self.over is None and self.leaving is None:
                     self._missed = True
                     _log.warning("lost the coordinator at %s: %s", self.address, failure.message)
             self._failure = failure
@@ -364,6 +366,8 @@ class Link:
         with self._monitor.lock:
             self._requests.settle(result.sequence, outcome)
             self._monitor.changed()
+        if kind == "leave" and self.leaving is not None:
+            self.close(self.leaving)  # dialled again, it would be refused as one that has left
 
     def _is_final(self, error: FerroError) -> bool:
         """Whether dialling again is pointless: the coordinator knows this member and refuses it, or always will."""

@@ -195,9 +195,9 @@ class RemoteSession(Session):
             self._close_what_it_carries()
         generation = self._generation
         request = rendezvous_pb2.LeaveRequest(generation=generation, reason=reason[:1024])
-        self._link.leaving = True
-        self._link.try_ask("leave", LEAVE_SECONDS, leave=request)
         closed = GroupClosedError(f"{self.name} has left job {self.job!r}")
+        self._link.leaving = closed
+        self._link.try_ask("leave", LEAVE_SECONDS, leave=request)
         self._link.close(closed)
         own = PeerLostError(self.membership.assignment.rank, reason) if reason and generation else closed
         self._trip(self._latch, own)

@@ -1,19 +1,30 @@
 """The line to the coordinator: nobody waits for an answer that cannot come."""
 
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from ferrorpc.coordination import link as module
 from ferrorpc.coordination.link import Link
-from ferrorpc.errors import AuthenticationError, CoordinatorUnavailableError
-from ferrorpc.guard import SYSTEM_CLOCK
-from ferrorpc.v1 import store_pb2
+from ferrorpc.errors import AuthenticationError, CoordinatorUnavailableError, StoreTimeoutError
+from ferrorpc.guard import SYSTEM_CLOCK, Clock
+from ferrorpc.testing import ManualClock
+from ferrorpc.v1 import rendezvous_pb2, session_pb2 as wire, store_pb2
 
 
-def line() -> Link:
+def line(clock: Clock = SYSTEM_CLOCK) -> Link:
     nobody: Any = None
-    return Link("nowhere:1", nobody, nobody, SYSTEM_CLOCK, patience=1.0, max_outage=1.0, heartbeat_interval=1.0)
+    listener: Any = SimpleNamespace(result=lambda position, result: None, session_ended=lambda cause: None)
+    return Link("nowhere:1", nobody, listener, clock, patience=1.0, max_outage=1.0, heartbeat_interval=1.0)
+
+
+def welcomed(line: Link) -> Link:
+    """It is up, on a stream that sends nothing."""
+    line._stream = cast(Any, SimpleNamespace(send=lambda frame: None, close=lambda: None))
+    line._received(wire.ServerFrame(welcome=wire.Welcome(resume_token="token")))
+    return line
 
 
 def test_a_request_on_a_line_that_is_over_is_refused() -> None:
@@ -33,3 +44,47 @@ def test_so_is_one_that_is_made_while_the_line_ends(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "check_size", ends_meanwhile)
     with pytest.raises(AuthenticationError, match="the token"):
         ending.ask("a set", 0.1, CoordinatorUnavailableError)
+
+
+def test_a_request_that_is_being_sent_again_after_an_outage_is_not_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits may look in the moment in which the line is up and the request is still to be sent."""
+    clock = ManualClock()
+    back = welcomed(line(clock))
+    request = back.post("a get", store=store_pb2.StoreRequest())
+    back._came_down(CoordinatorUnavailableError("it was killed"))
+    clock.advance(60.0)
+    unanswered, looks = back._requests.unanswered, list[Future[float]]()
+    with ThreadPoolExecutor(1) as pool:
+
+        def looked_at_meanwhile() -> Any:
+            looks.append(pool.submit(back._patience, request, 0.0))
+            wait(looks, 0.2)
+            return unanswered()
+
+        monkeypatch.setattr(back._requests, "unanswered", looked_at_meanwhile)
+        welcomed(back)
+        assert looks[0].result() > clock.now()
+
+
+def test_an_answer_that_comes_in_the_moment_of_giving_up_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    up = welcomed(line(ManualClock()))
+    drop = up._requests.drop
+
+    def comes_just_now(request: Any) -> None:
+        up._requests.settle(request.frame.sequence, store_pb2.StoreResponse(number=7))
+        drop(request)
+
+    monkeypatch.setattr(up._requests, "drop", comes_just_now)
+    monkeypatch.setattr(up, "_patience", lambda request, seconds: 0.0)
+    assert up.ask("an add", 0.0, StoreTimeoutError, store=store_pb2.StoreRequest()).number == 7
+
+
+def test_the_line_is_over_once_the_coordinator_has_taken_the_goodbye() -> None:
+    """Else it is dialled again, and refused as one that left: that would be what later calls hear of."""
+    gone = welcomed(line())
+    gone.leaving = AuthenticationError("it has left")
+    request = gone.post("leave", leave=rendezvous_pb2.LeaveRequest())
+    gone._received(wire.ServerFrame(result=wire.Result(sequence=1, leave=rendezvous_pb2.LeaveResponse())))
+    assert isinstance(request.verdict, rendezvous_pb2.LeaveResponse)
+    with pytest.raises(AuthenticationError, match="it has left"):
+        gone.post("a set", store=store_pb2.StoreRequest())
