@@ -51,6 +51,9 @@ class Listener(Protocol):
     def beat(self) -> wire.Beat:
         """What this member does now."""
 
+    def welcomed(self) -> None:
+        """A stream is up, before what is unanswered is sent on it: what was pushed on an earlier one may hold no more."""
+
     def result(self, position: identity_pb2.Position, result: wire.Result) -> None:
         """An answer, before the one who waits for it sees it."""
 
@@ -328,6 +331,7 @@ class Link:
         same = position.revision >= self._told.revision and position.generation >= self._told.generation
         if self._token and not same:
             self._start_anew(_taken_back(self.address, self._told, position), position.cluster_id)
+        self._listener.welcomed()
         away_since = self._away_since
         with self._monitor.lock:
             self._token, self.cluster_id = welcome.resume_token, position.cluster_id

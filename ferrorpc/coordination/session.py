@@ -285,6 +285,10 @@ class RemoteSession(Session):
         """What this member does now."""
         return self.activity.beat(self._generation, self.clock.now())
 
+    def welcomed(self) -> None:
+        """Whoever still waits for a place is told of on the new stream."""
+        self._pending = ()
+
     def result(self, position: identity_pb2.Position, result: wire.Result) -> None:
         """Enters the next generation before anything that happens in it can be pushed."""
         if result.WhichOneof("outcome") != "join":
@@ -298,6 +302,7 @@ class RemoteSession(Session):
         )
         say_where(self.job, response.rank, response.generation)
         self._link.seated()
+        self._ordinals.clear()
         self.membership = Membership(
             Assignment(
                 self.job,
@@ -309,7 +314,6 @@ class RemoteSession(Session):
                 response.cost_table,
             )
         )
-        self._ordinals.clear()
         seat = f"rank {response.rank} of {len(peers)} in generation {response.generation}"
         _log.info("%s has %s: %s", self.name, seat, response.reason)
 

@@ -307,6 +307,24 @@ def test_joiners_are_pending_and_break_nothing(service):
     together([s.leave for s in [*sessions, *late]])
 
 
+def test_numbers_of_barriers_begin_anew_before_anybody_sees_the_next_generation(service):
+    """Else the second barrier of a thread that saw it at once is given the first one's number, and its result."""
+    session = join(service.address, 0, 1, job="early")
+    numbered: list = []
+
+    class Ordinals(dict):
+        def clear(self):
+            if session.membership.assignment.generation == 2:
+                numbered.append("too late")
+            super().clear()
+
+    session._ordinals = Ordinals()
+    session.barrier("b", timeout=20)
+    session.rejoin(20)
+    assert (numbered, session._ordinals) == ([], {})
+    session.leave()
+
+
 def test_members_are_described_by_what_they_last_did(world):
     world[1].activity.note("all_reduce #3")
     known = eventually(lambda: [m for m in world[0].describe([1], 2.0) if m.activity == "all_reduce #3"])

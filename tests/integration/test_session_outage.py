@@ -67,6 +67,19 @@ def test_kill_9_of_the_coordinator_and_a_restart_fail_nobody(durable):
     together([session.leave for session in sessions])
 
 
+def test_a_joiner_that_gave_up_while_the_coordinator_was_away_is_pending_no_more(durable):
+    """A program that calls reform() whenever somebody is pending would do so for ever."""
+    sessions = join_all(durable.address, 2, (1, 3))
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(join, durable.address, 7, (1, 3), timeout=1.0)
+        eventually(lambda: [session.pending_members for session in sessions] == [["member-7"]] * 2)
+        durable.kill()
+        assert isinstance(joining.exception(20), CoordinatorUnavailableError)
+    durable.start()
+    eventually(lambda: [session.pending_members for session in sessions] == [[]] * 2)
+    together([session.leave for session in sessions])
+
+
 class Mute(session_pb2_grpc.CoordinatorServiceServicer):
     """Takes the first stream and says nothing on it; the next one is welcome."""
 
@@ -92,7 +105,10 @@ def test_a_coordinator_that_takes_a_stream_and_says_nothing_is_dialled_again(mon
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     listener = SimpleNamespace(
-        hello=lambda token: session_pb2.Hello(name="m"), beat=session_pb2.Beat, session_ended=lambda cause: None
+        hello=lambda token: session_pb2.Hello(name="m"),
+        beat=session_pb2.Beat,
+        welcomed=lambda: None,
+        session_ended=lambda cause: None,
     )
     line = link.Link(
         address, Connector(address, "job", Config()), listener, SYSTEM_CLOCK, patience=20, max_outage=20, heartbeat_interval=0.1

@@ -285,7 +285,7 @@ class Rendezvous:
         return self._desk.push(newest.living, session_pb2.Event(pending=session_pb2.PendingMembers(names=names)))
 
     def catch_up(self, member: Member) -> None:
-        """Tells a member that resumed who waits."""
+        """Tells a member that resumed who waits; one that is told nothing knows of nobody."""
         if self._announced:
             self._desk.push([member], session_pb2.Event(pending=session_pb2.PendingMembers(names=self._announced)))
 

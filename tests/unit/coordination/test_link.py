@@ -16,7 +16,9 @@ from ferrorpc.v1 import rendezvous_pb2, session_pb2 as wire, store_pb2
 
 def line(clock: Clock = SYSTEM_CLOCK) -> Link:
     nobody: Any = None
-    listener: Any = SimpleNamespace(result=lambda position, result: None, session_ended=lambda cause: None)
+    listener: Any = SimpleNamespace(
+        welcomed=lambda: None, result=lambda position, result: None, session_ended=lambda cause: None
+    )
     return Link("nowhere:1", nobody, listener, clock, patience=1.0, max_outage=1.0, heartbeat_interval=1.0)
 
 
