@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -100,6 +101,8 @@ class RemoteSession(Session):
         self._ordinals: dict[tuple[int, str], int] = {}
         self._pending: tuple[str, ...] = ()
         self._links_lost: set[tuple[int, int]] = set()
+        self._told: dict[str, dict[str, Any]] = {}
+        """What the coordinator keeps of this member in memory alone, so that it is told again after a restart."""
         self._reported = 0
         self._at_leave: list[Callable[[], None]] = []
         self.left = False
@@ -177,8 +180,10 @@ class RemoteSession(Session):
         self._links_lost.add((generation, peer))
         lost = wire.LinkLost(peer_rank=peer, reason=reason[:1024])
         request = wire.ReportRequest(generation=generation, link_lost=lost)
+        label = f"the report of the lost link to rank {peer}"
+        self._told[label] = {"report": request}
         try:
-            self._link.post(f"the report of the lost link to rank {peer}", report=request)
+            self._link.post(label, report=request)
         except FerroError as error:
             self._trip(membership.latch, error)
 
@@ -263,6 +268,8 @@ class RemoteSession(Session):
         )
         label = f"the id of communicator {communicator!r} (attempt {attempt})"
         leaders = participants[:: limits.RANKS_PER_ID]
+        if unique_ids is not None:
+            self._told[label] = {"comm_bootstrap": request}
         response = self._ask_generation(
             label, timeout, lambda message: CollectiveTimeoutError(leaders, message), comm_bootstrap=request
         )
@@ -286,8 +293,12 @@ class RemoteSession(Session):
         return self.activity.beat(self._generation, self.clock.now())
 
     def welcomed(self) -> None:
-        """Whoever still waits for a place is told of on the new stream."""
+        """Whoever still waits for a place is told of on the new stream; a coordinator that restarted is told what it forgot."""
         self._pending = ()
+        if self._latch.cause is None:
+            with contextlib.suppress(FerroError):  # the line is over
+                for label, request in list(self._told.items()):
+                    self._link.post(label, **request)
 
     def result(self, position: identity_pb2.Position, result: wire.Result) -> None:
         """Enters the next generation before anything that happens in it can be pushed."""
@@ -303,6 +314,7 @@ class RemoteSession(Session):
         say_where(self.job, response.rank, response.generation)
         self._link.seated()
         self._ordinals.clear()
+        self._told.clear()
         self.membership = Membership(
             Assignment(
                 self.job,

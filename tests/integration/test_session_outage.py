@@ -80,6 +80,29 @@ def test_a_joiner_that_gave_up_while_the_coordinator_was_away_is_pending_no_more
     together([session.leave for session in sessions])
 
 
+def test_an_id_that_a_leader_gave_before_the_coordinator_was_killed_reaches_who_asks_afterwards(durable):
+    """The coordinator keeps ids in memory alone, and the leader has had its answer."""
+    sessions, minted = join_all(durable.address, 2), b"\x07" * 128
+    assert sessions[0].exchange_nccl_id("world", 1, [0, 1], [minted], 20.0) == [minted]
+    durable.kill()
+    durable.start()
+    assert sessions[1].exchange_nccl_id("world", 1, [0, 1], None, 5.0) == [minted]
+    together([session.leave for session in sessions])
+
+
+def test_a_lost_link_that_was_reported_before_the_coordinator_was_killed_is_judged_all_the_same(durable):
+    sessions = join_all(durable.address, 2, **IMPATIENT)
+    sessions[0].report_link_lost(1, "connection reset")
+    assert sessions[0].store.keys() == [], "the report before it has been answered"
+    durable.kill()
+    durable.start()
+    for session in sessions:
+        cause = eventually(lambda s=session: s.membership.latch.cause)
+        assert isinstance(cause, GroupAbortedError)
+        assert "connection reset" in str(cause)
+    together([session.leave for session in sessions])
+
+
 class Mute(session_pb2_grpc.CoordinatorServiceServicer):
     """Takes the first stream and says nothing on it; the next one is welcome."""
 
