@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
+import logging
 import os
 import select
+import socket
 import sys
 import time
 from collections.abc import Mapping
 from typing import Final
 
 from ferrorpc.config import Config
+from ferrorpc.coordination.keeper import LINGER_SECONDS
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire.address import is_loopback, join_address, split_address
 
 START_SECONDS: Final = 30.0
+PORT_SECONDS: Final = LINGER_SECONDS + 3.0
+"""How long the port may be taken: the coordinator of a run that has just ended is given up by its keeper within that time."""
+_LOOK_SECONDS: Final = 0.1
 _FLAGS: Final = (
     "lease",
     "grace",
@@ -28,6 +35,7 @@ _FLAGS: Final = (
     "log_level",
     "log_format",
 )
+_log = logging.getLogger("ferrorpc.bootstrap")
 _running: dict[str, int] = {}
 """Address -> the pipe whose end tells the keeper that this process has ended; a byte in it, that it ended in good order."""
 
@@ -53,6 +61,7 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
             f"rank 0 is at {host}, but FERRORPC_BIND={config['bind']} would hide its coordinator from the other nodes",
             hint="set FERRORPC_BIND=0.0.0.0 on every node, with FERRORPC_TLS_* or FERRORPC_INSECURE=1",
         )
+    _await_port(listen)
     announced, lifeline, process = _spawn(["--listen", listen, *_flags(config)], environment)
     try:
         ready = _first_line(announced)
@@ -68,6 +77,31 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
         hint="read its message above; where another run has the port, give each run a FERRORPC_PORT of its own, such as "
         "$((20000 + SLURM_JOB_ID % 10000)), or name a coordinator that runs",
     )
+
+
+def _await_port(listen: str) -> None:
+    """Returns once nobody listens there, or after PORT_SECONDS: launchers start ranks again sooner than a coordinator ends."""
+    host, port = split_address(listen)
+    until = time.monotonic() + PORT_SECONDS
+    told = False
+    while _is_taken(host, port) and time.monotonic() < until:
+        if not told:
+            told = True
+            _log.warning("%s is taken: if by the coordinator of a run before, it ends within %g s", listen, PORT_SECONDS)
+        time.sleep(_LOOK_SECONDS)
+
+
+def _is_taken(host: str, port: int) -> bool:
+    """Whether somebody listens there. What else is wrong with the address, the coordinator will say."""
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                return error.errno == errno.EADDRINUSE
+    return False
 
 
 def _spawn(arguments: list[str], environment: Mapping[str, str]) -> tuple[int, int, int]:

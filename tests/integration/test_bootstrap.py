@@ -103,6 +103,19 @@ def test_kill_9_of_the_rank_that_started_the_coordinator_is_pushed_to_the_others
     processes[0].stderr.close()
 
 
+def test_ranks_that_are_started_again_at_once_meet_again(port):
+    """As torchrun does it: the coordinator of those before lingers at their address, to tell others how they ended."""
+    before = [start(RANK + "\nimport time; time.sleep(60)", torchrun(rank, 2, port)) for rank in range(2)]
+    for process in before:
+        assert process.stdout.readline().endswith(" 2 grpc 3.0\n")
+        process.kill()
+        process.wait(10)
+        process.stdout.close()  # as below
+        process.stderr.close()
+    outcomes = [outcome(process) for process in [start(RANK, torchrun(rank, 2, port)) for rank in range(2)]]
+    assert [(code, output) for code, output, _ in outcomes] == [(0, "0 2 grpc 3.0\n"), (0, "1 2 grpc 3.0\n")], outcomes
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_coordinator_that_rank_0_started_ends_with_its_keeper(number):
     command = [sys.executable, "-P", "-m", "ferrorpc.coordination.keeper", "--listen", "127.0.0.1:0"]
@@ -162,7 +175,8 @@ def test_a_port_that_is_taken_is_a_config_error_naming_its_variable(port):
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
         other.listen()
-        code, _, errors = outcome(start(RANK, torchrun(0, 2, port)))
+        impatient = "from ferrorpc.bootstrap import coordinator\ncoordinator.PORT_SECONDS = 0.1\n"
+        code, _, errors = outcome(start(impatient + RANK, torchrun(0, 2, port)))
     assert code == 64
     assert "FERRORPC_PORT" in errors
 

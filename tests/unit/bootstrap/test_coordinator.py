@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +12,14 @@ import pytest
 from ferrorpc.bootstrap import coordinator
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError
+
+
+class Asked(Exception):
+    """It would be started now."""
+
+
+def asked(arguments: list[str], environment: object) -> None:
+    raise Asked(*arguments[:2])
 
 
 @pytest.fixture
@@ -48,16 +58,33 @@ def test_one_that_never_ends_its_line_is_waited_for_no_longer_than_starting_take
 def test_it_listens_beyond_loopback_only_where_other_nodes_need_it(
     address: str, bind: str, listens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Asked(Exception):
-        pass
-
-    def asked(arguments: list[str], environment: object) -> None:
-        raise Asked(*arguments[:2])
-
     monkeypatch.setattr(coordinator, "_spawn", asked)
     with pytest.raises(Asked) as found:
         coordinator.start_coordinator(address, Config({"bind": bind, "insecure": True}, {}), {})
     assert found.value.args == ("--listen", listens)
+
+
+def test_the_port_of_a_run_that_has_just_ended_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its coordinator lingers, and listens meanwhile."""
+    lingering = socket.create_server(("127.0.0.1", 0))
+    port = lingering.getsockname()[1]
+    ends = threading.Timer(0.3, lingering.close)
+
+    def free(arguments: list[str], environment: object) -> None:
+        socket.create_server(("127.0.0.1", port)).close()
+        raise Asked
+
+    monkeypatch.setattr(coordinator, "_spawn", free)
+    ends.start()
+    with pytest.raises(Asked):
+        coordinator.start_coordinator(f"127.0.0.1:{port}", Config({}, {}), {})
+
+
+def test_a_port_that_stays_taken_is_waited_for_no_longer_than_a_coordinator_lingers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "PORT_SECONDS", 0.1)
+    monkeypatch.setattr(coordinator, "_spawn", asked)
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(Asked):
+        coordinator.start_coordinator(f"127.0.0.1:{other.getsockname()[1]}", Config({}, {}), {})
 
 
 def test_a_bind_that_would_hide_it_from_other_nodes_is_refused() -> None:
