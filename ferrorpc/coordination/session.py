@@ -100,10 +100,10 @@ class RemoteSession(Session):
         self.activity = Activity()
         self._ordinals: dict[tuple[int, str], int] = {}
         self._pending: tuple[str, ...] = ()
-        self._links_lost: set[tuple[int, int]] = set()
+        self._links_lost: set[tuple[Latch, int]] = set()
         self._told: dict[str, dict[str, Any]] = {}
         """What the coordinator keeps of this member in memory alone, so that it is told again after a restart."""
-        self._reported = 0
+        self._reported: Latch | None = None
         self._at_leave: list[Callable[[], None]] = []
         self.left = False
         self._link = Link(
@@ -158,14 +158,13 @@ class RemoteSession(Session):
         if latch is not None and latch is not membership.latch:
             self._trip(latch, failure)
             return
-        generation = membership.assignment.generation
-        if membership.latch.cause is not None or self._reported == generation:
+        if membership.latch.cause is not None or self._reported is membership.latch:
             return
-        self._reported = generation
+        self._reported = membership.latch
         failure = failure.again()  # without its traceback, which holds whatever the step has in memory
-        request = wire.ReportRequest(generation=generation, failure=_bounded(failure))
+        request = wire.ReportRequest(generation=membership.assignment.generation, failure=_bounded(failure))
         try:
-            self._link.post("the report of a failure", report=request)
+            self._link.post("the report of a failure", membership.latch, report=request)
         except FerroError:
             self._trip(membership.latch, failure)
             return
@@ -173,17 +172,16 @@ class RemoteSession(Session):
 
     def report_link_lost(self, peer: int, reason: str, latch: Latch | None = None) -> None:
         membership = self.membership
-        generation = membership.assignment.generation
         is_over = latch is not None and latch is not membership.latch
-        if is_over or membership.latch.cause is not None or (generation, peer) in self._links_lost:
+        if is_over or membership.latch.cause is not None or (membership.latch, peer) in self._links_lost:
             return
-        self._links_lost.add((generation, peer))
+        self._links_lost.add((membership.latch, peer))
         lost = wire.LinkLost(peer_rank=peer, reason=reason[:1024])
-        request = wire.ReportRequest(generation=generation, link_lost=lost)
+        request = wire.ReportRequest(generation=membership.assignment.generation, link_lost=lost)
         label = f"the report of the lost link to rank {peer}"
         self._told[label] = {"report": request}
         try:
-            self._link.post(label, report=request)
+            self._link.post(label, membership.latch, report=request)
         except FerroError as error:
             self._trip(membership.latch, error)
 
@@ -298,7 +296,7 @@ class RemoteSession(Session):
         if self._latch.cause is None:
             with contextlib.suppress(FerroError):  # the line is over
                 for label, request in list(self._told.items()):
-                    self._link.post(label, **request)
+                    self._link.post(label, self._latch, **request)
 
     def result(self, position: identity_pb2.Position, result: wire.Result) -> None:
         """Enters the next generation before anything that happens in it can be pushed."""
@@ -315,6 +313,7 @@ class RemoteSession(Session):
         self._link.seated()
         self._ordinals.clear()
         self._told.clear()
+        self._links_lost.clear()
         self.membership = Membership(
             Assignment(
                 self.job,
@@ -387,7 +386,7 @@ class RemoteSession(Session):
     def _standing_changed(self, member: identity_pb2.Member) -> None:
         report = report_of(member)
         _log.info("%s", report)
-        if report.state == "left" and (self._generation, report.rank) in self._links_lost:
+        if report.state == "left" and (self._latch, report.rank) in self._links_lost:
             self.report(needed_one_who_left(report.rank))
 
     def _close_what_it_carries(self) -> None:

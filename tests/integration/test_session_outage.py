@@ -215,6 +215,27 @@ def test_a_coordinator_without_its_journal_is_another_cluster_and_says_so(volati
     together([session.leave for session in sessions])
 
 
+@pytest.mark.parametrize("what", ["failure", "lost link"])
+def test_a_report_is_made_though_another_cluster_had_one_in_a_generation_of_this_number(volatile, what):
+    """A cluster that is new counts generations from 1 again."""
+    sessions = join_all(volatile.address, 2, **IMPATIENT)
+    sessions[0].report_link_lost(1, "before")
+    sessions[0].report(NcclError("before"))
+    eventually(lambda: all(session.membership.latch.cause for session in sessions))
+    volatile.kill()
+    volatile.start()
+    eventually(lambda: all(session._link.cluster_id == volatile.cluster_id for session in sessions))
+    memberships = together([lambda s=s: s.rejoin(20) for s in sessions])
+    assert [m.assignment.generation for m in memberships] == [1, 1]
+    if what == "failure":
+        sessions[0].report(NcclError("afterwards"))
+    else:
+        sessions[0].report_link_lost(1, "afterwards")
+    for membership in memberships:
+        assert "afterwards" in str(eventually(lambda m=membership: m.latch.cause))
+    together([session.leave for session in sessions])
+
+
 @pytest.mark.parametrize("reformed", [False, True], ids=["same generation", "later generation"])
 def test_an_older_copy_of_the_journal_under_a_running_job_is_told_of(durable, tmp_path, reformed):
     """Else what add() counted once would be counted again, and deaths be judged in a generation that nobody lives in."""
