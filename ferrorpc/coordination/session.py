@@ -98,6 +98,8 @@ class RemoteSession(Session):
         self._token = Token(config["token_file"])
         self._latch_before = Latch()
         self.activity = Activity()
+        self._returned: Membership | None = None
+        """The last that `rejoin` has returned. A later one, whose answer nobody waited for any more, is for its next caller."""
         self._ordinals: dict[tuple[int, str], int] = {}
         self._pending: tuple[str, ...] = ()
         self._links_lost: set[tuple[Latch, int]] = set()
@@ -143,7 +145,7 @@ class RemoteSession(Session):
             policy=rendezvous_pb2.WorldPolicy(
                 min_size=low, max_size=high, last_call_ms=0 if low == high else milliseconds(LAST_CALL_SECONDS)
             ),
-            after_generation=self._generation,
+            after_generation=self._number_of(self._returned),
             pinned_rank=self._pinned_rank,
             hinted_rank=rank,
             timeout_ms=milliseconds(timeout),
@@ -151,7 +153,8 @@ class RemoteSession(Session):
         self._link.ask(
             f"the rendezvous of job {self.job!r}", timeout, lambda message: RendezvousTimeoutError([], message), join=request
         )
-        return self.membership
+        self._returned = self.membership
+        return self._returned
 
     def report(self, failure: FerroError, latch: Latch | None = None) -> None:
         membership = self.membership
@@ -361,9 +364,13 @@ class RemoteSession(Session):
     @property
     def _generation(self) -> int:
         """The last generation it had a rank in, of the coordinator's present cluster; 0 for none."""
-        if not hasattr(self, "membership") or self.membership.assignment.cluster_id != self._link.cluster_id:
+        return self._number_of(self.membership if hasattr(self, "membership") else None)
+
+    def _number_of(self, membership: Membership | None) -> int:
+        """As `_generation`, of the one given."""
+        if membership is None or membership.assignment.cluster_id != self._link.cluster_id:
             return 0
-        return self.membership.assignment.generation
+        return membership.assignment.generation
 
     @property
     def _latch(self) -> Latch:

@@ -307,6 +307,24 @@ def test_joiners_are_pending_and_break_nothing(service):
     together([s.leave for s in [*sessions, *late]])
 
 
+def test_a_place_that_was_given_after_its_rank_gave_up_is_found_by_the_next_attempt(service, monkeypatch):
+    """The others count on it: to ask for the generation after that one would be to wait for them in vain."""
+    session = join(service.address, 0, 1, job="late")
+    ask = session._link.ask
+
+    def gives_up(label, seconds, late, latch=None, **body):
+        ask(label, seconds, late, latch, **body)
+        raise late("too late")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session._link, "ask", gives_up)
+        with pytest.raises(RendezvousTimeoutError, match="too late"):
+            session.rejoin(20)
+    assert session.rejoin(20).assignment.generation == 2
+    assert session.rejoin(20).assignment.generation == 3
+    session.leave()
+
+
 def test_numbers_of_barriers_begin_anew_before_anybody_sees_the_next_generation(service):
     """Else the second barrier of a thread that saw it at once is given the first one's number, and its result."""
     session = join(service.address, 0, 1, job="early")
