@@ -69,10 +69,16 @@ class LocalStore(Store):
 
     def get(self, key: str, timeout: float | None = None) -> bytes:
         limits.check_key(key)
-        self.wait([key], timeout)
-        with self._monitor.lock:
-            value = self._keyspace.values.get(key)
-        return value if value is not None else self.get(key, timeout)
+        seconds = seconds_of(timeout, self._timeout)
+
+        def value() -> bytes | None:
+            self._check()
+            return self._keyspace.values.get(key)
+
+        found = self._monitor.wait(value, self._monitor.clock.now() + seconds)
+        if found is None:
+            raise timed_out([key], seconds)
+        return found
 
     def add(self, key: str, amount: int = 1) -> int:
         limits.check_key(key)

@@ -314,6 +314,7 @@ class RemoteSession(Session):
         )
         say_where(self.job, response.rank, response.generation)
         self._link.seated()
+        self._pending = ()
         self._ordinals.clear()
         self._told.clear()
         self._links_lost.clear()

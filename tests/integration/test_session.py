@@ -299,7 +299,9 @@ def test_joiners_are_pending_and_break_nothing(service):
     assert eventually(lambda: sessions[0].pending_members) == ["member-7"]
     assert sessions[0].membership.latch.cause is None
     before = sessions[0].membership
+    sessions[1].event(Event(pending={"names": ["of the generation before"]}))
     memberships = together([lambda s=s: s.rejoin(20) for s in sessions])
+    assert sessions[1].pending_members == []
     thread.join(20)
     assert [m.assignment.size for m in memberships] == [3, 3]
     assert late[0].membership.assignment.generation == 2

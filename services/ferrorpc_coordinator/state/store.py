@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from ferrorpc.errors import MessageTooLargeError, StoreTimeoutError, UsageError, require
+from ferrorpc.errors import MessageTooLargeError, StaleGenerationError, StoreTimeoutError, UsageError, require
 from ferrorpc.v1 import store_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.desk import Asker, Desk
@@ -209,7 +209,7 @@ class Store:
         if binding == store_pb2.KEY_BINDING_SESSION:
             return asker.client, 0
         if asker.member.rank < 0:
-            raise UsageError(f"{asker} is in no generation that a key could be bound to")
+            raise StaleGenerationError(f"{asker} is in no generation that a key could be bound to")
         return "", self._generations.require(asker.member, asker.member.generation).number
 
     def _remove(self, key: str) -> int:

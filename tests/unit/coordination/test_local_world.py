@@ -19,6 +19,7 @@ from ferrorpc.errors import (
     PeerLostError,
     RendezvousTimeoutError,
     StaleGenerationError,
+    StoreTimeoutError,
     UsageError,
 )
 
@@ -333,3 +334,16 @@ def test_members_are_described_by_what_they_last_did():
     alive, dead = world.session(0).describe([1, 2, 7], timeout=1.0)
     assert (alive.rank, alive.state, alive.step, alive.activity) == (1, "active", 1, "all_reduce #3")
     assert (dead.rank, dead.state, dead.reason) == (2, "dead", "signal 9")
+
+
+def test_a_key_that_vanishes_each_time_is_waited_for_no_longer_than_asked(monkeypatch):
+    """It is set and deleted again before who waits for it can read it."""
+    world = LocalWorld(1)
+
+    class Vanishing(dict):
+        def __contains__(self, key):
+            return True
+
+    monkeypatch.setattr(world.keyspace, "values", Vanishing())
+    with pytest.raises(StoreTimeoutError):
+        world.session(0).store.get("k", timeout=0.05)
