@@ -137,7 +137,7 @@ class Driver:
     def receive(self, stream: int, frame: session_pb2.ClientFrame) -> None:
         """A further frame of a stream."""
         self._counters.frames_received += 1
-        self._step(Received(stream, frame))
+        self._step(Received(stream, frame, self.refuses_writes))
 
     def disconnect(self, stream: int) -> None:
         """The stream has ended, whoever ended it. Later frames for it are dropped."""
@@ -156,7 +156,7 @@ class Driver:
         number = self._numbers
         answer: asyncio.Future[UnaryResponse | error_pb2.ErrorDetail] = self._loop.create_future()
         self._calls[number] = answer
-        self._step(Called(number, request, caller))
+        self._step(Called(number, request, caller, self.refuses_writes))
         try:
             return await answer
         except asyncio.CancelledError:

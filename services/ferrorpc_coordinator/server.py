@@ -144,7 +144,7 @@ class _Service:
         self._server = grpc.aio.server(options=wire_options.control_server())
         self._address = _bind(self._server, options)
         self._driver = Driver(coordinator, journal, self._counters)
-        servicer = CoordinatorServicer(self._driver, self._counters, coordinator.cluster_id)
+        servicer = CoordinatorServicer(self._driver, self._counters)
         self._server.add_generic_rpc_handlers((servicer.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._stopping = asyncio.Event()

@@ -13,8 +13,8 @@ from typing import Any, Final, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from ferrorpc.errors import CodecError, CoordinatorUnavailableError, FerroError, LimitExceededError, UsageError
-from ferrorpc.v1 import error_pb2, identity_pb2, session_pb2, store_pb2
+from ferrorpc.errors import CodecError, CoordinatorUnavailableError, FerroError, UsageError
+from ferrorpc.v1 import error_pb2, session_pb2
 from ferrorpc.wire import status
 from ferrorpc.wire.identity import peer_identities
 from ferrorpc_coordinator.driver import Driver
@@ -34,8 +34,6 @@ _UNARY: Final[dict[str, type[UnaryRequest]]] = {
 }
 
 M = TypeVar("M", bound=Message)
-_GROWING: Final = frozenset({"set", "add", "compare_set"})
-"""Operations that make the journal larger."""
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 UnaryHandler = Callable[[bytes, Context], Awaitable[bytes]]
@@ -44,10 +42,9 @@ UnaryHandler = Callable[[bytes, Context], Awaitable[bytes]]
 class CoordinatorServicer:
     """The coordinator's RPCs on one driver."""
 
-    def __init__(self, driver: Driver, counters: Counters, cluster_id: str) -> None:
+    def __init__(self, driver: Driver, counters: Counters) -> None:
         self._driver = driver
         self._counters = counters
-        self._cluster_id = cluster_id
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What a server needs to be given."""
@@ -62,7 +59,7 @@ class CoordinatorServicer:
         try:
             hello = await _read_hello(context)
             outbox = self._driver.connect(hello, _caller(context))
-            await _Stream(self._driver, self._counters, context, outbox, self._cluster_id).run()
+            await _Stream(self._driver, self._counters, context, outbox).run()
         except FerroError as error:
             await self._abort("Session", context, error)
         self._counters.handled["Session", "OK"] += 1
@@ -75,8 +72,6 @@ class CoordinatorServicer:
                 if context.time_remaining() is None:
                     raise UsageError(f"{name} was called without a deadline", hint="give the call a timeout")
                 request = _parse(request_type, data)
-                if self._driver.refuses_writes and isinstance(request, session_pb2.UnaryStoreRequest):
-                    _require_read_only(request.request)
                 answer = await self._driver.call(request, _caller(context))
                 if isinstance(answer, error_pb2.ErrorDetail):
                     raise status.error_of(answer)
@@ -97,11 +92,10 @@ class CoordinatorServicer:
 class _Stream:
     """One open Session: this task writes, a second one reads, and whichever ends first ends the other."""
 
-    def __init__(self, driver: Driver, counters: Counters, context: Context, outbox: Outbox, cluster_id: str) -> None:
+    def __init__(self, driver: Driver, counters: Counters, context: Context, outbox: Outbox) -> None:
         self._driver = driver
         self._counters = counters
         self._context = context
-        self._cluster_id = cluster_id
         self._outbox = outbox
         self._problem: FerroError | None = None
 
@@ -134,10 +128,7 @@ class _Stream:
                 frame = parse(data)
                 if frame.HasField("beat"):
                     counters.heartbeats += 1
-                if self._driver.refuses_writes and frame.HasField("store"):
-                    self._receive_while_full(frame)
-                else:
-                    self._driver.receive(stream, frame)
+                self._driver.receive(stream, frame)
                 await self._outbox.room()
         except DecodeError:
             self._problem = CodecError("a session sent bytes that are no ClientFrame")
@@ -145,27 +136,6 @@ class _Stream:
             # The end of the stream without a Leave is the fastest sign of death: tell it before anything is written.
             self._driver.disconnect(stream)
             self._outbox.finish()
-
-    def _receive_while_full(self, frame: session_pb2.ClientFrame) -> None:
-        """Answers a write at once with what is wrong, so that it never reaches the state."""
-        try:
-            _require_read_only(frame.store)
-        except LimitExceededError as error:
-            result = session_pb2.Result(sequence=frame.sequence, error=status.detail_of(error))
-            position = identity_pb2.Position(cluster_id=self._cluster_id)
-            self._outbox.push(session_pb2.ServerFrame(position=position, result=result).SerializeToString())
-        else:
-            self._driver.receive(self._outbox.stream, frame)
-
-
-def _require_read_only(request: store_pb2.StoreRequest) -> None:
-    operation = request.WhichOneof("operation")
-    if operation in _GROWING:
-        raise LimitExceededError(
-            f"the store takes no {operation} now: the disk of the coordinator's journal is full",
-            hint="make room on that disk (or delete keys); writes are taken again by themselves",
-            retryable=True,
-        )
 
 
 def _caller(context: Context) -> Caller:

@@ -114,13 +114,15 @@ class Coordinator:
 
     def _take_in(self, event: Event) -> None:
         match event:
-            case Received(stream, frame):
+            case Received(stream, frame, full):
+                self._world.full = full
                 self._received(stream, frame)
             case Connected(stream, hello, caller):
                 self._connected(stream, hello, caller)
             case Disconnected(stream):
                 self._disconnected(stream)
-            case Called(call, request, caller):
+            case Called(call, request, caller, full):
+                self._world.full = full
                 self._called(call, request, caller)
             case Cancelled(call):
                 self._cancelled(call)

@@ -47,7 +47,7 @@ _OUTCOME: Final[dict[type[Message], str]] = {
 
 
 class World:
-    """What all jobs share. `now` is set at the start of each step, in lived nanoseconds."""
+    """What all jobs share. `now` is set at the start of each step, in lived nanoseconds; `full` with each request."""
 
     def __init__(self, settings: Settings, ledger: Ledger, mint: Callable[[], str]) -> None:
         self.settings = settings
@@ -56,6 +56,7 @@ class World:
         self.deadlines = Deadlines()
         self.mint = mint
         self.now = 0
+        self.full = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,8 @@ class Received:
 
     stream: int
     frame: session.ClientFrame
+    full: bool = False
+    """The journal's disk is full: nothing that makes it larger is to be decided, as far as clients ask for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class Called:
     call: int
     request: UnaryRequest
     caller: Caller = NOBODY
+    full: bool = False
+    """As in `Received`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from ferrorpc.errors import MessageTooLargeError, StaleGenerationError, StoreTimeoutError, UsageError, require
+from ferrorpc.errors import (
+    LimitExceededError,
+    MessageTooLargeError,
+    StaleGenerationError,
+    StoreTimeoutError,
+    UsageError,
+    require,
+)
 from ferrorpc.v1 import store_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.desk import Asker, Desk
@@ -21,7 +28,9 @@ from ferrorpc_coordinator.state.writes import Writes
 
 _KEY: Final = re.compile(r"[!-~]+")
 _NUMBER: Final = re.compile(rb"-?[0-9]{1,20}")
-_WRITES: Final = frozenset({"set", "add", "compare_set", "delete"})
+_GROWING: Final = frozenset({"set", "add", "compare_set"})
+"""Operations that make the journal larger."""
+_WRITES: Final = _GROWING | {"delete"}
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +84,12 @@ class Store:
             if known is not None:
                 self._desk.answer(asker, self._completed(known, name, operation))
                 return
+        if self._desk.world.full and name in _GROWING:
+            raise LimitExceededError(
+                f"the store takes no {name} now: the disk of the coordinator's journal is full",
+                hint="make room on that disk (or delete keys); writes are taken again by themselves",
+                retryable=True,
+            )
         before = self._desk.ledger.revision
         response = self._carry_out[name](asker, operation)
         if response is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ferrorpc_coordinator.state.events import Cancelled
+import pytest
+from ferrorpc_coordinator.state.events import Called, Cancelled, Received
 from ferrorpc_coordinator.state.settings import SECOND, Limits, Settings
 
 from ferrorpc.errors import ErrorCode
@@ -191,3 +192,39 @@ def test_a_watch_ends_with_its_stream() -> None:
     world.hello("a", resume=True)
     set_(world, "b", "k", b"v")
     assert not any(event.HasField("store") for event in world.clients["a"].events)
+
+
+REFUSED = {"set": {"key": "k"}, "add": {"key": "k", "amount": 1}, "compare_set": {"key": "k", "expect_absent": True}}
+TAKEN = {"get": {"key": "k"}, "delete": {"key": "k"}, "keys": {"prefix": ""}}
+
+
+@pytest.mark.parametrize("operation", [*REFUSED, *TAKEN])
+def test_a_full_disk_takes_nothing_that_grows_by_whatever_way_it_comes(operation: str) -> None:
+    world = World()
+    client = world.hello("a")
+    request = store_pb2.StoreRequest(request_id=1, **{operation: {**REFUSED, **TAKEN}[operation]})  # type: ignore[arg-type]
+    world.step(Received(client.stream or 0, session_pb2.ClientFrame(sequence=7, store=request), full=True))
+    world.step(Called(1000, session_pb2.UnaryStoreRequest(job="job", request=request), full=True))
+    result, reply = client.results[7], world.replies[1000]
+    if operation in TAKEN:
+        assert (result.HasField("store"), isinstance(reply, session_pb2.UnaryStoreResponse)) == (True, True)
+        return
+    assert isinstance(reply, error_pb2.ErrorDetail)
+    for refusal in (result.error, reply):
+        assert (refusal.code, refusal.retryable) == (ErrorCode.LIMIT_EXCEEDED, True)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_write_that_was_carried_out_before_the_disk_was_full_is_no_new_one(restarted: bool) -> None:
+    """Its answer was lost with the line: were it refused now, its caller would have it carried out again later."""
+    world = World()
+    client = world.hello("a")
+    assert add(world, "a", "n", request_id=1) == 1
+    if restarted:
+        world.restart()
+    else:
+        world.cut("a")
+    world.hello("a", resume=True)
+    increment = store_pb2.StoreRequest(request_id=1, add=store_pb2.AddOperation(key="n", amount=1))
+    world.step(Received(client.stream or 0, session_pb2.ClientFrame(sequence=1, store=increment), full=True))
+    assert client.results[1].store.number == 1

@@ -459,3 +459,16 @@ async def test_a_journal_that_fails_stops_everything_and_releases_nothing(make):
     with pytest.raises(OSError, match="the disk is gone"):
         await driver.failure
     assert texts(outbox) == []
+
+
+@driven
+async def test_requests_are_decided_in_the_knowledge_of_a_full_disk(make):
+    journal = ManualJournal()
+    driver, decider = make(
+        lambda event: [Reply(event.call, session_pb2.UnaryStoreResponse())] if isinstance(event, Called) else [], journal
+    )
+    outbox = driver.connect(session_pb2.Hello())
+    for journal.full in (False, True):
+        driver.receive(outbox.stream, session_pb2.ClientFrame())
+        await driver.call(session_pb2.UnaryStoreRequest())
+    assert [event.full for event, _ in decider.events if isinstance(event, Received | Called)] == [False, False, True, True]

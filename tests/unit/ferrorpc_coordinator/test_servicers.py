@@ -1,4 +1,4 @@
-"""The RPCs over a driver and a call of their own: who calls, who says nothing, and what a full disk lets through."""
+"""The RPCs over a driver and a call of their own: who calls, and who says nothing."""
 
 import asyncio
 
@@ -10,13 +10,9 @@ from ferrorpc_coordinator.metrics import Counters
 from ferrorpc_coordinator.outbox import Outbox
 from ferrorpc_coordinator.servicers import CoordinatorServicer
 
-from ferrorpc.errors import ErrorCode
 from ferrorpc.v1 import error_pb2, session_pb2, store_pb2
 from ferrorpc.wire.identity import Identity, Role
 from ferrorpc.wire.status import TRAILER
-
-REFUSED = {"set": {"key": "k"}, "add": {"key": "k", "amount": 1}, "compare_set": {"key": "k"}}
-TAKEN = {"get": {"key": "k"}, "delete": {"key": "k"}, "keys": {"prefix": ""}}
 
 
 class AbortedError(Exception):
@@ -55,35 +51,28 @@ class Call:
         raise AbortedError(details)
 
 
-class FullDriver:
-    """A driver whose journal's disk is full; it remembers who and what reached it."""
-
-    refuses_writes = True
+class RememberingDriver:
+    """Remembers who called."""
 
     def __init__(self):
         self.callers = []
-        self.requests = []
 
     def connect(self, hello, caller):
         self.callers.append(caller)
         return Outbox(1)
-
-    def receive(self, stream, frame):
-        self.requests.append(frame.store.WhichOneof("operation"))
 
     def disconnect(self, stream):
         pass
 
     async def call(self, request, caller):
         self.callers.append(caller)
-        self.requests.append(request.request.WhichOneof("operation"))
         return store_pb2.StoreResponse()
 
 
 def served(call, data=None):
     """The driver after one session, or after one unary store request."""
-    driver = FullDriver()
-    servicer = CoordinatorServicer(driver, Counters(), "cluster")
+    driver = RememberingDriver()
+    servicer = CoordinatorServicer(driver, Counters())
 
     async def serve():
         if data is None:
@@ -122,19 +111,3 @@ def test_who_opens_a_session_and_says_nothing_is_let_go(monkeypatch):
     call = Call(silent=True)
     assert not served(call).callers
     assert "sent no Hello" in call.error.message
-
-
-@pytest.mark.parametrize("operation", [*REFUSED, *TAKEN])
-def test_a_full_disk_takes_nothing_that_grows_by_whatever_way_it_comes(operation):
-    request = store_pb2.StoreRequest(**{operation: {**REFUSED, **TAKEN}[operation]})
-    session = Call(HELLO, session_pb2.ClientFrame(sequence=7, store=request))
-    unary = Call()
-    drivers = [served(session), served(unary, session_pb2.UnaryStoreRequest(request=request))]
-    if operation in TAKEN:
-        assert [driver.requests for driver in drivers] == [[operation]] * 2
-        return
-    assert [driver.requests for driver in drivers] == [[]] * 2
-    (frame,) = session.written
-    assert frame.result.sequence == 7
-    for error in (frame.result.error, unary.error):
-        assert (error.code, error.retryable) == (ErrorCode.LIMIT_EXCEEDED, True)
