@@ -447,7 +447,11 @@ class LocalSession(Session):
             raise StaleGenerationError(f"{self.name} was declared dead ({self.reason}) and is no longer part of the job")
 
     def _owner_of(self, bind: str) -> Owner:
-        numbers = {"job": 0, "session": self.number, "generation": self._world.generation.number}
+        """What a key is bound to. The lock is held."""
+        generation = self._world.generation
+        if bind == "generation" and generation.cause is not None:
+            raise cause_on(self.rank, generation.origin, generation.cause).again()
+        numbers = {"job": 0, "session": self.number, "generation": generation.number}
         return bind, numbers[bind]
 
 

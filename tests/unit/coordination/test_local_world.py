@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -347,3 +348,18 @@ def test_a_key_that_vanishes_each_time_is_waited_for_no_longer_than_asked(monkey
     monkeypatch.setattr(world.keyspace, "values", Vanishing())
     with pytest.raises(StoreTimeoutError):
         world.session(0).store.get("k", timeout=0.05)
+
+
+def test_a_key_cannot_be_bound_to_a_generation_that_is_over():
+    """It would never vanish: its time has come already."""
+    world = LocalWorld(3, min_size=2)
+    sessions = [world.session(rank) for rank in range(3)]
+    sessions[0].report(NcclError("the end"))
+    with pytest.raises(NcclError, match="the end"):
+        sessions[1].store.set("k", b"", bind="generation")
+    sessions[2].leave()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda session: session.rejoin(10.0), sessions[:2]))
+    sessions[0].store.set("k", b"", bind="generation")
+    sessions[0].report(NcclError("the next end"))
+    assert sessions[1].store.keys() == []
