@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from ferrorpc.config import Config
 from ferrorpc.coordination.keeper import LINGER_SECONDS
@@ -93,14 +93,20 @@ def _await_port(listen: str) -> None:
 
 def _is_taken(host: str, port: int) -> bool:
     """Whether somebody listens there. What else is wrong with the address, the coordinator will say."""
-    with contextlib.suppress(OSError):
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-            except OSError as error:
-                return error.errno == errno.EADDRINUSE
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_is_bound(family, address) for family, _, _, _, address in found)
+
+
+def _is_bound(family: socket.AddressFamily, address: Any) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
+            probe.bind(address)
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
     return False
 
 
