@@ -158,13 +158,13 @@ class RemoteSession(Session):
 
     def report(self, failure: FerroError, latch: Latch | None = None) -> None:
         membership = self.membership
+        failure = failure.again()  # without its traceback, which holds whatever the step has in memory
         if latch is not None and latch is not membership.latch:
             self._trip(latch, failure)
             return
         if membership.latch.cause is not None or self._reported is membership.latch:
             return
         self._reported = membership.latch
-        failure = failure.again()  # without its traceback, which holds whatever the step has in memory
         request = wire.ReportRequest(generation=membership.assignment.generation, failure=_bounded(failure))
         try:
             self._link.post("the report of a failure", membership.latch, report=request)

@@ -27,6 +27,7 @@ from ferrorpc.errors import (
     StaleGenerationError,
     UsageError,
 )
+from ferrorpc.guard import Latch
 from ferrorpc.v1.identity_pb2 import Position
 from ferrorpc.v1.session_pb2 import Event, GenerationBroken, Result
 from ferrorpc.wire.status import detail_of
@@ -167,6 +168,8 @@ def test_a_failure_too_large_for_a_frame_still_ends_the_generation(world):
 
 
 def test_a_report_keeps_nothing_of_the_step_that_failed(world):
+    earlier = Latch()
+
     class Gradients:
         pass
 
@@ -175,6 +178,7 @@ def test_a_report_keeps_nothing_of_the_step_that_failed(world):
         try:
             raise NcclError("failure")
         except NcclError as error:
+            world[0].report(error, earlier)
             world[0].report(error)
         return weakref.ref(gradients)
 
