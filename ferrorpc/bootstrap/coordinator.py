@@ -41,7 +41,7 @@ _running: dict[str, int] = {}
 
 
 def start_coordinator(address: str, config: Config, environment: Mapping[str, str]) -> None:
-    """Starts a coordinator on `address` and waits until it listens. One that this process started before is kept.
+    """Starts a coordinator on `address` and waits until it listens. One that this process started before is kept, if it lives.
 
     It listens on loopback when `address` is there, and else on the setting `bind`. It ends soon after this process, however
     that ends.
@@ -50,7 +50,9 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
         ConfigError: it could not start; its own words are on standard error.
     """
     if address in _running:
-        return
+        if _is_watched(_running[address]):
+            return
+        os.close(_running.pop(address))
     if sys.platform != "linux":
         hint = "run `ferrorpc coordinator` and name it in FERRORPC_COORDINATOR"
         raise ConfigError(f"rank 0 starts a coordinator on Linux only, and this is {sys.platform}", hint=hint)
@@ -77,6 +79,13 @@ def start_coordinator(address: str, config: Config, environment: Mapping[str, st
         hint="read its message above; where another run has the port, give each run a FERRORPC_PORT of its own, such as "
         "$((20000 + SLURM_JOB_ID % 10000)), or name a coordinator that runs",
     )
+
+
+def _is_watched(lifeline: int) -> bool:
+    """Whether the keeper at the other end is there, as it is while the coordinator lives."""
+    end = select.poll()
+    end.register(lifeline, 0)
+    return not end.poll(0)
 
 
 def _await_port(listen: str) -> None:

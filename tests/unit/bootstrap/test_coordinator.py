@@ -87,6 +87,17 @@ def test_a_port_that_stays_taken_is_waited_for_no_longer_than_a_coordinator_ling
         coordinator.start_coordinator(f"127.0.0.1:{other.getsockname()[1]}", Config({}, {}), {})
 
 
+def test_one_that_was_started_before_is_kept_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "_spawn", asked)
+    watched, lifeline = os.pipe()
+    monkeypatch.setattr(coordinator, "_running", {"127.0.0.1:4711": lifeline})
+    coordinator.start_coordinator("127.0.0.1:4711", Config({}, {}), {})
+    os.close(watched)  # its keeper has ended, and with it the coordinator
+    with pytest.raises(Asked):
+        coordinator.start_coordinator("127.0.0.1:4711", Config({}, {}), {})
+    assert coordinator._running == {}
+
+
 def test_a_bind_that_would_hide_it_from_other_nodes_is_refused() -> None:
     with pytest.raises(ConfigError, match="would hide its coordinator from the other nodes"):
         coordinator.start_coordinator("10.0.0.1:4711", Config({}, {}), {})
