@@ -10,11 +10,18 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
 
 import click
 
-from ferrorpc.errors import FerroError
+from ferrorpc.errors import CoordinatorUnavailableError, FerroError
+
+PATIENCE_SECONDS: Final = 60.0
+"""How long a report is made again while nobody is there to take it: what ended a process may have ended the coordinator."""
+PAUSE_SECONDS: Final = 0.2
 
 
 def serve(address: str, job: str) -> None:
@@ -25,15 +32,31 @@ def serve(address: str, job: str) -> None:
 
     config = Config({"job": job})
     for line in sys.stdin:
-        try:
-            request = UnaryReportRequest(job=job, token=token(config), request=_request(json.loads(line)))
+        report = _request(json.loads(line))
+
+        def deliver(report: Any = report) -> None:
             # A connection each: reports are rare, and by the next one certificates may have been renewed.
             with connect(address, config) as stub:
+                request = UnaryReportRequest(job=job, token=token(config), request=report)
                 call(stub.Report, request, address, wait_for_ready=True)
-            click.echo("ok")
-        except FerroError as error:
-            click.echo(f"failed: {error.message}")
+
+        click.echo(_delivered(deliver))
         sys.stdout.flush()
+
+
+def _delivered(deliver: Callable[[], None]) -> str:
+    """What to answer once a report was taken, or will not be. To report the same exit twice does no harm."""
+    until, nothing = time.monotonic() + PATIENCE_SECONDS, threading.Event()
+    while True:
+        try:
+            deliver()
+            return "ok"
+        except CoordinatorUnavailableError as error:
+            if time.monotonic() >= until:
+                return f"failed: {error.message}"
+        except FerroError as error:
+            return f"failed: {error.message}"
+        nothing.wait(PAUSE_SECONDS)
 
 
 def _request(report: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from ferrorpc.cli import client
+from ferrorpc.cli.launcher import reporter as reporter_module
 from ferrorpc.cli.launcher.exit_reports import ExitReports
 from ferrorpc.cli.launcher.reporter import serve
 from ferrorpc.errors import CoordinatorUnavailableError
@@ -50,7 +51,25 @@ def test_each_report_is_a_line_and_counts_until_it_is_answered(reporter, reports
     os.close(reporter.reader)
 
 
+def test_a_report_is_made_again_where_the_coordinator_was_killed_with_it(monkeypatch, capfd):
+    """As by what ended the process that is reported. One that is started again gives whom it does not hear of ten seconds."""
+    sent = []
+
+    def call(method, request, address, *, wait_for_ready):
+        sent.append(request.request.exit.name)
+        if len(sent) == 1:
+            raise CoordinatorUnavailableError("the connection broke")
+
+    monkeypatch.setattr(client, "call", call)
+    monkeypatch.setattr(reporter_module, "PAUSE_SECONDS", 0.0)
+    line = {"name": "box-0", "launch": "launch0", "returncode": -9, "reason": ""}
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(line) + "\n"))
+    serve("127.0.0.1:1", "j")
+    assert (sent, capfd.readouterr().out) == (["box-0", "box-0"], "ok\n")
+
+
 def test_the_reporter_answers_each_line_whatever_becomes_of_the_one_before(monkeypatch, capfd):
+    monkeypatch.setattr(reporter_module, "PATIENCE_SECONDS", 0.0)
     sent = []
 
     def call(method, request, address, *, wait_for_ready):
