@@ -181,8 +181,11 @@ class Backend(ABC):
         return
 
     def abort(self, cause: FerroError) -> None:
-        """Ends the generation, on every rank, with this cause; without a session on this rank only."""
-        if self.session is not None:
+        """Ends the generation, on every rank, with this cause; without a session on this rank only.
+
+        Where the session is in the next one already, that goes on.
+        """
+        if self.session is not None and self.session.membership.latch is self.latch:
             self.session.report(cause)
         else:
             self.latch.trip(cause)
