@@ -144,7 +144,7 @@ class DeviceMemory(Memory):
         header[: self.bucket.weight] = 1
 
     def write(self, slot: Slot, gradient: View | None, used: bool, stays: bool) -> None:
-        if gradient is None or not used:
+        if not used:
             self._header[slot.flag] = 0
         if slot.start == slot.stop:
             return

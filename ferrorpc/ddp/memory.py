@@ -80,7 +80,7 @@ class Memory(ABC):
 
     @abstractmethod
     def write(self, slot: Slot, gradient: View | None, used: bool, stays: bool) -> None:
-        """Brings a gradient to its place, times the weight. None is zeros, and not used.
+        """Brings a gradient to its place, times the weight. None is zeros.
 
         Args:
             gradient: it may lie in its place already.
@@ -157,7 +157,7 @@ class HostMemory(Memory):
         self._travelling[: self.bucket.weight] = 1
 
     def write(self, slot: Slot, gradient: View | None, used: bool, stays: bool) -> None:
-        if gradient is None or not used:
+        if not used:
             self._travelling[slot.flag] = 0
         if gradient is None:
             self._travelling[slot.start : slot.stop] = 0

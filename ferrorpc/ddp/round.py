@@ -115,13 +115,13 @@ class Round:
         """This rank's gradient of one parameter, once a round. The last one of a bucket sends it on its way.
 
         Args:
-            gradient: where the bucket is; None counts as zeros. It is copied unless it lies in its place already.
+            gradient: where the bucket is; None counts as zeros, not used. It is copied unless it lies in its place already.
             used: whether this rank has used the parameter.
             stays: it does not change before the other gradients of its bucket are put, so all may be copied at once.
         """
         memory, slot = self._fleet.at(name)
-        counts = gradient is not None and self.weight != 0
-        memory.write(slot, gradient if counts else None, used, stays)
+        # What a rank of weight 0 has used is used: all ranks get the same mean then, it among them.
+        memory.write(slot, None if self.weight == 0 else gradient, used and gradient is not None, stays)
         self.put_place(slot)
 
     def put_place(self, slot: Slot) -> None:

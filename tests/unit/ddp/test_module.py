@@ -268,6 +268,20 @@ def test_weights_of_ranks_count_in_the_mean():
     assert run_world(2, body) == [[3.0, 3.0]] * 2
 
 
+def test_a_gradient_that_only_ranks_of_weight_zero_have_is_the_mean_there_too():
+    """Otherwise they alone would update the parameter, by it."""
+
+    def body(group):
+        module = Plain(w=np.zeros(2), rare=np.zeros(2))
+        ddp = DistributedDataParallel(module, group)
+        module["w"].grad = np.full(2, 4.0)
+        module["rare"].grad = None if group.rank else np.full(2, np.nan)
+        ddp.sync_gradients(weight=group.rank)
+        return module["w"].grad.tolist(), module["rare"].grad.tolist()
+
+    assert run_world(2, body) == [([4.0, 4.0], [0.0, 0.0])] * 2
+
+
 def test_gradients_may_be_the_buckets_memory():
     def body(group):
         module = Plain(used=np.zeros((2, 2)), rarely=np.zeros(2))
