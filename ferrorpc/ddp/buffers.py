@@ -55,15 +55,19 @@ class Buffers:
         self._exchanges = 0
         self._flying: list[tuple[Bucket, Any, Work[Any]]] = []
 
-    def begin(self) -> None:
-        """Sends this step's buffers on their way. They may change until `finish` writes them."""
-        if not self.layout.buckets:
-            return
-        found = named_buffers(self._module)
-        self._flying = []
-        for bucket in self.layout.buckets:
-            packed = self._packer.packed(bucket, found, "buffer")
-            self._flying.append((bucket, packed, self._start(bucket, packed)))
+    def pack(self) -> list[Any]:
+        """This step's buffers as they are now, for `begin`.
+
+        Raises:
+            TensorMismatchError: one has changed its dtype or shape since the module was wrapped. Nothing was sent.
+        """
+        found = named_buffers(self._module) if self.layout.buckets else {}
+        return [self._packer.packed(bucket, found, "buffer") for bucket in self.layout.buckets]
+
+    def begin(self, packed: list[Any]) -> None:
+        """Sends what was packed on its way. The buffers may change until `finish` writes them."""
+        buckets = self.layout.buckets
+        self._flying = [(bucket, each, self._start(bucket, each)) for bucket, each in zip(buckets, packed, strict=True)]
         self._exchanges += 1
 
     def _start(self, bucket: Bucket, packed: Any) -> Work[Any]:

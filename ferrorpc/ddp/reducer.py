@@ -111,11 +111,11 @@ class Reducer(Fleet):
         """
         if weight is not None:
             weight = _share(weight)
-        number = self._rounds
-        self._rounds += 1
         if weight is None:
             weight = self._usual_weight if self.hook is None else 1.0
-        return Round(self, self.steps, number, weight)
+        begun = Round(self, self.steps, self._rounds, weight)
+        self._rounds += 1
+        return begun
 
     @contextmanager
     def uneven(self, follow: Callable[[Round], None]) -> Iterator[None]:

@@ -135,11 +135,12 @@ class Replica:
     # One step: begin, contribute what is there, finish.
 
     def begin(self, weight: float | None) -> Round:
-        """The next mean of all gradients."""
+        """The next mean of all gradients. Raises TensorMismatchError, before it has begun, as `Buffers.pack`."""
+        buffers = None if self._is_uneven else self._buffers.pack()
         current = self.reducer.begin(weight)
         self._rounds += 1
-        if not self._is_uneven:
-            self._buffers.begin()
+        if buffers is not None:
+            self._buffers.begin(buffers)
         return current
 
     def contribute(self, current: Round, name: str) -> None:

@@ -327,6 +327,29 @@ def test_buffers_travel_with_each_step(mode, expected):
     assert run_world(2, body) == expected
 
 
+@pytest.mark.parametrize("mode", ["broadcast", "mean"])
+def test_a_step_that_its_buffers_keep_from_beginning_may_be_taken_once_they_are_mended(mode):
+    class Buffered(Plain):
+        buffer = np.zeros(1)
+
+        def named_buffers(self):
+            return [("first", np.zeros((), np.int64)), ("buffer", self.buffer)]
+
+    def body(group):
+        module = Buffered(w=np.zeros(1))
+        ddp = DistributedDataParallel(module, group, buffers=mode)
+        module["w"].grad = np.full(1, float(group.rank))
+        if group.rank:
+            module.buffer = np.zeros(3)
+            with pytest.raises(TensorMismatchError, match="buffer 'buffer'"):
+                ddp.sync_gradients()
+            module.buffer = np.zeros(1)
+        ddp.sync_gradients()
+        return module["w"].grad.tolist()
+
+    assert run_world(2, body) == [[0.5]] * 2
+
+
 def test_an_unknown_mode_of_buffers_is_refused():
     def body(group):
         with pytest.raises(UsageError, match="broadcast, mean, local"):
