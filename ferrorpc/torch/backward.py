@@ -88,15 +88,25 @@ class Backward:
         self._used: set[str] = set()
         self._is_first = True
         self._in_portions: set[str] = set()
+        self._is_over = False
+        for each in replica.parameters.values():
+            _release(each)
         self._hooks = [_Hook(each, partial(self._arrived, _Member(name, replica))) for name, each in replica.parameters.items()]
 
     def end(self) -> None:
-        """Lets go of the parameters: their gradients are their own again."""
+        """Lets go of the parameters: their gradients are their own again, or the next wrapper's."""
+        self._is_over = True
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
 
     def listen_last(self) -> None:
-        """Goes behind the hooks that users have given to parameters since: what those do to a gradient belongs to it."""
+        """Goes behind the hooks that users have given to parameters since: what those do to a gradient belongs to it.
+
+        Raises:
+            UsageError: it has let go of the parameters.
+        """
+        self._check()
         for hook in self._hooks:
             hook.go_last()
 
@@ -128,7 +138,15 @@ class Backward:
         if self._replica.syncs and self._round is None and _is_added_to(leaf):
             self._begin()
 
+    def _check(self) -> None:
+        if self._is_over:
+            raise UsageError(
+                "this DistributedDataParallel averages nothing any more: its module was wrapped again, or it was let go of",
+                hint="call the newest wrapper of a module, and keep it",
+            )
+
     def _begin(self) -> Round:
+        self._check()
         self._round = self._replica.begin(self.weight)
         self._task = _current_task()
         torch.autograd.Variable._execution_engine.queue_callback(self._ended)
@@ -167,6 +185,15 @@ class Backward:
         used, self._used = self._used, set()
         self._is_first = False
         self._replica.finish(current, used)
+
+
+def _release(parameter: Any) -> None:
+    """Ends what watches a parameter for another wrapper of its module: one of the generation before that somebody still holds,
+    say, or whose exception does. Two that both averaged a gradient would do so at the same time."""
+    for call in list((parameter._post_accumulate_grad_hooks or {}).values()):
+        owner = getattr(getattr(call, "func", None), "__self__", None)
+        if isinstance(owner, Backward):
+            owner.end()
 
 
 def _nearest_leaf(node: Any) -> Any:

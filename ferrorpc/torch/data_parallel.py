@@ -38,6 +38,8 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
     Ranks may use different parameters, in different orders: what a rank has not used counts as zeros there, and the gradient
     of a parameter that no rank has used stays as it was. Names in `state_dict()` and `named_parameters()` are the module's own.
 
+    After `group.reform()` wrap the module again. Only its newest wrapper averages: calls of others are refused.
+
     Args:
         module: kept as `.module`.
         group: every rank constructs its wrapper at the same point of its program.

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 
-from ferrorpc.errors import CollectiveMismatchError, UsageError
+from ferrorpc.errors import CollectiveMismatchError, GroupAbortedError, UsageError
 from ferrorpc.testing import FaultPlan, run_world
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -246,6 +246,48 @@ def test_a_wrapper_that_is_gone_leaves_the_module_alone_and_it_may_be_wrapped_ag
     results = run_world(2, body)
     assert not torch.equal(results[0][0]["0.weight"], results[1][0]["0.weight"])
     check_same([averaged for _, averaged in results])
+
+
+def test_the_newest_wrapper_of_a_module_averages_alone() -> None:
+    """One of the generation before, which somebody still holds, has nothing more to say, wherever it had come to."""
+
+    def fails(gradient):
+        raise ValueError("on this rank only")
+
+    def body(group):
+        module = network()
+        before = DistributedDataParallel(module, group, bucket_cap_mb=SMALL_MB)
+        before(batch(group.rank)).square().sum().backward()
+        handle = module[0].weight.register_hook(fails) if group.rank else None
+        with pytest.raises((ValueError, GroupAbortedError)) as caught:
+            before(batch(group.rank)).square().sum().backward()
+        if handle is not None:
+            group.abort(caught.value)
+            handle.remove()
+        after = DistributedDataParallel(module, group.reform(), bucket_cap_mb=SMALL_MB)
+        found = []
+        for step in range(2):
+            with pytest.raises(UsageError, match=r"averages nothing any more.*\n.*newest wrapper"):
+                before(batch(group.rank))
+            after.zero_grad()
+            after(batch(group.rank, step)).square().sum().backward()
+            found.append(gradients(after))
+        return found
+
+    results = run_world(2, body)
+    for step in range(2):
+        check_same([found[step] for found in results])
+        check_close(results[0][step], reference(2, lambda m, rank, s=step: m(batch(rank, s)).square().sum().backward()))
+
+
+def test_the_backward_pass_of_a_wrapper_that_was_let_go_of_does_not_pass_for_an_average() -> None:
+    def body(group):
+        loss = DistributedDataParallel(network(), group)(batch(group.rank)).sum()
+        gc.collect()
+        with pytest.raises(UsageError, match="let go of"):
+            loss.backward()
+
+    run_world(2, body)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of torch's tracer, which hides it by other means

@@ -157,8 +157,9 @@ def test_a_buffer_that_grows_says_what_to_do() -> None:
     def body(group):
         module = Growing(6, 2)
         module.register_buffer("seen", torch.zeros(1))
+        ddp = DistributedDataParallel(module, group)
         with pytest.raises(TensorMismatchError, match=r"buffer 'seen' is float32\[2\].*\n.*buffers=\"local\""):
-            DistributedDataParallel(module, group)(batch(0)).sum().backward()
+            ddp(batch(0)).sum().backward()
 
     run_world(2, body)
 
