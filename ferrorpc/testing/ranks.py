@@ -30,6 +30,7 @@ class Ranks:
         self._lock = threading.Lock()
         self._failed: list[int] = []
         self._running = len(groups)
+        self._threads: list[threading.Thread] = []
         self._all_ended = threading.Event()
 
     def run(self, fn: Callable[[ProcessGroup], Any], return_exceptions: bool) -> list[Any]:
@@ -42,12 +43,15 @@ class Ranks:
                 self._clock.start(body, name)
             if not self._all_ended.wait(WALL_SECONDS):
                 raise FerroError(f"{self._running} of {len(self._groups)} ranks still run after {WALL_SECONDS:g} s")
+            for thread in self._threads:  # which may still let go of what they held
+                thread.join(WALL_SECONDS)
         if self._failed and not return_exceptions:
             raise self._first_cause()
         return self.outcomes
 
     def _body(self, rank: int, group: ProcessGroup, fn: Callable[[ProcessGroup], Any]) -> Callable[[], None]:
         def body() -> None:
+            self._threads.append(threading.current_thread())
             try:
                 with group:
                     try:

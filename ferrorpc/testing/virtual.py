@@ -107,6 +107,7 @@ class VirtualClock:
         self._timers: list[tuple[float, int, _Thread | None, int, Callable[[], None] | None]] = []
         self._timer_count = 0
         self._threads: dict[int, _Thread] = {}
+        self._real: list[threading.Thread] = []
         self._thread_count = 0
         self._holder: _Thread | None = None
         self._mains = 0
@@ -177,6 +178,8 @@ class VirtualClock:
                 f"the simulated world stands still after {wall_seconds:g} real seconds; the baton is held by {where}",
                 hint="in a simulated world wait only through group operations and the clock, never on locks or time.sleep",
             )
+        for real in self._real:  # which may still let go of what they held: the interpreter must not end under them
+            real.join(wall_seconds)
 
     def wait(self, parker: VirtualParker, until: float) -> None:
         """For the parkers: gives the baton up until the thread is chosen again."""
@@ -231,7 +234,9 @@ class VirtualClock:
         self._mains += main
         self._threads[thread.number] = thread
         self._runnable.append(thread)
-        threading.Thread(target=self._live, args=(thread, body), name=name, daemon=True).start()
+        real = threading.Thread(target=self._live, args=(thread, body), name=name, daemon=True)
+        self._real.append(real)
+        real.start()
 
     def _live(self, thread: _Thread, body: Callable[[], None]) -> None:
         thread.baton.acquire()

@@ -1,6 +1,7 @@
 """run_world: results in rank order, the first cause of a failure, and what the fault plan asks for."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -21,6 +22,28 @@ def test_results_come_in_rank_order(clock) -> None:
         (2, 6),
         (3, 6),
     ]
+
+
+@both_clocks
+def test_it_returns_when_its_threads_are_gone(clock) -> None:
+    """torch ends the process where a thread lets go of tensors while the interpreter ends."""
+    gone = []
+
+    class Late:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def __del__(self) -> None:
+            threading.Event().wait(0.05)
+            gone.append(self.rank)
+
+    kept = threading.local()
+
+    def body(group) -> None:
+        kept.value = Late(group.rank)  # goes when its thread does
+
+    run_world(3, body, clock=clock)
+    assert sorted(gone) == [0, 1, 2]
 
 
 def test_it_is_part_of_the_face() -> None:
