@@ -71,8 +71,9 @@ class Work(Generic[Result]):
 
     def exception(self) -> BaseException | None:
         """Its error; None when it went well or still runs."""
-        if self._done:
-            self._look()
+        if not self._done:  # whoever ends it sets the error first
+            return None
+        self._look()
         return self._located(self._error)
 
     @property

@@ -12,6 +12,7 @@ from ferrorpc.errors import CollectiveTimeoutError, FerroError, PeerLostError, U
 from ferrorpc.guard import SYSTEM_CLOCK, Parker, SystemClock
 from ferrorpc.testing import ManualClock
 from ferrorpc.work import Work
+from tests.waiting import eventually
 
 
 def work() -> Work[int]:
@@ -43,6 +44,19 @@ def test_a_failed_operation_raises_in_wait_and_shows_in_exception() -> None:
     assert isinstance(handle.exception(), PeerLostError)
     with pytest.raises(PeerLostError):
         handle.wait()
+
+
+def test_an_error_does_not_show_before_the_operation_is_done() -> None:
+    """It would count as one that nobody looked at."""
+    handle = work()
+    with handle._lock:  # so that whoever ends it cannot go on
+        failing = threading.Thread(target=handle.fail, args=(PeerLostError(1, "gone"),))
+        failing.start()
+        eventually(lambda: handle.failure)
+        assert not handle.done()
+        assert handle.exception() is None
+    failing.join()
+    assert isinstance(handle.exception(), PeerLostError)
 
 
 def test_it_can_be_awaited() -> None:
