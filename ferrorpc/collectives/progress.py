@@ -13,6 +13,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -244,12 +245,14 @@ class Progress:
         if work is None:
             work = Work(self._clock, execution.label)
         entry = _Entry(execution, abort, convert, work)
-        execution.wake = lambda: self._wake(entry)
+        wake = partial(self._wake, entry)
         with self._lock:
             start, self._started = not self._started, True
         if start:
             self._clock.start(self._run, "ferrorpc-progress")
-        entry.ticket = execution.guard.latch.watch(execution.wake)
+        # Before others can wake it: once they have, it may be over at any time, and must know its ticket by then.
+        entry.ticket = execution.guard.latch.watch(wake)
+        execution.wake = wake
         self._wake(entry)
         return work
 

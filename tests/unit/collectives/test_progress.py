@@ -14,6 +14,7 @@ from ferrorpc.collectives.polling import Polling
 from ferrorpc.collectives.progress import Progress, drive
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, LimitExceededError, PeerLostError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch, Parker, SystemClock
+from ferrorpc.work import Work
 from tests.waiting import eventually
 
 
@@ -254,6 +255,30 @@ def test_many_operations_in_flight_end_in_their_own_time() -> None:
     works = [progress.submit(Scripted(Latch(), steps=n % 5), lambda error: None, lambda done, n=n: n) for n in range(50)]
     assert [work.wait(timeout=20.0) for work in works] == list(range(50))
     assert sum(thread.name == "ferrorpc-progress" for thread in threading.enumerate()) >= 1
+
+
+def test_what_is_over_before_it_was_handed_over_no_longer_watches_its_generation() -> None:
+    """A send that has begun on its caller's thread may be woken at any time."""
+
+    class Eager(Scripted):
+        handed_over: Work[None]
+
+        @property
+        def wake(self) -> Callable[[], None]:
+            return self._wake
+
+        @wake.setter
+        def wake(self, wake: Callable[[], None]) -> None:
+            self._wake = wake
+            wake()
+            self.handed_over.wait(timeout=20.0)
+
+    progress, latch = Progress(SYSTEM_CLOCK), Latch()
+    progress.submit(Scripted(latch), lambda error: None, lambda done: None).wait(timeout=20.0)  # starts its thread
+    execution = Eager(latch)
+    execution.handed_over = Work(SYSTEM_CLOCK, execution.label)
+    progress.submit(execution, lambda error: None, lambda done: None, execution.handed_over)
+    assert not latch._watchers
 
 
 def test_nobody_looks_for_what_was_polled_once_it_is_over() -> None:
