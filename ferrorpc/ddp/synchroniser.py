@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -304,7 +305,7 @@ class SynchronizerStep(Generic[Tree]):
         self._owner._open = None
         if error is not None:
             self._round.abandon()
-            if isinstance(error, Exception | KeyboardInterrupt):
+            if isinstance(error, Exception | KeyboardInterrupt | CancelledError | GeneratorExit):
                 self._owner._group.abort(error)
             return
         for name in self._added:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 from contextlib import suppress
@@ -239,18 +240,19 @@ def test_an_interrupt_while_gradients_are_averaged_ends_the_generation(average, 
     assert run_world(2, body) == [(1, "KeyboardInterrupt while gradients were averaged")] * 2
 
 
-def test_an_interrupt_in_a_backward_pass_ends_the_generation():
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, asyncio.CancelledError, GeneratorExit])
+def test_an_interrupt_in_a_backward_pass_ends_the_generation(kind):
     def body(group):
         sync = GradientSynchronizer({"a": np.zeros(2)}, group)
         group.barrier()
         if group.rank == 1:
-            with pytest.raises(KeyboardInterrupt), sync.step():
-                raise KeyboardInterrupt
+            with pytest.raises(kind), sync.step():
+                raise kind
         with pytest.raises(GroupAbortedError) as later:
             sync({"a": np.ones(2)})
         return later.value.cause
 
-    assert run_world(2, body) == ["KeyboardInterrupt"] * 2
+    assert run_world(2, body) == [kind.__name__] * 2
 
 
 def test_weights_that_sum_to_zero_are_an_error_on_every_rank():
