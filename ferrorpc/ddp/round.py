@@ -46,7 +46,8 @@ class Flight:
         place: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.bucket = bucket
-        self.left = self.home = clock.now()
+        self.left = clock.now()
+        self.home = FOREVER
         self._operations = operations
         self._place = place
         self._clock = clock
@@ -56,11 +57,12 @@ class Flight:
             self._begin(next(operations))
 
     def _begin(self, work: Work[Any]) -> None:
-        self._work = work
-        work.on_done(self._landed)
+        self._work, self.home = work, FOREVER
+        work.on_done(partial(self._landed, work))
 
-    def _landed(self) -> None:
-        self.home = self._clock.now()
+    def _landed(self, work: Work[Any]) -> None:
+        if work is self._work:
+            self.home = self._clock.now()
         self._parker.unpark()
 
     def advance(self) -> bool:
@@ -71,6 +73,7 @@ class Flight:
                     self._begin(self._operations.send(self._work.wait()))
             except StopIteration:
                 self._work = None
+                self.home = min(self.home, self._clock.now())  # it is done before anybody is told
         return self._work is None
 
     def abandon(self) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from ferrorpc.ddp.bucket import lay_out
+from ferrorpc.ddp.round import Flight
 from ferrorpc.ddp.steps import Step, StepTimes
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
+from ferrorpc.testing import ManualClock
+from ferrorpc.types import DType, TensorSpec
+from ferrorpc.work import Work
 from tests.unit.ddp.world import run_world
 
 
@@ -25,6 +31,25 @@ from tests.unit.ddp.world import run_world
 )
 def test_communication_before_the_wait_is_hidden_and_counts_once(flights, hidden):
     assert Step(3, 1.0, 10.0, 12.0, flights).times == StepTimes(9.0, 2.0, hidden)
+
+
+def test_a_bucket_is_home_when_that_was_seen_although_nobody_has_told_yet():
+    """Whoever ends an operation says so before it tells of it."""
+    clock = ManualClock()
+    told = []
+    operations = [Work(clock, "first"), Work(clock, "second")]
+    for work in operations:
+        work.on_done = told.append
+    bucket = lay_out([("a", TensorSpec(DType.FLOAT32, (3,)))], 1024).buckets[0]
+    flight = Flight(bucket, (work for work in operations), clock, clock.parker(), nullcontext)
+    operations[0].complete(None)
+    assert not flight.advance()
+    clock.advance(2.0)
+    told[0]()
+    clock.advance(2.0)
+    operations[1].complete(None)
+    assert flight.advance()
+    assert (flight.left, flight.home) == (0.0, 4.0)
 
 
 def test_steps_are_kept_compared_between_ranks_and_drawn(tmp_path):
