@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -53,6 +54,7 @@ class Flight:
         self._clock = clock
         self._parker = parker
         self._work: Work[Any] | None = None
+        self._turn = threading.Lock()
         with place():
             self._begin(next(operations))
 
@@ -66,15 +68,16 @@ class Flight:
         self._parker.unpark()
 
     def advance(self) -> bool:
-        """Begins what can be begun without waiting. True when the last operation is complete."""
-        while self._work is not None and self._work.done():
-            try:
-                with self._place():
-                    self._begin(self._operations.send(self._work.wait()))
-            except StopIteration:
-                self._work = None
-                self.home = min(self.home, self._clock.now())  # it is done before anybody is told
-        return self._work is None
+        """Begins what can be begun without waiting. True when the last operation is complete. For any thread."""
+        with self._turn:
+            while self._work is not None and self._work.done():
+                try:
+                    with self._place():
+                        self._begin(self._operations.send(self._work.wait()))
+                except StopIteration:
+                    self._work = None
+                    self.home = min(self.home, self._clock.now())  # it is done before anybody is told
+            return self._work is None
 
     def abandon(self) -> None:
         """Nobody will wait for it: its error, which somebody has seen elsewhere, need not be logged."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import pairwise
 
@@ -13,6 +15,7 @@ from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.round import Flight
 from ferrorpc.ddp.steps import Step, StepTimes
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
+from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing import ManualClock
 from ferrorpc.types import DType, TensorSpec
 from ferrorpc.work import Work
@@ -50,6 +53,30 @@ def test_a_bucket_is_home_when_that_was_seen_although_nobody_has_told_yet():
     operations[1].complete(None)
     assert flight.advance()
     assert (flight.left, flight.home) == (0.0, 4.0)
+
+
+def test_two_threads_may_take_a_bucket_further():
+    """Those of a backward pass that says on several of them what is ready."""
+    entered, go = threading.Event(), threading.Event()
+    operations = [Work(SYSTEM_CLOCK, "first"), Work(SYSTEM_CLOCK, "second")]
+
+    def begun():
+        yield operations[0]
+        entered.set()
+        go.wait(20)
+        yield operations[1]
+
+    bucket = lay_out([("a", TensorSpec(DType.FLOAT32, (3,)))], 1024).buckets[0]
+    flight = Flight(bucket, begun(), SYSTEM_CLOCK, SYSTEM_CLOCK.parker(), nullcontext)
+    operations[0].complete(None)
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(flight.advance)
+        entered.wait(20)
+        other = pool.submit(flight.advance)
+        SYSTEM_CLOCK.call_at(SYSTEM_CLOCK.now() + 0.05, go.set)
+        assert [one.result(20), other.result(20)] == [False, False]
+    operations[1].complete(None)
+    assert flight.advance()
 
 
 def test_steps_are_kept_compared_between_ranks_and_drawn(tmp_path):
