@@ -19,8 +19,9 @@ from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.backends.base import Backend
 from ferrorpc.collectives.call import Call, Operation, example
 from ferrorpc.coordination.base import Session, Store
+from ferrorpc.coordination.causes import replaced
 from ferrorpc.coordination.farewell import reason_of
-from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, UsageError
+from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, GroupClosedError, UsageError
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.arguments import ranks_of, shape_of
 from ferrorpc.operations.collectives import Collectives
@@ -208,9 +209,12 @@ class ProcessGroup(Collectives):
             if not isinstance(error, BackendUnavailableError):
                 self._dispatch.give_up()
             raise
-        self._dispatch.close()
+        following = ProcessGroup(renewed, self.timeout)
+        over = replaced(self.generation, following.generation)
+        self._dispatch.close(GroupClosedError(over.message, hint=over.hint))
+        self._backend.latch.trip(over)
         self._backend.close()
-        return ProcessGroup(renewed, self.timeout)
+        return following
 
     def close(self) -> None:
         """Refuses new operations, finishes what this rank has in flight, says goodbye. Idempotent.

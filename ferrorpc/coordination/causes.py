@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, PeerLostError
+from typing import Final
+
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, PeerLostError, StaleGenerationError
+
+REFORMED_HINT: Final = (
+    "use the group that reform() returned, and make again what belonged to this one: subgroups, wrapped modules, pipelines"
+)
+"""For whoever goes on with a group that was formed again."""
 
 
 def cause_on(rank: int, origin: int, cause: FerroError) -> FerroError:
@@ -23,6 +30,11 @@ def link_lost(reporter: int, peer: int, reason: str) -> GroupAbortedError:
         f"the data stream between rank {reporter} and rank {peer} broke: {reason}; both are alive",
         hint="look at the network between the two; group.reform() makes new streams",
     )
+
+
+def replaced(generation: int, by: int) -> StaleGenerationError:
+    """The cause when all went on to the next generation."""
+    return StaleGenerationError(f"generation {generation} was replaced by generation {by}", hint=REFORMED_HINT)
 
 
 def needed_one_who_left(peer: int) -> PeerLostError:

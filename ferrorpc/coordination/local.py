@@ -14,7 +14,7 @@ from numbers import Integral
 from ferrorpc.coordination import limits
 from ferrorpc.coordination.activity import Activity
 from ferrorpc.coordination.base import MemberReport, Membership, Session
-from ferrorpc.coordination.causes import cause_on, link_lost, needed_one_who_left
+from ferrorpc.coordination.causes import cause_on, link_lost, needed_one_who_left, replaced
 from ferrorpc.coordination.local_store import Keyspace, LocalStore, Owner
 from ferrorpc.coordination.monitor import Monitor
 from ferrorpc.errors import (
@@ -217,7 +217,7 @@ class LocalWorld:
         old = self.generation
         returning = [member for member in old.members if member in asking]
         chosen = (returning + [session for session in asking if session not in returning])[: self._max_size]
-        self._break(old, -1, StaleGenerationError(f"generation {old.number} was replaced by generation {old.number + 1}"))
+        self._break(old, -1, replaced(old.number, old.number + 1))
         self._open(chosen, f"replaces generation {old.number}: {old.cause.message if old.cause else 'it was asked for'}")
         self.monitor.changed()
 

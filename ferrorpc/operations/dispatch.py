@@ -53,12 +53,15 @@ class Dispatch:
         self._numbers = itertools.count(1)
         self._streams = 0
         self._flying: dict[int, Work[Any]] = {}
+        self._closing = GroupClosedError("the group was closed")
         self._is_part = backend.group_id != 0
         self._activity = None if backend.session is None else backend.session.activity
         self.telemetry = telemetry()
 
-    def close(self) -> None:
-        """Nothing begins any more."""
+    def close(self, told: GroupClosedError | None = None) -> None:
+        """Nothing begins any more. `told`: what callers get to know of it."""
+        if told is not None:
+            self._closing = told
         self.closed = self.refuses = True
 
     def give_up(self) -> None:
@@ -68,7 +71,7 @@ class Dispatch:
     def check_open(self) -> None:
         """Raises GroupClosedError after close() or a `reform` in vain, and the first cause once the generation has ended."""
         if self.closed:
-            raise GroupClosedError("the group was closed")
+            raise self._closing.again()
         cause = self.backend.latch.cause
         if cause is not None:
             cause.see()

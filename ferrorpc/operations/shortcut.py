@@ -100,6 +100,8 @@ class Shortcut:
         dtype, shape, op = key
         if self._observed or len(self._known) >= REMEMBERED or dtype.isbuiltin != 1 or not isinstance(op, str | ReduceOp):
             return None
+        if self._dispatch.refuses or self._latch.cause is not None:
+            self._dispatch.check_open()
         spec = TensorSpec(dtype_of(dtype), shape)
         found = self._known[key] = self._prepared(Call(Operation.ALL_REDUCE, (spec,), ReduceOp.named(op)))
         return found

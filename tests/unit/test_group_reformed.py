@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ferrorpc import GradientSynchronizer, GroupClosedError
+from ferrorpc import FerroError, GradientSynchronizer, GroupClosedError
+from ferrorpc.coordination.causes import REFORMED_HINT
 from ferrorpc.testing import run_world
 
 
@@ -29,3 +30,27 @@ def test_a_step_of_an_earlier_generations_synchroniser_concerns_that_rank_alone(
         return [int(renewed.all_reduce(1)) for _ in range(2)]
 
     assert run_world(3, body) == [[3, 3]] * 3
+
+
+def test_who_goes_on_with_an_earlier_generations_group_is_told_of_the_one_that_followed() -> None:
+    """Not to call init_process_group() again, which is refused while there is that one."""
+
+    def body(group):
+        part, stream = group.subgroup([1, 0]), group.stream()
+        renewed = group.reform()
+        told = []
+        for call in (
+            lambda: group.all_reduce(1),
+            lambda: group.recv(1 - group.rank),
+            lambda: stream.all_reduce(np.ones(1), 0),
+            lambda: part.all_reduce(1),
+            lambda: part.recv(1 - part.rank),
+        ):
+            with pytest.raises(FerroError, match="generation 1 was replaced by generation 2") as caught:
+                call()
+            told.append(caught.value.hint)
+        with pytest.raises(GroupClosedError):
+            group.barrier()
+        return told, int(renewed.all_reduce(1))
+
+    assert run_world(2, body) == [([REFORMED_HINT] * 5, 2)] * 2
