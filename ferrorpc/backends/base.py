@@ -185,8 +185,8 @@ class Backend(ABC):
 
         Where the session is in the next one already, that goes on.
         """
-        if self.session is not None and self.session.membership.latch is self.latch:
-            self.session.report(cause)
+        if self.session is not None:
+            self.session.report(cause, self.latch)
         else:
             self.latch.trip(cause)
 

@@ -26,7 +26,6 @@ from ferrorpc.collectives.prepared import PlanPrepared
 from ferrorpc.collectives.progress import progress_of
 from ferrorpc.collectives.select import ANYWHERE, explain
 from ferrorpc.coordination.base import Session
-from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
 from ferrorpc.types import TensorSpec
@@ -158,11 +157,6 @@ class MessageBackend(Backend):
         """The subgroup of these group ranks, on the same lanes."""
         world = [self.world_ranks[rank] for rank in ranks]
         return _Subgroup(self, world, group_id)
-
-    def abort(self, cause: FerroError) -> None:
-        """Ends the generation that this backend was made in: one that has followed it goes on."""
-        if self.session is not None:
-            self.session.report(cause, self.latch)
 
     def close(self) -> None:
         self.transport.close(GOODBYE_SECONDS)

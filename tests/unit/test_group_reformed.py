@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
-from ferrorpc import FerroError, GradientSynchronizer, GroupClosedError
+from ferrorpc import FerroError, GradientSynchronizer, GroupClosedError, NcclError
 from ferrorpc.coordination.causes import REFORMED_HINT
+from ferrorpc.coordination.local import LocalWorld
 from ferrorpc.testing import run_world
 
 
@@ -54,3 +57,17 @@ def test_who_goes_on_with_an_earlier_generations_group_is_told_of_the_one_that_f
         return told, int(renewed.all_reduce(1))
 
     assert run_world(2, body) == [([REFORMED_HINT] * 5, 2)] * 2
+
+
+@pytest.mark.parametrize("what", ["a failure", "a lost link"])
+def test_what_a_rank_reports_of_an_earlier_generation_leaves_this_one_as_it_is(what: str) -> None:
+    world = LocalWorld(2)
+    sessions = [world.session(rank) for rank in range(2)]
+    before = [session.membership.latch for session in sessions]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda session: session.rejoin(10.0), sessions))
+    if what == "a failure":
+        sessions[0].report(NcclError("late"), before[0])
+    else:
+        sessions[0].report_link_lost(1, "late", before[0])
+    assert [session.membership.latch.cause for session in sessions] == [None, None]
