@@ -7,8 +7,7 @@ different orders, and nothing the user calls in between can be mixed up with it.
 
 The mean is the group's canonical one: gradients added in rank order, then divided by the number of ranks; with weights, each
 gradient times its rank's weight, added in rank order, then divided by the sum of the weights. Half types are added, and
-weighted, in float32 and rounded once. A rank of weight 0 counts for nothing, whatever its gradients are; but what it has used
-is used: a parameter that nobody else has used gets the same on all ranks, zeros.
+weighted, in float32 and rounded once. A rank of weight 0 counts for nothing, whatever its gradients are.
 
 Cost, a round of n bytes of gradients: one copy into the buckets (none for gradients that are computed there), one all_reduce of
 n bytes and 1 + gradients elements for each bucket, no other message.

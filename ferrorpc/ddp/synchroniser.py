@@ -279,7 +279,7 @@ class SynchronizerStep(Generic[Tree]):
 
     def _put(self, name: str, got: View, stays: bool = False) -> None:
         self._kinds[name] = got.kind
-        self._round.put(name, got, stays=stays)
+        self._round.put(name, got, used=self._round.weight != 0, stays=stays)
 
     def _put_place(self, name: str) -> None:
         """What lies in its place already."""

@@ -255,6 +255,15 @@ def test_an_interrupt_in_a_backward_pass_ends_the_generation(kind):
     assert run_world(2, body) == [kind.__name__] * 2
 
 
+def test_what_only_a_rank_of_weight_zero_has_counts_for_nothing():
+    def body(group):
+        sync = GradientSynchronizer({"w": np.zeros(2), "rare": np.zeros(2)}, group)
+        means = sync({"w": np.full(2, 4.0), "rare": None if group.rank else np.full(2, np.nan)}, weight=group.rank)
+        return means["w"].tolist(), means["rare"]
+
+    assert run_world(2, body) == [([4.0, 4.0], None)] * 2
+
+
 def test_weights_that_sum_to_zero_are_an_error_on_every_rank():
     def body(group):
         sync = GradientSynchronizer({"a": np.zeros(2)}, group)
