@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum, IntEnum, unique
 from typing import Any, Final, NamedTuple
@@ -166,6 +167,11 @@ class TensorSpec(NamedTuple):
 
     dtype: DType
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array's elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype.label}[{','.join(map(str, self.shape))}]"

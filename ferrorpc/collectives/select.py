@@ -105,7 +105,7 @@ def seconds(cost: Cost, size: int, costs: Costs) -> float:
 
 def bytes_of(call: Call) -> int:
     """Bytes of all arrays this rank brings."""
-    return sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in call.inputs)
+    return sum(spec.nbytes for spec in call.inputs)
 
 
 def sent_bytes(call: Call, size: int) -> int:

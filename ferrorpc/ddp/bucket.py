@@ -119,7 +119,7 @@ def lay_out(
     filling: dict[DType, _Open] = {}
     for name in names:
         spec = specs[name]
-        nbytes = _bytes_of(spec)
+        nbytes = spec.nbytes
         current = filling.get(spec.dtype)
         if current is None or not current.takes(nbytes):
             if current is not None:
@@ -143,15 +143,11 @@ def _tapered(last: _Open, small_bytes: int) -> list[_Open]:
     pieces = []
     rest = last
     while rest.filled_bytes > small_bytes and len(rest.members) > 1:
-        filled = list(accumulate(_bytes_of(spec) for _, spec in rest.members))
+        filled = list(accumulate(spec.nbytes for _, spec in rest.members))
         cut = min(range(1, len(filled)), key=lambda count: abs(2 * filled[count - 1] - rest.filled_bytes))
         pieces.append(_Open(last.dtype, last.cap_bytes, rest.members[:cut], filled[cut - 1]))
         rest = _Open(last.dtype, last.cap_bytes, rest.members[cut:], rest.filled_bytes - filled[cut - 1])
     return [*pieces, rest]
-
-
-def _bytes_of(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * spec.dtype.itemsize
 
 
 def _numbered(full: Iterable[_Open], text: str) -> Layout:

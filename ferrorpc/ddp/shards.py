@@ -25,7 +25,7 @@ from ferrorpc.arrays.kinds import copy_into, kind_of, spec_of, split, view, view
 from ferrorpc.ddp.bucket import Bucket, lay_out
 from ferrorpc.ddp.parcel import current
 from ferrorpc.ddp.reducer import cap_bytes
-from ferrorpc.errors import TensorMismatchError
+from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import ReduceOp, TensorSpec, refusal
 from ferrorpc.work import Work
 
@@ -49,6 +49,7 @@ class Shard:
 
     def __init__(self, bucket: Bucket, group: ProcessGroup, kind: CupyKind | None) -> None:
         self.bucket = bucket
+        self._slots = [slot for slot in bucket.slots if slot.stop > slot.start]
         count = bucket.count - bucket.header
         unit = _ALIGNMENT_BYTES // bucket.dtype.itemsize
         length = -(-count // (group.size * unit)) * unit
@@ -89,7 +90,7 @@ class Shard:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of each parameter in it that has elements."""
-        return {slot.name: slot.spec.shape for slot in self.bucket.slots if slot.stop > slot.start}
+        return {slot.name: slot.spec.shape for slot in self._slots}
 
     def cut(self, arrays: Mapping[str, Any], into: Any) -> None:
         """Copies this rank's shard of arrays shaped like the parameters, by their names, into a host array of its length."""
@@ -111,8 +112,7 @@ class Shard:
         flat = np.concatenate([view(part).data for part in parts])
         return {
             slot.name: kind.wrap(flat[slot.start - header : slot.stop - header], TensorSpec(dtype, slot.spec.shape))
-            for slot in self.bucket.slots
-            if slot.stop > slot.start
+            for slot in self._slots
         }
 
     def gather(self) -> Work[Any]:
@@ -150,6 +150,19 @@ class Shard:
     def _place(self, start: int, stop: int) -> Any:
         header = self.bucket.header
         return self._storage[start - header : stop - header]
+
+
+def check_whose(group: ProcessGroup, rank: int, size: int, gather: str) -> None:
+    """Raises UsageError where what another rank, or one of another group's size, remembered is loaded.
+
+    Args:
+        gather: the method whose result any group can load.
+    """
+    if (rank, size) != (group.rank, group.size):
+        raise UsageError(
+            f"the state is that of rank {rank} of {size}, and this is rank {group.rank} of {group.size}",
+            hint=f"load each rank's own, or what {gather}() gave: that is for groups of any size",
+        )
 
 
 class Shards:

@@ -11,7 +11,7 @@ from ferrorpc.arrays.kinds import spec_of, view_out
 from ferrorpc.ddp.parcel import common_gpu
 from ferrorpc.ddp.pytree import flatten
 from ferrorpc.ddp.rules import Array, Rule
-from ferrorpc.ddp.shards import Shards
+from ferrorpc.ddp.shards import Shards, check_whose
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.types import DType, TensorSpec
@@ -120,11 +120,7 @@ class ZeroOptimizer:
 
     def _load_own(self, state: Mapping[str, Array]) -> None:
         rank, size = (int(number) for number in state[_RANK])
-        if (rank, size) != (self._group.rank, self._group.size):
-            raise UsageError(
-                f"the state is that of rank {rank} of {size}, and this is rank {self._group.rank} of {self._group.size}",
-                hint="load each rank's own, or what gather_state() gave: that is for groups of any size",
-            )
+        check_whose(self._group, rank, size, "gather_state")
         named = self._named()
         _check_shapes(state, {name: array.shape for name, array in named.items()})
         for name, array in named.items():

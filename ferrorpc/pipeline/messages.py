@@ -10,7 +10,6 @@ for each form that messages have.
 from __future__ import annotations
 
 import json
-import math
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -58,7 +57,7 @@ class _Form:
         self.end = 0
         for spec in specs:
             start = self.end + -self.end % ALIGNMENT
-            self.end = start + (0 if spec is None else math.prod(spec.shape) * spec.dtype.itemsize)
+            self.end = start + (0 if spec is None else spec.nbytes)
             self.places.append(slice(start, self.end))
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from ferrorpc.arrays.kinds import kind_of, spec_of
-from ferrorpc.ddp.shards import Shard, Shards
+from ferrorpc.ddp.shards import Shard, Shards, check_whose
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.torch.zero_state import apart, is_piece, joined, piece_keys
@@ -132,13 +132,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             members.update(_settings(inner))
 
     def _check_own(self, state_dict: dict[str, Any]) -> None:
-        here = [self._group.rank, self._group.size]
-        if state_dict[_RANK] != here:
-            (rank, size), (my_rank, my_size) = state_dict[_RANK], here
-            raise UsageError(
-                f"the state is that of rank {rank} of {size}, and this is rank {my_rank} of {my_size}",
-                hint="load each rank's own, or what gather_state_dict() gave: that is for groups of any size",
-            )
+        rank, size = state_dict[_RANK]
+        check_whose(self._group, rank, size, "gather_state_dict")
         shards = [shard.weights.shape for shards in self._shards for shard in shards.shards]
         for number, state in state_dict["state"].items():
             shapes = {tuple(value.shape) for value in state.values() if is_piece(value)}

@@ -6,7 +6,6 @@ The first message of an operation whose size only one rank knows. Bytes, little-
 
 from __future__ import annotations
 
-import math
 import struct
 from typing import Any, Final
 
@@ -28,7 +27,7 @@ Array = np.ndarray[Any, Any]
 
 def size_bytes(spec: TensorSpec) -> int:
     """How long an array's notice is."""
-    total = math.prod(spec.shape) * spec.dtype.itemsize
+    total = spec.nbytes
     return _start(len(spec.shape)) + (total if total <= INLINE_BYTES else 0)
 
 
@@ -64,7 +63,7 @@ def unpack(notice: Array) -> tuple[TensorSpec, Array | None]:
         raise CodecError(f"a notice of {notice.size} bytes announces {ndim} dimensions of dtype {code}")
     shape: tuple[int, ...] = struct.unpack_from(f"<{ndim}Q", head, _OPENING.size)
     spec = TensorSpec(DType(code), shape)
-    total = math.prod(shape) * spec.dtype.itemsize
+    total = spec.nbytes
     if max(shape, default=0) >= DIMENSION_MAX or total > TOTAL_BYTES_MAX or notice.size - start not in (0, total):
         raise CodecError(f"a notice of {notice.size} bytes announces {spec}")
     if notice.size - start < total:

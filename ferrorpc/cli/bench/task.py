@@ -28,7 +28,7 @@ from ferrorpc.cli.bench.case import (
     SEND,
     Case,
 )
-from ferrorpc.cli.bench.runners.base import Runner
+from ferrorpc.cli.bench.runners.base import Action, Runner
 from ferrorpc.errors import FerroError, UsageError
 
 PATTERN: Final = np.arange(1, 8, dtype=np.float32)
@@ -78,21 +78,31 @@ class Task(ABC):
         """Runs it once more and looks at every value. Raises as `check` does."""
 
 
-class Barrier(Task):
+class Repeated(Task):
+    """One call, again and again.
+
+    Attributes:
+        act: the call.
+    """
+
+    act: Action
+
+    def run(self, count: int) -> None:
+        act = self.act
+        for _ in repeat(None, count):
+            act()
+
+
+class Barrier(Repeated):
     """Barriers, one after the other. That they hold nobody back too little is shown by every other case."""
 
     repeats_max = BARRIERS_MAX
 
     def __init__(self, runner: Runner) -> None:
-        self._act = runner.barrier()
+        self.act = runner.barrier()
 
     def refill(self) -> None:
         pass
-
-    def run(self, count: int) -> None:
-        act = self._act
-        for _ in repeat(None, count):
-            act()
 
     def check(self, count: int) -> None:
         pass
@@ -101,13 +111,13 @@ class Barrier(Task):
         self.run(1)
 
 
-class AllReduce(Task):
+class AllReduce(Repeated):
     """Sums in place."""
 
     def __init__(self, runner: Runner, case: Case, memory: str, wire: str | None) -> None:
         self._runner = runner
         self._array = runner.array(case.count, case.dtype, memory)
-        self._act = runner.all_reduce(self._array, wire)
+        self.act = runner.all_reduce(self._array, wire)
         self._tolerance = QUANTISED_TOLERANCE if wire else 0.0
         self.arrays_bytes = case.size_bytes
         self.repeats_max = min(REPEATS_MAX, int(math.log(LARGEST[case.dtype], max(2, runner.size))))
@@ -115,11 +125,6 @@ class AllReduce(Task):
 
     def refill(self) -> None:
         self._array[...] = 1
-
-    def run(self, count: int) -> None:
-        act = self._act
-        for _ in repeat(None, count):
-            act()
 
     def check(self, count: int) -> None:
         last = len(self._array) - 1
@@ -133,7 +138,7 @@ class AllReduce(Task):
         _verify(self._runner, self._array, sum(range(1, self._runner.size + 1)), self._tolerance)
 
 
-class Exchange(Task):
+class Exchange(Repeated):
     """Moves from one array to another, or within one: of as many equal pieces as there are ranks."""
 
     repeats_max = REPEATS_MAX
@@ -149,7 +154,7 @@ class Exchange(Task):
         self._target = self._source
         if case.operation != BROADCAST:
             self._target = runner.array(self._piece if case.operation == REDUCE_SCATTER else whole, case.dtype, memory)
-        self._act = runner.exchange(case.operation, self._source, self._target)
+        self.act = runner.exchange(case.operation, self._source, self._target)
         elements = len(self._source) + (0 if case.operation == BROADCAST else len(self._target))
         self.arrays_bytes = elements * ITEM_BYTES[case.dtype]
         self.refill()
@@ -157,11 +162,6 @@ class Exchange(Task):
     def refill(self) -> None:
         self._target[...] = 0
         self._source[...] = self._runner.rank + 1
-
-    def run(self, count: int) -> None:
-        act = self._act
-        for _ in repeat(None, count):
-            act()
 
     def check(self, count: int) -> None:
         last = len(self._target) - 1

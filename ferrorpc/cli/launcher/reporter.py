@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import click
 
 from ferrorpc.errors import CoordinatorUnavailableError, FerroError
+from ferrorpc.guard import SYSTEM_CLOCK
 
 PATIENCE_SECONDS: Final = 60.0
 """How long a report is made again while nobody is there to take it: what ended a process may have ended the coordinator."""
@@ -31,32 +31,32 @@ def serve(address: str, job: str) -> None:
     from ferrorpc.v1.session_pb2 import UnaryReportRequest
 
     config = Config({"job": job})
+
+    def deliver(report: Any) -> None:
+        request = UnaryReportRequest(job=job, token=token(config), request=report)
+        # A connection each: reports are rare, and by the next one certificates may have been renewed.
+        with connect(address, config) as stub:
+            call(stub.Report, request, address, wait_for_ready=True)
+
     for line in sys.stdin:
-        report = _request(json.loads(line))
-
-        def deliver(report: Any = report) -> None:
-            # A connection each: reports are rare, and by the next one certificates may have been renewed.
-            with connect(address, config) as stub:
-                request = UnaryReportRequest(job=job, token=token(config), request=report)
-                call(stub.Report, request, address, wait_for_ready=True)
-
-        click.echo(_delivered(deliver))
+        click.echo(_delivered(partial(deliver, _request(json.loads(line)))))
         sys.stdout.flush()
 
 
 def _delivered(deliver: Callable[[], None]) -> str:
     """What to answer once a report was taken, or will not be. To report the same exit twice does no harm."""
-    until, nothing = time.monotonic() + PATIENCE_SECONDS, threading.Event()
+    clock = SYSTEM_CLOCK
+    until = clock.now() + PATIENCE_SECONDS
     while True:
         try:
             deliver()
             return "ok"
         except CoordinatorUnavailableError as error:
-            if time.monotonic() >= until:
+            if clock.now() >= until:
                 return f"failed: {error.message}"
         except FerroError as error:
             return f"failed: {error.message}"
-        nothing.wait(PAUSE_SECONDS)
+        clock.parker().park(clock.now() + PAUSE_SECONDS)
 
 
 def _request(report: dict[str, Any]) -> Any:

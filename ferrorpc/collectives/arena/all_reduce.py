@@ -42,7 +42,7 @@ class OneShot(ArenaPrepared):
         super().__init__(arena, call)
         spec = call.inputs[0]
         self.specs = [spec]
-        self._nbytes = math.prod(spec.shape) * spec.dtype.itemsize
+        self._nbytes = spec.nbytes
         self._is_flat = len(spec.shape) == 1
         self._fold = fold_of(call, arena.size)
         self._views: dict[Channel, tuple[Array, list[Array]]] = {}

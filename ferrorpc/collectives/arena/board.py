@@ -371,9 +371,9 @@ class Channel:
         while not self.is_free(before):
             yield before
 
-    def await_others(self, word: int, goal: int) -> Wait:
-        """Waits until this word of every other rank has come so far."""
-        for other in self.others:
+    def await_others(self, word: int, goal: int, places: Sequence[int] | None = None) -> Wait:
+        """Waits until this word of every other rank, or of those at these places among them, has come so far."""
+        for other in self.others if places is None else [self.others[place] for place in places]:
             while other[word] < goal:
                 yield goal
 

@@ -131,7 +131,7 @@ class Exchange(ArenaPrepared):
 
     def _plan(self) -> tuple[list[_Place], int]:
         """Where in the ring the parts for others come that are not in the segment, behind the table; and how large that is."""
-        sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in self.call.inputs]
+        sizes = [spec.nbytes for spec in self.call.inputs]
         if self._has_part_for_each:
             sizes[self._mine] = 0
         is_large = sum(map(_padded, sizes)) > RING_BYTES
@@ -155,8 +155,7 @@ class Exchange(ArenaPrepared):
         """The part that this rank has for itself: as it is, but in the rounds of others' parts, while the cache knows it."""
         spec = self.call.inputs[self._mine]
         length = math.prod(spec.shape)
-        nbytes = length * spec.dtype.itemsize
-        return spec, length, self._chunk_of(nbytes) // spec.dtype.itemsize if nbytes > RING_BYTES else max(length, 1)
+        return spec, length, self._chunk_of(spec.nbytes) // spec.dtype.itemsize if spec.nbytes > RING_BYTES else max(length, 1)
 
     def _chunk_of(self, nbytes: int) -> int:
         """Bytes that come in a round of a part of so many: the same for all ranks."""
@@ -165,8 +164,7 @@ class Exchange(ArenaPrepared):
     def taken(self, peer: int) -> int:
         if peer not in self._readers:
             return 0
-        spec = self.call.inputs[peer if self._has_part_for_each else 0]
-        return math.prod(spec.shape) * spec.dtype.itemsize
+        return self.call.inputs[peer if self._has_part_for_each else 0].nbytes
 
     def steps(
         self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
@@ -221,11 +219,11 @@ class Exchange(ArenaPrepared):
         for number in range(1, max(part.rounds for part in (*found, *(part for _, part in staged)))):
             line[LEFT] = base + number
             if number >= SLOTS and staged:
-                yield from _await(channel, self._reader_places, LEFT, base + number + 1 - SLOTS)
+                yield from channel.await_others(LEFT, base + number + 1 - SLOTS, self._reader_places)
             for source, part in staged:
                 _stage(source, part, number)
             line[STAGED] = base + number + 1
-            yield from _await(channel, self._owner_places, STAGED, base + number + 1)
+            yield from channel.await_others(STAGED, base + number + 1, self._owner_places)
             self._land(found, results, number)
 
     def _land(self, found: Sequence[_Part], results: Sequence[Array], number: int) -> None:
@@ -303,14 +301,6 @@ def _stage(source: Array, part: _Part, number: int) -> None:
     """Lays out what others read of a part in a round."""
     first, last = part.bounds(number)
     part.piece(first, last)[...] = source[first:last]
-
-
-def _await(channel: Channel, places: Sequence[int], word: int, goal: int) -> Wait:
-    """Waits until this word of these peers has come so far."""
-    for place in places:
-        line = channel.others[place]
-        while line[word] < goal:
-            yield goal
 
 
 def _padded(nbytes: int) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.collectives.arena import exchange
-from ferrorpc.collectives.arena.board import LEFT, SLOT_BYTES
+from ferrorpc.collectives.arena.board import CHUNK_BITS, LEFT, SLOT_BYTES, STAGED
 from ferrorpc.collectives.arena.exchange import RING_BYTES, SLOTS
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CodecError, CollectiveMismatchError
@@ -120,14 +120,15 @@ def test_a_round_of_a_part_that_would_take_too_many_is_larger(monkeypatch):
         assert len(progress) <= 5
 
 
-def test_a_rank_with_much_to_send_waits_for_its_readers_and_for_nobody_else():
-    """Rank 2 of a gather need not have come for rank 1 to pass its array on, as far as the root has."""
+def test_a_rank_lays_out_as_many_rounds_as_there_are_slots_whoever_has_not_come():
+    """Rank 2 of a gather, which reads nothing of rank 1's; the root waits for it, so there it ends until it comes."""
     with SharedWorld(3) as world:
         array = values(DType.FLOAT32, 1000, 1)
         call = call_of(Operation.GATHER, [array], DType.FLOAT32, 0)
         root, sender = (world.begin(rank, call, [array], number=1) for rank in range(2))
         world.arenas[2].bank(0)
         assert not world.advance([root, sender], limit=500)
+        assert sender.channel.line[STAGED] & ((1 << CHUNK_BITS) - 1) == exchange.SLOTS
         third = world.begin(2, call, [array], number=1)
         assert world.advance([root, sender, third])
         assert [part.tobytes() for part in root.results] == [array.tobytes()] * 3
