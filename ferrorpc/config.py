@@ -162,7 +162,7 @@ SETTINGS: Final = (
     Setting("name", None, plain_name, "this member's name; default <node>-<local rank>, the pod's, or <host>-<pid>"),
     Setting("world_size", None, world_size, "N members, or MIN:MAX for an elastic world; `ferrorpc run --world-size` sets it"),
     Setting("rank_hint", None, whole_number, "the rank to give this member where it is free"),
-    Setting("backend", "auto", str, "who performs operations: auto, grpc, simulated, nccl, hybrid or a registered one"),
+    Setting("backend", "auto", str, "who performs operations: auto, grpc, simulated, nccl, hybrid, cuda_ipc or one registered"),
     Setting("transport", "auto", str, "how tensors travel between ranks", ("auto", "grpc", "shared_memory")),
     Setting("device", None, whole_number, "number of this rank's GPU; default its number among its node's processes, if known"),
     Setting("lanes", 1, lanes, "gRPC connections to each peer that the chunks of large messages are dealt out to, 1 to 16"),

@@ -19,9 +19,11 @@ from uuid import UUID
 
 import numpy as np
 
+from ferrorpc.arrays.cupy_sharing import CupySharing
 from ferrorpc.arrays.device import DeviceArray, Event, Stream
 from ferrorpc.arrays.staging import Staging
 from ferrorpc.errors import BackendUnavailableError, UsageError
+from ferrorpc.kernels.cuda.folds import Folds
 from ferrorpc.kernels.cuda.launcher import DeviceKernels
 
 INSTALL: Final = "pip install 'ferrorpc[gpu]' (CUDA 12) or 'ferrorpc[gpu-cuda13]' (CUDA 13)"
@@ -131,6 +133,17 @@ class CupyDevice:
         """As `Device.kernels`."""
         with self.here():
             return DeviceKernels(self._cupy)
+
+    @cached_property
+    def folds(self) -> Folds:
+        """As `Device.folds`."""
+        with self.here():
+            return Folds(self._cupy)
+
+    @cached_property
+    def sharing(self) -> CupySharing:
+        """As `Device.sharing`."""
+        return CupySharing(self._cupy, self.index)
 
     @cached_property
     def staging(self) -> Staging:

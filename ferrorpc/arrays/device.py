@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 if TYPE_CHECKING:
+    from ferrorpc.arrays.cupy_sharing import CupySharing
+    from ferrorpc.kernels.cuda.folds import Folds
     from ferrorpc.kernels.cuda.launcher import DeviceKernels
 
 DeviceArray: TypeAlias = Any
@@ -61,6 +63,14 @@ class Device(Protocol):
     @property
     def kernels(self) -> DeviceKernels:
         """The library's CUDA kernels, compiled when first asked for."""
+
+    @property
+    def folds(self) -> Folds:
+        """The kernels for memory that ranks share, compiled when first asked for."""
+
+    @property
+    def sharing(self) -> CupySharing:
+        """What it shares with other processes."""
 
     @property
     def staging(self) -> Any:

@@ -43,7 +43,7 @@ class Backend(ABC):
     A backend must set `rank` and `size`; the rest has defaults, which are those of a world without a coordinator.
 
     Attributes:
-        name: as in `group.backend`: "grpc", "simulated", "nccl", "hybrid" or a third party's own.
+        name: as in `group.backend`: "grpc", "simulated", "nccl", "hybrid", "cuda_ipc" or a third party's own.
         rank, size: of this group.
         world_ranks: world rank of each group rank; errors speak of these.
         group_id: 0 for the world.

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ferrorpc.arrays.cupy_device import CupyDevice, open_device
+from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.nccl.choose import open_nccl
@@ -20,6 +21,7 @@ from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.types import Peer
 
 NEEDING: Final = ("nccl", "hybrid")
+"""Backends that need NCCL."""
 _GPU: Final = "gpu"
 _NCCL: Final = "nccl"
 _log = logging.getLogger("ferrorpc.backends")
@@ -60,6 +62,8 @@ def said_at_join(backend: str, asked: int | None, local_rank: int | None) -> dic
     Raises:
         BackendUnavailableError: the backend needs a GPU, and what is missing is named with the command that installs it.
     """
+    if backend == "cuda_ipc":
+        return {_GPU: device_for(asked, local_rank).uuid}
     if backend not in NEEDING and not (backend == "auto" and "cupy" in sys.modules):
         return {}
     try:
@@ -93,8 +97,26 @@ def suits_all(peers: Sequence[Peer]) -> bool:
     """Whether "auto" is NCCL for GPU arrays; where some members have GPUs and it is not, the log says why."""
     reason = why_not(peers)
     if reason and any(label == _GPU for peer in peers for label, _ in peer.labels):
-        _log.warning("backend 'auto' is gRPC: %s", reason)
+        _log.warning("backend 'auto' does without NCCL: %s", reason)
     return not reason
+
+
+def share_one(peers: Sequence[Peer]) -> bool:
+    """Whether "auto" shares GPU memory: where members of one host, each with a GPU, have one for several of them."""
+    gpus = [dict(peer.labels).get(_GPU) for peer in peers]
+    return None not in gpus and len(set(gpus)) < len(gpus) and len({peer.host for peer in peers}) == 1
+
+
+def make_sharing(lanes: MessageBackend, asked: int | None, local_rank: int | None) -> CudaIpcBackend:
+    """This rank's backend over its host lanes, on its GPU, whose memory it shares with the others.
+
+    Raises:
+        BackendUnavailableError: what is missing.
+        NcclError: a rank could not share its GPU's memory, or open another's.
+    """
+    device = device_for(asked, local_rank)
+    device.make_current()
+    return CudaIpcBackend(lanes, device)
 
 
 def make(kind: type[NcclBackend], lanes: MessageBackend, asked: int | None, local_rank: int | None) -> NcclBackend:

@@ -46,7 +46,8 @@ class HybridBackend(NcclBackend):
         return HybridPrepared(host, super().prepare(call) if self._suits_nccl(call) else None)
 
     def instead(self, call: Call) -> Prepared | None:
-        return self.lanes.prepare(call) if call.operation in ROOT_DECIDES else None
+        """As messages: what the root decides is known only when later operations may have begun."""
+        return self.lanes.prepare_as_messages(call) if call.operation in ROOT_DECIDES else None
 
     def _suits_nccl(self, call: Call) -> bool:
         if call.wire is not None or call.algorithm is not None:
@@ -57,9 +58,8 @@ class HybridBackend(NcclBackend):
         host = self.lanes.explain(call)
         if call.operation is Operation.BARRIER:
             return host
-        near = (
-            super().explain(call) if self._suits_nccl(call) else f"{call.signature}: NCCL has nothing for it, so as on the host"
-        )
+        lacks = f"{call.signature}: {self.api.library} has nothing for it, so as on the host"
+        near = super().explain(call) if self._suits_nccl(call) else lacks
         return f"on the host: {host}\non a GPU: {near}"
 
 

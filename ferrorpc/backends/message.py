@@ -105,9 +105,13 @@ class MessageBackend(Backend):
         return Guard(self.clock, self.latch, self.timeout if timeout is None else timeout)
 
     def prepare(self, call: Call) -> Prepared:
+        laid_out = None if self._arena is None else arena_select.prepare(self._arena, self.basis.applied(call))
+        return laid_out or self.prepare_as_messages(call)
+
+    def prepare_as_messages(self, call: Call) -> Prepared:
+        """As `prepare`, for calls that may begin later than others that come after them: in shared memory they must not."""
         call = self.basis.applied(call)
-        laid_out = None if self._arena is None else arena_select.prepare(self._arena, call)
-        return laid_out or prepare(call, self.rank, self.size, self._run_plan, self.basis)
+        return prepare(call, self.rank, self.size, self._run_plan, self.basis)
 
     def explain(self, call: Call) -> str:
         as_messages = explain(call, self.size, self.basis)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeAlias
 
 from ferrorpc.backends import gpu
@@ -15,9 +17,10 @@ from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.simulated import Lanes, SimulatedBackend
 from ferrorpc.collectives.call import Operation
 from ferrorpc.coordination.base import Session
-from ferrorpc.errors import BackendUnavailableError, ConfigError
+from ferrorpc.errors import BackendUnavailableError, ConfigError, NcclError
 from ferrorpc.transports.grpc_server import WorkerServer
 
+_log = logging.getLogger("ferrorpc.backends")
 TRANSPORTS: Final = ("auto", "grpc", "shared_memory")
 
 
@@ -64,7 +67,7 @@ def create(name: str, place: Place) -> Backend:
     Raises:
         BackendUnavailableError: there is none, or it cannot work here; the hint says what can.
     """
-    factory = _factories.get(_best(place) if name == "auto" else name)
+    factory = _auto if name == "auto" else _factories.get(name)
     if factory is None:
         raise BackendUnavailableError(f"no backend is called {name!r}", f"use one of: {', '.join(names())}")
     gpu.take(place.device, place.local_rank)
@@ -91,7 +94,26 @@ def _best(place: Place) -> str:
     """What "auto" stands for. All ranks know the same of each other, so it is the same on all."""
     if place.server is None:
         return "simulated"
-    return "hybrid" if gpu.suits_all(place.session.membership.assignment.peers) else "grpc"
+    peers = place.session.membership.assignment.peers
+    if gpu.suits_all(peers):
+        return "hybrid"
+    return "cuda_ipc" if gpu.share_one(peers) else "grpc"
+
+
+def _auto(place: Place) -> Backend:
+    """As chosen. What stands in the way of sharing a GPU shows only when it is tried, to all ranks alike: then it is gRPC."""
+    best = _best(place)
+    if best != "cuda_ipc":
+        return _factories[best](place)
+    lanes = _grpc(place)
+    try:
+        return gpu.make_sharing(lanes, place.device, place.local_rank)
+    except (BackendUnavailableError, NcclError) as error:
+        _log.warning("backend 'auto' is gRPC: %s", error.message)
+        return lanes
+    except BaseException:
+        lanes.close()
+        raise
 
 
 class _WorldOfOne(SimulatedBackend):
@@ -123,12 +145,12 @@ def _alone(kind: type[SimulatedBackend], place: Place) -> SimulatedBackend:
     return kind(place.session, Lanes(place.session.clock, None, 0), place.timeout)
 
 
-def _on_gpus(kind: type[NcclBackend]) -> Factory:
+def _on_gpus(over: Callable[[MessageBackend, int | None, int | None], Backend]) -> Factory:
     def make(place: Place) -> Backend:
         gpu.device_for(place.device, place.local_rank)  # what is missing is said before lanes are made
         lanes = _grpc(place)
         try:
-            return gpu.make(kind, lanes, place.device, place.local_rank)
+            return over(lanes, place.device, place.local_rank)
         except BaseException:
             lanes.close()
             raise
@@ -139,6 +161,7 @@ def _on_gpus(kind: type[NcclBackend]) -> Factory:
 _factories: Final[dict[str, Factory]] = {
     "grpc": _grpc,
     "simulated": _simulated,
-    "nccl": _on_gpus(NcclBackend),
-    "hybrid": _on_gpus(HybridBackend),
+    "nccl": _on_gpus(partial(gpu.make, NcclBackend)),
+    "hybrid": _on_gpus(partial(gpu.make, HybridBackend)),
+    "cuda_ipc": _on_gpus(gpu.make_sharing),
 }

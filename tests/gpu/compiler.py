@@ -13,13 +13,16 @@ _SECTION_HEADER: Final = struct.Struct("<IIQQQQ")
 """Of ELF64: name, type, flags, address, offset, size; more follows."""
 
 
-def compiled(architecture: str, *more: str) -> bytes:
-    """A cubin for an architecture such as "sm_90". Skips the test where there is no NVRTC, and fails it with NVRTC's words."""
+def compiled(architecture: str, *more: str, text: str | None = None) -> bytes:
+    """A cubin of the library's kernels, or of another text, for an architecture such as "sm_90".
+
+    Skips the test where there is no NVRTC, and fails it with NVRTC's words.
+    """
     nvrtc = pytest.importorskip(
         "cuda.bindings.nvrtc", reason="there is no NVRTC: pip install cuda-bindings nvidia-cuda-nvrtc-cu12"
     )
     try:
-        error, program = nvrtc.nvrtcCreateProgram(source().encode(), b"kernels.cu", 0, [], [])
+        error, program = nvrtc.nvrtcCreateProgram((source() if text is None else text).encode(), b"kernels.cu", 0, [], [])
     except Exception as problem:  # the package loads its library when first called, and fails in its own ways
         pytest.skip(f"NVRTC cannot be used: {type(problem).__name__}: {problem}")
     assert not int(error)

@@ -6,20 +6,26 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing import run_groups
 from ferrorpc.testing.gpu.stand_in import StandIn
+from tests.gpu.shared_worlds import ipc_backends
 from tests.gpu.worlds import host_lanes, nccl_backends
 
-LANES = ["simulated", "nccl", "hybrid"]
+EACH_ITS_OWN_GPU = ["simulated", "nccl", "hybrid"]
+LANES = [*EACH_ITS_OWN_GPU, pytest.param("cuda_ipc", marks=pytest.mark.shared_memory)]
 Array = np.ndarray[Any, Any]
 
 
 def world(cupy: StandIn, lanes: str, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
     """fn(group) on every rank, each with its GPU current."""
+    if lanes == "cuda_ipc":
+        with ipc_backends(cupy, size) as sharing:
+            return run_groups([ProcessGroup(backend) for backend in sharing], fn)
     backends: list[Any]
     if lanes == "simulated":
         backends = list(host_lanes(size))

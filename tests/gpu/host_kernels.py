@@ -79,8 +79,8 @@ def addresses(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.array([array.ctypes.data for array in arrays], np.uint64)
 
 
-def build(folder: Path, names: Sequence[str]) -> HostKernels | None:
-    """Compiles them; None where there is no C++20 compiler."""
+def build(folder: Path, names: Sequence[str], program: str | None = None) -> HostKernels | None:
+    """Compiles the library's kernels, or those of another text; None where there is no C++20 compiler."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         return None
@@ -89,7 +89,7 @@ def build(folder: Path, names: Sequence[str]) -> HostKernels | None:
         for name in names
     )
     text, library = folder / "kernels.cpp", folder / "kernels.so"
-    text.write_text("\n".join((_BEFORE, source(), _AFTER, entries)))
+    text.write_text("\n".join((_BEFORE, source() if program is None else program, _AFTER, entries)))
     options = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-fast-math", "-shared", "-fPIC", "-pthread"]
     done = subprocess.run([compiler, *options, str(text), "-o", str(library)], capture_output=True, text=True, check=False)
     if "barrier: No such file" in done.stderr:

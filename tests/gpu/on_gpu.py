@@ -1,7 +1,7 @@
 """A group whose callers hold host arrays while the group gets arrays on a GPU: so suites for host arrays try GPU arrays too.
 
-Arrays keep their layout and what memory they share with each other within one call. What CuPy cannot hold stays on the host:
-read-only outputs, foreign byte order, objects, numbers.
+The GPU is a fake one, or a real one through CuPy. Arrays keep their layout and what memory they share with each other within
+one call. What CuPy cannot hold stays on the host: read-only outputs, foreign byte order, objects, numbers.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 
 from ferrorpc.group import ProcessGroup
 from ferrorpc.operations.stream import Stream
-from ferrorpc.testing.gpu.stand_in import Array, StandIn
+from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.work import Work
 
 
 class OnGpu:
     """Stands for a ProcessGroup, a Stream or a Work."""
 
-    def __init__(self, inner: Any, cupy: StandIn, outs: dict[int, tuple[Any, Any]] | None = None) -> None:
+    def __init__(self, inner: Any, cupy: Any, outs: dict[int, tuple[Any, Any]] | None = None) -> None:
         self._inner = inner
         self._cupy = cupy
         self._outs = outs or {}
@@ -50,19 +50,19 @@ class OnGpu:
             return OnGpu(result, self._cupy, outs)
         for host, near in outs.values():
             for one, other in zip(host, near, strict=True) if isinstance(host, list) else ((host, near),):
-                if isinstance(other, Array):
+                if isinstance(other, self._cupy.ndarray):
                     one[...] = self._cupy.asnumpy(other)
         if id(result) in outs:
             return outs[id(result)][0]
         if isinstance(result, list):
             return [self._home(each, {}) for each in result]
-        return self._cupy.asnumpy(result) if isinstance(result, Array) else result
+        return self._cupy.asnumpy(result) if isinstance(result, self._cupy.ndarray) else result
 
 
 class _There:
     """Host arrays of one call on the GPU."""
 
-    def __init__(self, cupy: StandIn) -> None:
+    def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
         self._roots: dict[int, Any] = {}
         self._taken: dict[int, tuple[Any, Any]] = {}
@@ -89,7 +89,9 @@ class _There:
             flat = np.lib.stride_tricks.as_strided(root, (root.size,), (root.itemsize,)) if root.size else root.reshape(-1)
             block = self._roots[id(root)] = self._cupy.asarray(flat)
         offset = value.ctypes.data - root.ctypes.data if value.size else 0
-        return self._cupy.ndarray(block._block, block.data.ptr + offset, value)
+        if isinstance(self._cupy, StandIn):
+            return self._cupy.ndarray(block._block, block.data.ptr + offset, value)
+        return self._cupy.ndarray(value.shape, value.dtype, block.data + offset, value.strides)
 
     def out(self, value: Any, outs: dict[int, tuple[Any, Any]]) -> Any:
         """As `take`, and remembered; read-only ones stay on the host."""

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.group import ProcessGroup
-from ferrorpc.testing.gpu.stand_in import StandIn
 
 Array = np.ndarray[Any, Any]
 
@@ -17,9 +16,12 @@ def whole(shape: tuple[int, ...], rank: int, salt: int = 0) -> Array:
     return np.random.default_rng([rank, salt]).integers(-99, 99, shape).astype(np.float32)
 
 
-def every_operation(group: ProcessGroup, cupy: StandIn) -> None:
-    """Calls them all on this rank's own GPU and stream; raises AssertionError where a result is not what it must be."""
-    with cupy.cuda.Device(group.rank), cupy.cuda.Stream(non_blocking=True):
+def every_operation(group: ProcessGroup, cupy: Any, gpu: int | None = None) -> None:
+    """Calls them all on this rank's own GPU, or on `gpu`, and on a stream of its own.
+
+    Raises AssertionError where a result is not what it must be.
+    """
+    with cupy.cuda.Device(group.rank if gpu is None else gpu), cupy.cuda.Stream(non_blocking=True):
         _reductions(group, cupy)
         _moves(group, cupy)
         _pairs(group, cupy)
@@ -28,14 +30,14 @@ def every_operation(group: ProcessGroup, cupy: StandIn) -> None:
         group.barrier()
 
 
-def same(cupy: StandIn, found: Any, expected: Array, what: str) -> None:
+def same(cupy: Any, found: Any, expected: Array, what: str) -> None:
     """Whether `found` is a GPU array on the current device with these values."""
     assert isinstance(found, cupy.ndarray), f"{what} gave a {type(found).__name__}"
     assert found.device.id == cupy.cuda.Device().id, what
     np.testing.assert_array_equal(cupy.asnumpy(found), expected, err_msg=what)
 
 
-def _reductions(group: ProcessGroup, cupy: StandIn) -> None:
+def _reductions(group: ProcessGroup, cupy: Any) -> None:
     me, size = group.rank, group.size
     everyones = [whole((7, 3), rank) for rank in range(size)]
     total = sum(everyones[1:], everyones[0])
@@ -60,7 +62,7 @@ def _reductions(group: ProcessGroup, cupy: StandIn) -> None:
     same(cupy, x, total, "all_reduce in place")
 
 
-def _moves(group: ProcessGroup, cupy: StandIn) -> None:
+def _moves(group: ProcessGroup, cupy: Any) -> None:
     me, size = group.rank, group.size
     shapes = [(rank + 1, 2) for rank in range(size)]
     everyones = [whole(shape, rank) for rank, shape in enumerate(shapes)]
@@ -89,7 +91,7 @@ def _moves(group: ProcessGroup, cupy: StandIn) -> None:
         same(cupy, found, whole((me + rank,), rank, me), f"all_to_all, item {rank}")
 
 
-def _pairs(group: ProcessGroup, cupy: StandIn) -> None:
+def _pairs(group: ProcessGroup, cupy: Any) -> None:
     me, size = group.rank, group.size
     if size == 1:
         return
@@ -100,7 +102,7 @@ def _pairs(group: ProcessGroup, cupy: StandIn) -> None:
     same(cupy, out, whole((5,), before), "recv")
 
 
-def _asynchronous(group: ProcessGroup, cupy: StandIn) -> None:
+def _asynchronous(group: ProcessGroup, cupy: Any) -> None:
     me, size = group.rank, group.size
     works = []
     for item in range(5):

@@ -10,7 +10,7 @@ import pytest
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.work import Work
-from tests.gpu.ddp_worlds import LANES, world
+from tests.gpu.ddp_worlds import EACH_ITS_OWN_GPU, LANES, world
 from tests.waiting import eventually
 
 COUNT = 64
@@ -83,7 +83,7 @@ def test_what_a_result_passes_through_is_not_used_again_before_it_was_read(cupy:
     world(cupy, lanes, 2, body)
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("lanes", EACH_ITS_OWN_GPU)
 @pytest.mark.parametrize("size", [1, 2])
 def test_results_are_where_their_inputs_are_whatever_the_current_device(cupy: StandIn, lanes: str, size: int) -> None:
     def body(group: ProcessGroup) -> None:
@@ -102,7 +102,7 @@ def test_results_are_where_their_inputs_are_whatever_the_current_device(cupy: St
     world(cupy, lanes, size, body)
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("lanes", EACH_ITS_OWN_GPU)
 def test_the_thread_that_lets_go_of_arrays_is_on_their_device(cupy: StandIn, lanes: str) -> None:
     """The null stream has one number on every GPU, so `malloc_async` gives its memory back in that of the current device."""
 

@@ -138,6 +138,10 @@ class NcclApi(Protocol):
         """Which binding, such as "nccl4py"."""
 
     @property
+    def library(self) -> str:
+        """Whose communicators these are, for messages: "NCCL"."""
+
+    @property
     def version(self) -> int:
         """That of the library, such as 22809 for 2.28.9."""
 
@@ -150,6 +154,16 @@ class NcclApi(Protocol):
 
     def init(self, size: int, rank: int, unique_ids: Sequence[bytes]) -> Communicator:
         """ncclCommInitRank on the current device. The communicator's state is IN_PROGRESS until all ranks have come."""
+
+
+class Connects(Protocol):
+    """What makes communicators that are complete."""
+
+    def connect(self, name: str, ranks: Sequence[int]) -> Communicator:
+        """A new communicator of these world ranks, in their order. Raises NcclError where it does not come about."""
+
+    def split(self, parent: Communicator, label: str, ranks: Sequence[int], group_rank: int | None) -> Communicator | None:
+        """One of part of another's ranks, where the binding splits; None on ranks that take part only because all must."""
 
 
 NAMES: Final = {

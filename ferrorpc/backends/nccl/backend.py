@@ -18,7 +18,7 @@ import numpy as np
 from ferrorpc.arrays.device import Device, Stream
 from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.backends.message import MessageBackend
-from ferrorpc.backends.nccl.api import Communicator, NcclApi, required
+from ferrorpc.backends.nccl.api import Communicator, Connects, NcclApi, required
 from ferrorpc.backends.nccl.barrier import SettledBarrier
 from ferrorpc.backends.nccl.connect import Connector
 from ferrorpc.backends.nccl.ending import CLOSE_SECONDS, Ending
@@ -67,19 +67,23 @@ class NcclBackend(RawOperations, Backend):
         device: Device,
         api: NcclApi,
         *,
-        connector: Connector | None = None,
+        connector: Connects | None = None,
         stream: Any = None,
         ending: Ending | None = None,
     ) -> None:
-        line = _session_of(lanes)
+        line = session_of(lanes)
         connector = Connector(api, line, device.here) if connector is None else connector
-        exchange(line, own_identity(device.uuid, api.version, api.name), lanes.timeout)
+        self._introduce(line, device, api, lanes.timeout)
         communicator = connector.connect(WORLD, lanes.world_ranks)
         self._set_up(Site(lanes, device, Lineup(communicator, _stream(device, stream))), api, connector, stream)
         self._ending = Ending(lanes.clock, lanes.latch, device.here) if ending is None else ending
         self._ending.add(communicator)
 
-    def _set_up(self, site: Site, api: NcclApi, connector: Connector, stream: Any) -> None:
+    def _introduce(self, line: Session, device: Device, api: NcclApi, timeout: float) -> None:
+        """Ranks tell each other what would keep them apart, before they begin."""
+        exchange(line, own_identity(device.uuid, api.version, api.name), timeout)
+
+    def _set_up(self, site: Site, api: NcclApi, connector: Connects, stream: Any) -> None:
         lanes = site.lanes
         self.site = site
         self.lanes = lanes
@@ -110,7 +114,7 @@ class NcclBackend(RawOperations, Backend):
             )
         select.check(call)
         reduction = None if call.op is None else required(call.op, call.inputs[0].dtype, self.api.features)
-        return NcclPrepared(self.site, call, reduction, self.instead(call))
+        return NcclPrepared(self.site, call, self.api.library, reduction, self.instead(call))
 
     def instead(self, call: Call) -> Prepared | None:
         """What runs the call where the root announces that its arrays are on the host; None: they go to the GPU and back."""
@@ -120,8 +124,10 @@ class NcclBackend(RawOperations, Backend):
         if call.operation is Operation.BARRIER:
             return self.lanes.explain(call)
         self.prepare(call)
-        version = self.api.version
-        return f"{call.signature} on {self.size} ranks: by NCCL {version} through {self.api.name}, which chooses how"
+        return f"{call.signature} on {self.size} ranks: {self._explained()}"
+
+    def _explained(self) -> str:
+        return f"by NCCL {self.api.version} through {self.api.name}, which chooses how"
 
     def empty(self, spec: TensorSpec) -> np.ndarray[Any, Any]:
         return self.lanes.empty(spec)
@@ -267,7 +273,8 @@ class NcclBackend(RawOperations, Backend):
                 self._ending.close(mine, until)
 
 
-def _session_of(lanes: MessageBackend) -> Session:
+def session_of(lanes: MessageBackend) -> Session:
+    """The line to the coordinator."""
     if lanes.session is None:
         raise AssertionError("a message backend always has a session")
     return lanes.session

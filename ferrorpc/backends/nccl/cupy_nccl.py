@@ -34,6 +34,7 @@ class CupyNcclApi:
     """
 
     name = MODULE
+    library = "NCCL"
 
     def __init__(self, cupy: Any, bindings: Any) -> None:
         self._cupy = cupy

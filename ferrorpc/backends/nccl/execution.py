@@ -35,9 +35,6 @@ from ferrorpc.wire.frames import Key
 
 Array = np.ndarray[Any, Any]
 
-BY_NCCL = " by NCCL"
-"""Part of the signature, so that a rank whose array is on the host is found to call something else; unless the root decides."""
-
 
 Looker = TypeVar("Looker", bound=Airborne)
 
@@ -68,6 +65,7 @@ class NcclPrepared(Prepared):
     """A call, for one group.
 
     Args:
+        library: whose communicator it is, in words.
         reduction: as in `Launch`.
         on_host: what runs the call instead where the root announces that its arrays are on the host; None: NCCL does all.
     """
@@ -76,6 +74,7 @@ class NcclPrepared(Prepared):
         self,
         site: Site,
         call: Call,
+        library: str,
         reduction: tuple[Op, DataType, int] | None,
         on_host: Prepared | None = None,
     ) -> None:
@@ -83,7 +82,8 @@ class NcclPrepared(Prepared):
         self.call = call
         self.reduction = reduction
         self.on_host = on_host
-        self.signature = call.signature + ("" if on_host else BY_NCCL)
+        # So that a rank whose array is on the host is found to call something else; unless the root decides.
+        self.signature = call.signature + ("" if on_host else f" by {library}")
         self._announcing: dict[int, Prepared] = {}
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:

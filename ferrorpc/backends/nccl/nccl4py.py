@@ -29,6 +29,7 @@ class Nccl4pyApi:
     """
 
     name = "nccl4py"
+    library = "NCCL"
 
     def __init__(self, bindings: Any) -> None:
         self._nccl = bindings

@@ -11,8 +11,10 @@ from typing import Any, Final
 import numpy as np
 
 from ferrorpc.kernels.cuda import reference
+from ferrorpc.kernels.cuda.folds import FOLDS
 from ferrorpc.kernels.cuda.program import KERNELS
 from ferrorpc.testing.gpu.cuda import Driver
+from ferrorpc.testing.gpu.folds import Fold
 from ferrorpc.testing.gpu.machine import Gpu, GpuFault
 from ferrorpc.types import DType
 
@@ -102,9 +104,9 @@ def raw_module(driver: Driver) -> Callable[..., Any]:
 
         def get_function(self, name: str) -> Callable[..., None]:
             """A kernel by name."""
-            if name not in KERNELS:
+            if name not in (*KERNELS, *FOLDS):
                 raise ValueError(f"no kernel is called {name}")
-            kernel = Kernel(self._gpu, name)
+            kernel: Callable[..., None] = Fold(self._gpu, name) if name in FOLDS else Kernel(self._gpu, name)
 
             def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
                 ready = [each.item() if isinstance(each, np.generic) else each.data.ptr for each in arguments]

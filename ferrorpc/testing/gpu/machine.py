@@ -182,6 +182,8 @@ class Machine:
         self.lock = threading.RLock()
         self.moved = threading.Condition(self.lock)
         self.pinned = Memory()
+        self.shared: set[int] = set()
+        """Where memory of a GPU begins that other processes may open."""
         self.faults: list[Exception] = []
         self.copying: Callable[[str, int, int], bool] = lambda direction, gpu, size_bytes: True
         self.events: WeakValueDictionary[int, FakeEvent] = WeakValueDictionary()

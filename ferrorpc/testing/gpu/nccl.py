@@ -106,6 +106,7 @@ class FakeApi:
     """`NcclApi` on one fake GPU."""
 
     name = "fake"
+    library = "NCCL"
 
     def __init__(self, world: FakeNccl, gpu: Gpu, version: int, features: Features | None = None) -> None:
         self.world = world

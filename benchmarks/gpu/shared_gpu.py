@@ -1,0 +1,127 @@
+"""Processes that share one GPU: all_reduce of their arrays by reading each other's GPU memory, beside what the bytes must take.
+
+    ferrorpc run -n 2 -m benchmarks.gpu.shared_gpu [--mib 1 16 64 256] [--turns 20] [--json FILE]
+
+Needs a GPU and CuPy. Values are checked against float64 on the host. The floor is what the copies cost that no way avoids: of
+n bytes, every rank reads a slice of all arrays, writes its sum, reads the sums of the others' slices and writes them. It is
+counted at the speed of a copy on the device, which is measured in the same run, while the others wait. "In a row" are ten at
+once, each of which waits for the one before on the GPU alone. Rank 0 prints; exit code 1 where all_reduce takes longer than
+the floor / 0.4 at 64 MiB or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ferrorpc
+from benchmarks.gpu.turns import judged
+from ferrorpc.cli.table import table
+
+MIB = 1 << 20
+SHARE_MIN = 0.4
+JUDGED_MIB = 64
+IN_A_ROW = 10
+
+
+def seconds(group: Any, call: Callable[[], object], settle: Callable[[], object], turns: int) -> float:
+    """Median time of a call that all ranks begin together, until the GPU is done; the first is not counted."""
+    times = []
+    for _ in range(turns + 1):
+        settle()
+        group.barrier()
+        begin = time.perf_counter()
+        call()
+        settle()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def floor_bytes(size: int, size_bytes: int) -> float:
+    """Bytes of GPU memory that all ranks together must read and write."""
+    return size * size_bytes * (1 + 1 / size + 2 * (size - 1) / size)
+
+
+def copy_speed(cupy: Any, group: Any, size_bytes: int, turns: int) -> float:
+    """Bytes read and written a second by a copy on the device, of rank 0 while the others wait."""
+    source = cupy.asarray(np.ones(size_bytes, np.uint8))
+    target, settle = cupy.empty_like(source), cupy.cuda.get_current_stream().synchronize
+    times = []
+    for _ in range(turns + 1):
+        group.barrier()
+        settle()
+        begin = time.perf_counter()
+        if group.rank == 0:
+            cupy.copyto(target, source)
+            settle()
+        times.append(time.perf_counter() - begin)
+        group.barrier()
+    return float(group.broadcast(2 * size_bytes / statistics.median(times[1:])))
+
+
+def measure(cupy: Any, group: Any, size_bytes: int, turns: int) -> dict[str, float]:
+    """Seconds by what was done. Raises AssertionError where a value is wrong."""
+    everyones = [np.random.default_rng(rank).standard_normal(size_bytes // 4).astype(np.float32) for rank in range(group.size)]
+    near = cupy.asarray(everyones[group.rank])
+    out = cupy.empty_like(near)
+    found = cupy.asnumpy(group.all_reduce(near, out=out))
+    np.testing.assert_allclose(found, sum(each.astype(np.float64) for each in everyones), rtol=1e-5, atol=1e-5)
+    settle = cupy.cuda.get_current_stream().synchronize
+
+    def in_a_row() -> None:
+        for work in [group.all_reduce(near, out=out, async_op=True) for _ in range(IN_A_ROW)]:
+            work.wait()
+
+    return {
+        "all_reduce": seconds(group, lambda: group.all_reduce(near, out=out), settle, turns),
+        "in a row": seconds(group, in_a_row, settle, max(turns // 4, 3)) / IN_A_ROW,
+        "all_gather": seconds(group, lambda: group.all_gather(near), settle, turns),
+        "reduce_scatter": seconds(group, lambda: group.reduce_scatter(np.split(near, group.size)), settle, turns),
+        "broadcast": seconds(group, lambda: group.broadcast(near, out=out), settle, turns),
+        "all_to_all": seconds(group, lambda: group.all_to_all(np.split(near, group.size)), settle, turns),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Processes that share one GPU's memory.")
+    parser.add_argument("--mib", type=float, nargs="+", default=[0.004, 1, 16, 64, 256])
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    arguments = parser.parse_args()
+    import cupy
+
+    with ferrorpc.init_process_group(backend="cuda_ipc", device=0) as group:
+        speed = copy_speed(cupy, group, 256 * MIB, arguments.turns)
+        found = {}
+        for mib in arguments.mib:
+            size_bytes = int(mib * MIB) // (8 * group.size) * 8 * group.size
+            found[mib] = measure(cupy, group, size_bytes, arguments.turns)
+            found[mib]["floor"] = floor_bytes(group.size, size_bytes) / speed
+        if group.rank == 0:
+            print(f"{group.size} ranks on one GPU, whose own copies read and write {speed / 1e9:.0f} GB/s; milliseconds:")
+            names = list(next(iter(found.values())))
+            rows = [
+                [f"{mib:g}", *(f"{times[name] * 1e3:.3f}" for name in names), f"{times['floor'] / times['all_reduce']:.2f}"]
+                for mib, times in found.items()
+            ]
+            columns = ["MiB", *names, "of the floor"]
+            print(table(columns, rows, right=frozenset(columns)))
+            if arguments.json:
+                arguments.json.write_text(json.dumps({"copy": speed, "seconds": found}))
+    targets = {
+        f"all_reduce of {mib:g} MiB reaches {SHARE_MIN:g} of the floor": times["floor"] / times["all_reduce"] >= SHARE_MIN
+        for mib, times in found.items()
+        if mib >= JUDGED_MIB
+    }
+    raise SystemExit(judged(targets))
+
+
+if __name__ == "__main__":
+    main()

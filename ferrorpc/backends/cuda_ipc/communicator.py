@@ -1,0 +1,340 @@
+"""One rank's end of a communicator whose ranks read each other's GPU memory (CUDA IPC): what NCCL's does, on one host.
+
+It is asked what a communicator of NCCL's is asked (`backends.nccl.api`), so the backend for NCCL stands on it as it does there.
+Unlike NCCL it works where ranks share one GPU: no kernel of it waits for another rank.
+
+Idea. Reductions are pulled: every rank lays its part out (rounds.py). Among few ranks each then folds all parts itself, in one
+kernel. Among more, each folds a slice, lays that out in place of its own part of it, and copies the slices of the others: a
+reduce-scatter and an all-gather (Rabenseifner, 2004), each one pull. The fold is in rank order on all of them, so they get the
+same bits, those of the other backends.
+
+Cost, in bytes of GPU memory read and written for n bytes of p ranks on one GPU: folding everything p * (p + 3) * n, in slices
+about p * 5 * n; and one wait for the host, or two, for each slot of `slot_bytes`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+from ferrorpc.arrays.device import Device
+from ferrorpc.backends.cuda_ipc.line import CLOSED, SLOTS
+from ferrorpc.backends.cuda_ipc.peers import Own, Peer
+from ferrorpc.backends.cuda_ipc.rounds import Messages, Rounds, Waits
+from ferrorpc.backends.nccl.api import Communicator, DataType, Op, State, failed
+from ferrorpc.errors import NcclError
+from ferrorpc.guard import Clock
+
+FOLD_ALL_RANKS_MAX: Final = 3
+"""Up to so many ranks fold everything themselves: it takes one wait for the others less, and up to 3 ranks fewer bytes."""
+SLICE_BYTES: Final = 256
+"""Slices begin at multiples."""
+CLOSE_SECONDS: Final = 2.0
+"""How long a rank that closes waits until the others have closed what they have open of its memory."""
+LOOK_SECONDS: Final = 1e-3
+_ITEM_BYTES: Final = {
+    DataType.INT8: 1,
+    DataType.UINT8: 1,
+    DataType.INT32: 4,
+    DataType.UINT32: 4,
+    DataType.INT64: 8,
+    DataType.UINT64: 8,
+    DataType.FLOAT16: 2,
+    DataType.FLOAT32: 4,
+    DataType.FLOAT64: 8,
+    DataType.BFLOAT16: 2,
+}
+_ROUNDS: Final = "rounds"
+_FOLDS: Final = {Op.SUM: "sum", Op.MEAN: "sum", Op.PRODUCT: "product", Op.MAX: "max", Op.MIN: "min"}
+
+
+class IpcCommunicator(Communicator):
+    """A communicator that is complete.
+
+    Args:
+        device: this rank's GPU.
+        rank: this group rank.
+        own: this rank's slab.
+        peers: all others, by rank.
+        slot_bytes, message_bytes: as in `Own`.
+        release: gives the line back.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        clock: Clock,
+        rank: int,
+        own: Own,
+        peers: Sequence[Peer],
+        slot_bytes: int,
+        message_bytes: int,
+        release: Callable[[], None],
+    ) -> None:
+        self.rank = rank
+        self.size = 1 + len(peers)
+        self._device = device
+        self._sharing = sharing = device.sharing
+        self._clock = clock
+        self._own = own
+        self._peers = peers
+        self._by_rank = {peer.rank: peer for peer in peers}
+        self._release = release
+        self._lock = threading.RLock()
+        self._flying: deque[Waits] = deque()
+        self._group: defaultdict[Hashable, list[Waits]] | None = None
+        """What was called within a group, by what goes on one by one: rounds, and messages of one direction of one peer."""
+        self._is_gone = False
+        self._problem: NcclError | None = None
+        self._rounds = Rounds(sharing, own, peers, slot_bytes)
+        begin = partial(_messages_begin, slot_bytes, message_bytes)
+        self._messages = {peer.rank: Messages(sharing, own, peer, rank, begin, message_bytes) for peer in peers}
+        bases = [own.base if place == rank else self._by_rank[place].base for place in range(self.size)]
+        with device.here():
+            self._table: Any = device.folds.table(bases)
+
+    # -- what is asked of a communicator -------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """As `Communicator.state`. Brings on what is not yet in its stream."""
+        with self._lock:
+            if self._is_gone:
+                raise failed("CUDA IPC", State.INVALID_USAGE, "the communicator was aborted or destroyed")
+            if self._problem is not None:
+                raise self._problem.again()
+            if self._flying:
+                with self._sharing.here():
+                    self._advance()
+            return State.IN_PROGRESS if self._flying else State.SUCCESS
+
+    def _advance(self) -> None:
+        try:
+            while self._flying:
+                for _ in self._flying[0]:
+                    return
+                self._flying.popleft()
+        except self._sharing.problems as problem:
+            self._problem = failed("CUDA IPC", State.UNHANDLED_CUDA_ERROR, str(problem))
+            raise self._problem.again() from None
+
+    def last_error(self) -> str:
+        """What went wrong is in the error that was raised."""
+        return ""
+
+    def all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
+        """As `Communicator.all_reduce`."""
+        self._begin(_ROUNDS, self._all_reduce(source, target, count, datatype, op, stream))
+
+    def reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, root: int, stream: int) -> None:
+        """As `Communicator.reduce`."""
+        self._begin(_ROUNDS, self._reduce(source, target, count, datatype, op, root, stream))
+
+    def reduce_scatter(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
+        """As `Communicator.reduce_scatter`."""
+        self._begin(_ROUNDS, self._reduce_scatter(source, target, count, datatype, op, stream))
+
+    def broadcast(self, source: int, target: int, count: int, datatype: DataType, root: int, stream: int) -> None:
+        """As `Communicator.broadcast`."""
+        self._begin(_ROUNDS, self._broadcast(source, target, count * _ITEM_BYTES[datatype], root, stream))
+
+    def all_gather(self, source: int, target: int, count: int, datatype: DataType, stream: int) -> None:
+        """As `Communicator.all_gather`."""
+        self._begin(_ROUNDS, self._all_gather(source, target, count * _ITEM_BYTES[datatype], stream))
+
+    def send(self, source: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
+        """As `Communicator.send`."""
+        self._begin(("send", peer), self._messages[peer].send(source, count * _ITEM_BYTES[datatype], stream))
+
+    def recv(self, target: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
+        """As `Communicator.recv`."""
+        self._begin(("recv", peer), self._messages[peer].recv(target, count * _ITEM_BYTES[datatype], stream))
+
+    @contextmanager
+    def grouped(self) -> Iterator[None]:
+        """As `Communicator.grouped`: what is called within goes on side by side, but what all ranks take part in one by one."""
+        group: defaultdict[Hashable, list[Waits]] = defaultdict(list)
+        self._group = group
+        try:
+            yield
+        finally:
+            self._group = None
+        with self._lock:
+            self._flying.append(_side_by_side([itertools.chain.from_iterable(line) for line in group.values()]))
+            self.state()
+
+    def split(self, color: int | None, key: int) -> Communicator | None:
+        """Communicators are not split from others here: each is connected anew."""
+        raise failed("CUDA IPC", State.INVALID_USAGE, "communicators are connected, not split")
+
+    def finalize(self) -> None:
+        """Nothing has to be said: `destroy` waits for what is under way."""
+
+    def abort(self) -> None:
+        """As `Communicator.abort`: what is not in its stream will not be, the rest comes to its end on the GPU."""
+        self.destroy()
+
+    def destroy(self) -> None:
+        """As `Communicator.destroy`: closes what is open of the others' memory once the GPU is past it, and gives its own back
+        once the others have closed it, or after CLOSE_SECONDS: what a peer has open stays there for it."""
+        with self._lock:
+            if self._is_gone:
+                return
+            self._is_gone = True
+            self._flying.clear()
+            self._table = None
+        self._own.settle()
+        for peer in self._peers:
+            peer.close()
+        self._own.words[CLOSED] = 1
+        until, parker = self._clock.now() + CLOSE_SECONDS, self._clock.parker()
+        while any(not peer.words[CLOSED] for peer in self._peers) and self._clock.now() < until:
+            parker.park(self._clock.now() + LOOK_SECONDS)
+        self._own.close()
+        self._release()
+
+    # -- how operations go ---------------------------------------------------------------------------------------------
+
+    def _begin(self, line: Hashable, steps: Waits) -> None:
+        """Takes an operation up, and as far as it goes at once."""
+        if self._group is not None:
+            self._group[line].append(steps)
+            return
+        with self._lock:
+            self._flying.append(steps)
+            self.state()
+
+    def _all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> Waits:
+        item, rounds = _ITEM_BYTES[datatype], self._rounds
+        digest = _digest("all_reduce", count, datatype, op)
+        for first, size_bytes in _parts(count * item, rounds.slot_bytes):
+            yield from rounds.begin(stream)
+            self._sharing.copy(self._own.base + rounds.offset, source + first, size_bytes, stream)
+            rounds.lay_out(stream, digest)
+            yield from rounds.gather(stream, digest)
+            if self.size <= FOLD_ALL_RANKS_MAX:
+                self._fold(rounds.offset, size_bytes, target + first, datatype, op, stream)
+            else:
+                yield from self._fold_slices(size_bytes, target + first, datatype, op, digest, stream)
+            rounds.leave(stream)
+
+    def _fold_slices(self, size_bytes: int, target: int, datatype: DataType, op: Op, digest: int, stream: int) -> Waits:
+        rounds = self._rounds
+        step = -(-size_bytes // (self.size * SLICE_BYTES)) * SLICE_BYTES
+        slices = [(min(rank * step, size_bytes), min((rank + 1) * step, size_bytes)) for rank in range(self.size)]
+        first, last = slices[self.rank]
+        self._fold(rounds.offset + first, last - first, self._own.base + rounds.offset + first, datatype, op, stream)
+        rounds.lay_out(stream, digest, phase=1)
+        self._sharing.copy(target + first, self._own.base + rounds.offset + first, last - first, stream)
+        yield from rounds.gather(stream, digest, phase=1)
+        for peer in self._peers:
+            first, last = slices[peer.rank]
+            self._sharing.copy(target + first, peer.base + rounds.offset + first, last - first, stream)
+
+    def _reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, root: int, stream: int) -> Waits:
+        item, rounds = _ITEM_BYTES[datatype], self._rounds
+        digest = _digest("reduce", count, datatype, op, root)
+        for first, size_bytes in _parts(count * item, rounds.slot_bytes):
+            yield from rounds.begin(stream)
+            self._sharing.copy(self._own.base + rounds.offset, source + first, size_bytes, stream)
+            rounds.lay_out(stream, digest)
+            if self.rank == root:
+                yield from rounds.gather(stream, digest)
+                self._fold(rounds.offset, size_bytes, target + first, datatype, op, stream)
+            rounds.leave(stream)
+
+    def _reduce_scatter(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> Waits:
+        item, rounds = _ITEM_BYTES[datatype], self._rounds
+        digest = _digest("reduce_scatter", count, datatype, op)
+        most = rounds.slot_bytes // self.size // SLICE_BYTES * SLICE_BYTES
+        for first, size_bytes in _parts(count * item, most):
+            yield from rounds.begin(stream)
+            for peer in range(self.size):
+                place = self._own.base + rounds.offset + peer * most
+                self._sharing.copy(place, source + peer * count * item + first, size_bytes, stream)
+            rounds.lay_out(stream, digest)
+            yield from rounds.gather(stream, digest)
+            self._fold(rounds.offset + self.rank * most, size_bytes, target + first, datatype, op, stream)
+            rounds.leave(stream)
+
+    def _broadcast(self, source: int, target: int, size_bytes: int, root: int, stream: int) -> Waits:
+        rounds = self._rounds
+        digest = _digest("broadcast", size_bytes, root)
+        for first, part_bytes in _parts(size_bytes, rounds.slot_bytes):
+            yield from rounds.begin(stream)
+            if self.rank == root:
+                self._sharing.copy(self._own.base + rounds.offset, source + first, part_bytes, stream)
+            rounds.lay_out(stream, digest)
+            if self.rank != root:
+                peer = self._by_rank[root]
+                yield from rounds.gather(stream, digest, peers=[peer])
+                self._sharing.copy(target + first, peer.base + rounds.offset, part_bytes, stream)
+            rounds.leave(stream)
+        if self.rank == root:
+            self._sharing.copy(target, source, size_bytes, stream)
+
+    def _all_gather(self, source: int, target: int, size_bytes: int, stream: int) -> Waits:
+        rounds = self._rounds
+        digest = _digest("all_gather", size_bytes)
+        for first, part_bytes in _parts(size_bytes, rounds.slot_bytes):
+            yield from rounds.begin(stream)
+            self._sharing.copy(self._own.base + rounds.offset, source + first, part_bytes, stream)
+            rounds.lay_out(stream, digest)
+            yield from rounds.gather(stream, digest)
+            for peer in self._peers:
+                place = target + peer.rank * size_bytes + first
+                self._sharing.copy(place, peer.base + rounds.offset, part_bytes, stream)
+            rounds.leave(stream)
+        self._sharing.copy(target + self.rank * size_bytes, source, size_bytes, stream)
+
+    def _fold(self, offset: int, size_bytes: int, target: int, datatype: DataType, op: Op, stream: int) -> None:
+        """The fold of what lies at `offset` in every rank's slab."""
+        if not size_bytes:
+            return
+        with self._device.on(self._device.adopt(stream)):
+            self._device.folds.fold(
+                kernel_of(op, datatype),
+                self._table,
+                offset,
+                size_bytes // _ITEM_BYTES[datatype],
+                size_bytes,
+                target,
+                float(self.size) if op is Op.MEAN else 1.0,
+            )
+
+
+def kernel_of(op: Op, datatype: DataType) -> str:
+    """The name of the kernel that folds with this operator."""
+    return f"fold_{_FOLDS[op]}_{datatype.name.lower()}"
+
+
+def _parts(size_bytes: int, most: int) -> Iterator[tuple[int, int]]:
+    """Where each part of at most so many bytes begins, and its bytes."""
+    for first in range(0, size_bytes, most):
+        yield first, min(most, size_bytes - first)
+
+
+def _messages_begin(slot_bytes: int, message_bytes: int, rank: int) -> int:
+    """Where in a slab the slots for messages to a rank begin."""
+    return SLOTS * (slot_bytes + rank * message_bytes)
+
+
+def _side_by_side(lines: list[Waits]) -> Waits:
+    """Goes on with each as far as it goes."""
+    waiting = lines
+    while waiting := [line for line in waiting if not _is_over(line)]:
+        yield
+
+
+def _is_over(line: Waits) -> bool:
+    return next(line, True) is True
+
+
+def _digest(*what: Any) -> int:
+    """The same on every rank that calls the same."""
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little") >> 1

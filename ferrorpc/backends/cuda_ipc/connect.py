@@ -1,0 +1,136 @@
+"""How ranks of one host come to have each other's GPU memory open.
+
+Each puts up a slab of its GPU's memory and a line in shared memory, tells the others where the line is, and opens what they
+have put up. Then all say how it went, so it is the same on every rank, and names who could not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Final
+
+import numpy as np
+
+from ferrorpc.arrays.device import Device
+from ferrorpc.backends.cuda_ipc.communicator import IpcCommunicator
+from ferrorpc.backends.cuda_ipc.line import Line, line_bytes
+from ferrorpc.backends.cuda_ipc.peers import Own, Peer
+from ferrorpc.backends.nccl.api import Communicator, State, failed
+from ferrorpc.collectives.arena.board import Array, Memory
+from ferrorpc.coordination.base import Session
+from ferrorpc.errors import NcclError
+
+CONNECT_SECONDS: Final = 30.0
+SLOT_BYTES: Final = 32 << 20
+"""What of an array is passed at a time."""
+ALIGN_BYTES: Final = 256
+PROBLEM_CHARACTERS: Final = 1024
+"""Of an error message, at most: what ranks say in a barrier is bounded."""
+
+
+def this_process() -> str:
+    """Another word in every process, also in those of other containers and in forked ones."""
+    return f"{os.getpid()}-{_nonce}"
+
+
+class IpcConnector:
+    """Makes communicators for one rank.
+
+    Args:
+        device: its GPU.
+        session: the line to the coordinator.
+        memory: the memory that the host's ranks share; None in a world of one.
+        process: which process this is: what ranks in the same one have made need not be opened.
+        slot_bytes: what of an array is passed at a time; of what goes to single ranks half of it, to all of them together.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        session: Session,
+        memory: Memory | None,
+        process: str,
+        slot_bytes: int = SLOT_BYTES,
+    ) -> None:
+        self._device = device
+        self._session = session
+        self._memory = memory
+        self._process = process
+        self._slot_bytes = slot_bytes
+
+    def connect(self, name: str, ranks: Sequence[int]) -> Communicator:
+        """A new communicator of these world ranks, in their order; each of them calls it.
+
+        Raises:
+            NcclError: a rank could not share its GPU memory, or open another's; the message says who.
+            BarrierTimeoutError: who did not come.
+            FerroError: the cause that ended the generation.
+        """
+        own_rank, size = list(ranks).index(self._session.membership.assignment.rank), len(ranks)
+        message_bytes = max(self._slot_bytes // 2 // size // ALIGN_BYTES, 1) * ALIGN_BYTES
+        own, peers, problem = None, [], ""
+        with ExitStack() as undo:
+            offset, bytes_, free = self._room(line_bytes(size))
+            undo.callback(free)
+            line = Line(bytes_, size)
+            try:
+                own = Own(self._device.sharing, line, size, self._slot_bytes, message_bytes)
+                undo.callback(own.close)
+            except NcclError as error:
+                problem = error.message[:PROBLEM_CHARACTERS]
+            told = json.dumps({"offset": offset, "process": self._process, "problem": problem})
+            others = [json.loads(text) for text in self._meet(f"{name}/put-up", ranks, told)]
+            if not any(other["problem"] for other in others):
+                try:
+                    for place, (rank, other) in enumerate(zip(ranks, others, strict=True)):
+                        if place != own_rank:
+                            theirs, is_here = self._line_of(rank, other["offset"], size), other["process"] == self._process
+                            peers.append(Peer(self._device.sharing, theirs, place, own_rank, is_here))
+                            undo.callback(peers[-1].close)
+                except NcclError as error:
+                    problem = error.message[:PROBLEM_CHARACTERS]
+            met = dict(zip(ranks, self._meet(f"{name}/opened", ranks, problem), strict=True))
+            if own is not None and not any(met.values()):
+                undo.pop_all()
+                return IpcCommunicator(
+                    self._device, self._session.clock, own_rank, own, peers, self._slot_bytes, message_bytes, free
+                )
+        raise NcclError(
+            f"the ranks of {name!r} cannot share GPU memory: "
+            + "; ".join(f"rank {rank}: {words}" for rank, words in met.items() if words),
+            hint="they need one host, GPUs that reach each other, and in containers one IPC namespace (--ipc=host); "
+            "or use backend='grpc'",
+        )
+
+    def split(self, parent: Communicator, label: str, ranks: Sequence[int], group_rank: int | None) -> Communicator | None:
+        """Nothing is split here: parts are connected anew, by those who are in them."""
+        raise failed("CUDA IPC", State.INVALID_USAGE, "communicators are connected, not split")
+
+    def _room(self, size_bytes: int) -> tuple[int, Array, Callable[[], None]]:
+        """Zeros that the others can read, where they have to look, and what frees them."""
+        if self._memory is None:  # a world of one
+            return 0, np.zeros(size_bytes, np.uint8), _nothing
+        block = self._memory.own.allocate(size_bytes)
+        block.array[:] = 0
+        return block.offset, block.array, block.free
+
+    def _line_of(self, rank: int, offset: int, size: int) -> Line:
+        if self._memory is None:
+            raise AssertionError(f"rank {rank} shares no memory")
+        return Line(self._memory.memory(rank)[offset : offset + line_bytes(size)], size)
+
+    def _meet(self, name: str, ranks: Sequence[int], said: str) -> list[str]:
+        """What each of the ranks says, in their order."""
+        texts = self._session.barrier(f"ferrorpc/cuda_ipc/{name}", said.encode(), ranks=ranks, timeout=CONNECT_SECONDS)
+        by_rank = dict(zip(sorted(ranks), (text.decode() for text in texts), strict=True))
+        return [by_rank[rank] for rank in ranks]
+
+
+def _nothing() -> None:
+    """Memory that goes with its last reference."""
+
+
+_nonce: Final = os.urandom(8).hex()

@@ -1,0 +1,87 @@
+"""What a rank has of its GPU's memory for others, and what it has open of theirs."""
+
+from __future__ import annotations
+
+from ferrorpc.arrays.cupy_sharing import CupySharing
+from ferrorpc.backends.cuda_ipc.line import BASE, SLOTS, Line, events_of, got, left, sent, staged
+from ferrorpc.errors import NcclError
+
+
+class Own:
+    """This rank's slab and events, introduced in its line.
+
+    The slab: SLOTS slots of `slot_bytes` for everyone, then SLOTS slots of `message_bytes` for each rank.
+
+    Raises:
+        NcclError: the GPU has no memory for it.
+    """
+
+    def __init__(self, sharing: CupySharing, line: Line, size: int, slot_bytes: int, message_bytes: int) -> None:
+        self.line = line
+        self.words = line.words
+        self._sharing = sharing
+        size_bytes = SLOTS * (slot_bytes + size * message_bytes)
+        with sharing.here():
+            try:
+                self.base = sharing.allocate(size_bytes)
+                line.introduce(self.base, sharing.memory_handle(self.base))
+                self.events = [sharing.new_event() for _ in range(events_of(size))]
+                for number, event in enumerate(self.events):
+                    line.introduce_event(number, event, sharing.event_handle(event))
+            except sharing.problems as problem:
+                raise NcclError(f"cannot share {size_bytes >> 20} MiB of the GPU's memory: {problem}") from None
+
+    def settle(self) -> None:
+        """Waits until the GPU is past all that was marked."""
+        with self._sharing.here():
+            for event in self.events:
+                self._sharing.settle(event)
+
+    def close(self) -> None:
+        """Gives all of it back."""
+        with self._sharing.here():
+            for event in self.events:
+                self._sharing.destroy_event(event)
+            self._sharing.free(self.base)
+
+
+class Peer:
+    """Another rank, seen from this one.
+
+    Args:
+        rank: group rank of the peer.
+        own_rank: that of this one.
+        is_here: whether it lives in this process, as another thread: then there is nothing to open.
+
+    Raises:
+        NcclError: its memory cannot be opened.
+    """
+
+    def __init__(self, sharing: CupySharing, line: Line, rank: int, own_rank: int, is_here: bool) -> None:
+        self.rank = rank
+        self.words = line.words
+        self._sharing = sharing
+        self._is_here = is_here
+        self._line = line
+        with sharing.here():
+            try:
+                self.base = line.words[BASE] if is_here else sharing.open_memory(line.handle())
+                self.staged = [self._event(staged(slot, phase)) for slot in range(SLOTS) for phase in range(2)]
+                self.left = [self._event(left(slot)) for slot in range(SLOTS)]
+                self.sent = [self._event(sent(own_rank, slot)) for slot in range(SLOTS)]
+                self.got = [self._event(got(own_rank, slot)) for slot in range(SLOTS)]
+            except sharing.problems as problem:
+                raise NcclError(f"cannot open the GPU memory of group rank {rank}: {problem}") from None
+
+    def _event(self, number: int) -> int:
+        event, handle = self._line.event(number)
+        return event if self._is_here else self._sharing.open_event(handle)
+
+    def close(self) -> None:
+        """Nothing of it is used here any more."""
+        if self._is_here:
+            return
+        with self._sharing.here():
+            for event in (*self.staged, *self.left, *self.sent, *self.got):
+                self._sharing.destroy_event(event)
+            self._sharing.close_memory(self.base)

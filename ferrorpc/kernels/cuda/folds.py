@@ -1,0 +1,78 @@
+"""Launches the kernels that fold what all ranks have laid out, in the current stream.
+
+They are a program of their own, which only processes compile that share GPU memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ferrorpc.kernels.cuda.program import OPTIONS, source
+
+OPERATORS: Final = ("sum", "product", "max", "min")
+ELEMENTS: Final = (
+    "int8",
+    "uint8",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "bfloat16",
+)
+FOLDS: Final = tuple(f"fold_{operator}_{element}" for element in ELEMENTS for operator in OPERATORS)
+THREADS: Final = 256
+BYTES_PER_THREAD: Final = 32
+BLOCKS_MAX: Final = 4096
+
+
+def folds_source() -> str:
+    """Their text."""
+    return source() + Path(__file__).with_name("folds.cu").read_text(encoding="utf-8")
+
+
+class Folds:
+    """The kernels of one process.
+
+    Args:
+        cupy: the module `cupy`.
+    """
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+        self._module = cupy.RawModule(code=folds_source(), options=OPTIONS)
+        self._functions: dict[str, Any] = {}
+
+    def table(self, bases: Sequence[int]) -> Any:
+        """Where every rank's memory begins, in rank order, for `fold`."""
+        return self._cupy.asarray(np.array(bases, np.uint64))
+
+    def fold(
+        self, name: str, table: Any, offset_bytes: int, count: int, size_bytes: int, target: int, divisor: float = 1.0
+    ) -> None:
+        """target[:count] = the fold of every rank's elements that begin `offset_bytes` after its base, over `divisor`.
+
+        Args:
+            name: one of FOLDS.
+            size_bytes: of the elements.
+            target: an address on the current device.
+        """
+        function = self._functions.get(name)
+        if function is None:
+            function = self._functions[name] = self._module.get_function(name)
+        blocks = min(max(1, -(-size_bytes // (THREADS * BYTES_PER_THREAD))), BLOCKS_MAX)
+        arguments = (
+            table,
+            np.int32(len(table)),
+            np.int64(offset_bytes),
+            np.int64(count),
+            np.uint64(target),
+            np.float64(divisor),
+        )
+        function((blocks,), (THREADS,), arguments)

@@ -1,0 +1,85 @@
+"""The contract suite on arrays of a real GPU, which all ranks share, by every way that there is."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.backends.hybrid import HybridBackend
+from ferrorpc.backends.nccl.api import Features, reduction
+from ferrorpc.backends.nccl.backend import NcclBackend
+from ferrorpc.backends.nccl.choose import open_nccl
+from ferrorpc.group import ProcessGroup
+from ferrorpc.testing import BackendContract, run_groups
+from ferrorpc.testing.reference import operators
+from ferrorpc.types import DType, ReduceOp
+from tests.gpu.on_gpu import OnGpu
+from tests.gpu.shared_worlds import ipc_backends
+from tests.gpu.worlds import host_lanes
+
+pytestmark = pytest.mark.gpu
+
+
+class OnDevice(BackendContract):
+    """Every array is on the GPU."""
+
+    @pytest.fixture(autouse=True)
+    def _with(self, cupy: Any) -> None:
+        self.cupy = cupy
+
+    @abstractmethod
+    def groups(self, size: int) -> list[ProcessGroup]:
+        """One on each rank."""
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        return self.on_device(self.groups(size), fn)
+
+    def on_device(self, groups: list[ProcessGroup], fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        """fn on every rank, with a group that puts every array on the GPU first."""
+
+        def body(group: ProcessGroup) -> Any:
+            with self.cupy.cuda.Device(0), self.cupy.cuda.Stream(non_blocking=True):
+                stand_for: Any = OnGpu(group, self.cupy)
+                return fn(stand_for)
+
+        return run_groups(groups, body)
+
+
+class TestStaged(OnDevice):
+    """By the host lanes, bit for bit as host arrays."""
+
+    def groups(self, size: int) -> list[ProcessGroup]:
+        return [ProcessGroup(lanes) for lanes in host_lanes(size)]
+
+
+class TestShared(OnDevice):
+    """Ranks that read each other's GPU memory; as threads of one process, they have it open already."""
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        with ipc_backends(self.cupy, size, apart=False) as backends:
+            return self.on_device([ProcessGroup(backend) for backend in backends], fn)
+
+
+class TestHybridAlone(OnDevice):
+    """NCCL with one rank; two on one GPU it refuses."""
+
+    in_rank_order = False
+    kind: type[NcclBackend] = HybridBackend
+
+    def groups(self, size: int) -> list[ProcessGroup]:
+        if size > 1:
+            pytest.skip("NCCL takes one rank a GPU")
+        return [ProcessGroup(self.kind(host_lanes(1)[0], device_of(self.cupy, 0), open_nccl()))]
+
+
+class TestNcclAlone(TestHybridAlone):
+    """Everything by NCCL."""
+
+    kind = NcclBackend
+
+    def operators(self, dtype: DType) -> list[ReduceOp]:
+        return [op for op in operators(dtype) if reduction(op, dtype, Features.of(22809)) is not None]

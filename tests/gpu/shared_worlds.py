@@ -1,0 +1,32 @@
+"""Worlds of ranks that share one GPU and the memory of one host, in threads of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
+from tests.integration.test_grpc_backend import GrpcWorld
+from tests.unit.transports.shared_memory.meetings import in_threads
+
+
+@contextmanager
+def ipc_backends(cupy: Any, size: int, *, apart: bool = True, **options: Any) -> Iterator[list[CudaIpcBackend]]:
+    """One for each rank, all of them on GPU 0.
+
+    Args:
+        apart: whether ranks open each other's memory by handles, as processes must and threads of a real one cannot.
+    """
+    with GrpcWorld(size, transport="shared_memory") as world:
+
+        def make(rank: int) -> CudaIpcBackend:
+            process = f"process-{rank if apart else 0}"
+            return CudaIpcBackend(world.backends[rank], device_of(cupy, 0), process=process, **options)
+
+        found = in_threads(size, make)
+        for outcome in found:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        yield found
