@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ferrorpc.kernels.cuda.launcher import rows_of
 from ferrorpc.kernels.cuda.program import source
 
 _BEFORE = r"""
@@ -29,6 +30,7 @@ static Index blockDim, gridDim;
 static std::unique_ptr<std::barrier<>> together;
 #define __device__
 #define __global__
+#define __grid_constant__
 #define __shared__ static
 #define __syncthreads() together->arrive_and_wait()
 """
@@ -69,14 +71,23 @@ class HostKernels:
 
 
 def _argument(arg: Any) -> Any:
+    if isinstance(arg, np.ndarray) and arg.dtype.kind == "V":
+        return (ctypes.c_char * arg.nbytes).from_buffer_copy(arg.tobytes())
     if isinstance(arg, np.ndarray):
         return ctypes.c_void_p(arg.ctypes.data)
     return ctypes.c_float(arg) if isinstance(arg, float) else ctypes.c_int64(arg)
 
 
-def addresses(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Where arrays begin, as kernels take them."""
-    return np.array([array.ctypes.data for array in arrays], np.uint64)
+def addresses(arrays: Sequence[np.ndarray]) -> list[int]:
+    """Where arrays begin."""
+    return [array.ctypes.data for array in arrays]
+
+
+def rows(arrays: Sequence[np.ndarray], starts: Sequence[int]) -> tuple[Any, int, int]:
+    """What kernels take to know where arrays and their places in a bucket are, and how many chunks there are."""
+    full = [(array.ctypes.data, start, array.size) for array, start in zip(arrays, starts, strict=True) if array.size]
+    told, chunks = rows_of(*zip(*full, strict=True))
+    return told, len(full), chunks
 
 
 def build(folder: Path, names: Sequence[str], program: str | None = None) -> HostKernels | None:

@@ -6,17 +6,19 @@ What they compute is tried as C++ on the host (host_kernels.py); no test here ru
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ferrorpc.kernels.cuda import reference
-from ferrorpc.kernels.cuda.program import KERNELS
+from ferrorpc.kernels.cuda.launcher import CHUNK, PEERS, QUANTISE_THREADS, ROWS, peers_of
+from ferrorpc.kernels.cuda.program import KERNELS, source
 from ferrorpc.types import DType
 from ferrorpc.wire.codecs import codec
 from tests.gpu.compiler import compiled, machine_code
-from tests.gpu.host_kernels import HostKernels, addresses
+from tests.gpu.host_kernels import HostKernels, addresses, rows
 
 DTYPES = tuple(reference.NAMES)
 GRID, THREADS = (2, 1), 8
@@ -33,6 +35,14 @@ def test_every_kernel_compiles(architecture: str) -> None:
 def test_the_machine_code_does_not_depend_on_how_cupy_or_its_user_compiles_arithmetic(option: str) -> None:
     """CuPy adds -ftz=true: subnormal floats would be zero."""
     assert machine_code(compiled("sm_90", option)) == machine_code(compiled("sm_90"))
+
+
+def test_the_text_and_its_launcher_agree_on_sizes() -> None:
+    said = {name: int(number) for name, number in re.findall(r"^#define (\w+) (\d+)$", source(), re.MULTILINE)}
+    del said["BATCH"]
+    known = {"CHUNK": CHUNK, "ROWS": ROWS, "PEERS": PEERS, "VALUES": reference.BLOCK_VALUES, "LANES": QUANTISE_THREADS}
+    assert said == known
+    assert CHUNK % reference.BLOCK_VALUES == 0
 
 
 def every_half(dtype: DType) -> np.ndarray[Any, Any]:
@@ -56,28 +66,28 @@ def same_bits(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> No
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
 def test_every_half_value_widens_and_every_boundary_narrows_as_in_numpy(kernels: HostKernels, dtype: DType) -> None:
-    name, zero = reference.NAMES[dtype], np.zeros(1, np.int64)
+    name = reference.NAMES[dtype]
     halves, floats = every_half(dtype), awkward_floats()
     wide, narrow = np.empty(halves.size, np.float32), np.empty(floats.size, dtype.storage)
-    kernels.run(f"pack_{name}_f32", GRID, THREADS, addresses([halves]), zero, np.array([halves.size]), wide, 1.0)
+    kernels.run(f"pack_{name}_f32", GRID, THREADS, *rows([halves], [0]), wide, 1.0)
     same_bits(wide, reference._scaled(reference.widened(halves, dtype), 1.0))
-    kernels.run(f"pack_f32_{name}", GRID, THREADS, addresses([floats]), zero, np.array([floats.size]), narrow, 1.0)
+    kernels.run(f"pack_f32_{name}", GRID, THREADS, *rows([floats], [0]), narrow, 1.0)
     same_bits(narrow, reference.narrowed(floats, dtype))
 
 
 @pytest.mark.parametrize(("of", "to"), list(itertools.product(DTYPES, DTYPES)))
 def test_many_arrays_are_packed_and_unpacked_with_cast_and_scale(kernels: HostKernels, of: DType, to: DType) -> None:
-    counts, starts, scale = np.array([7, 0, 300, 1]), np.array([3, 10, 12, 320]), 1 / 3
+    counts, starts, scale = [7, 0, 300, 1, 4097], [3, 10, 12, 320, 321], 1 / 3
     chance = np.random.default_rng(5)
     arrays = [reference.narrowed(chance.standard_normal(count).astype(np.float32), of) for count in counts]
     pair = f"{reference.NAMES[of]}_{reference.NAMES[to]}"
-    bucket, expected = (np.zeros(330, to.storage) for _ in range(2))
-    kernels.run(f"pack_{pair}", (2, len(arrays)), THREADS, addresses(arrays), starts, counts, bucket, scale)
+    bucket, expected = (np.zeros(4420, to.storage) for _ in range(2))
+    kernels.run(f"pack_{pair}", GRID, THREADS, *rows(arrays, starts), bucket, scale)
     reference.pack(arrays, starts, expected, of, to, scale)
     same_bits(bucket, expected)
-    source = reference.narrowed(chance.standard_normal(330).astype(np.float32), of)
+    source = reference.narrowed(chance.standard_normal(4420).astype(np.float32), of)
     found, wanted = ([np.zeros(count, to.storage) for count in counts] for _ in range(2))
-    kernels.run(f"unpack_{pair}", (2, len(found)), THREADS, addresses(found), starts, counts, source, scale)
+    kernels.run(f"unpack_{pair}", GRID, THREADS, *rows(found, starts), source, scale)
     reference.unpack(wanted, starts, source, of, to, scale)
     for one, other in zip(found, wanted, strict=True):
         same_bits(one, other)
@@ -114,11 +124,13 @@ def test_blocks_of_int8_are_those_of_the_wire(kernels: HostKernels, place: int) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("peers", [1, 2, 3, 8])
+@pytest.mark.parametrize("peers", [1, 2, 3, 8, PEERS + 2])
 def test_peers_are_summed_in_rank_order_and_rounded_once(kernels: HostKernels, dtype: DType, peers: int) -> None:
     chance = np.random.default_rng(peers)
     arrays = [reference.narrowed(chance.standard_normal(501).astype(np.float32) * 100, dtype) for _ in range(peers)]
     for divisor in (1.0, float(peers), 2.5):
         out = np.empty(501, dtype.storage)
-        kernels.run(f"sum_peers_{reference.NAMES[dtype]}", GRID, THREADS, addresses(arrays), peers, 501, out, divisor)
+        places = addresses(arrays)
+        told = (peers_of(places), np.array(places[PEERS:], np.uint64), peers)
+        kernels.run(f"sum_peers_{reference.NAMES[dtype]}", GRID, THREADS, *told, 501, out, divisor)
         same_bits(out, reference.sum_peers(arrays, dtype, divisor))

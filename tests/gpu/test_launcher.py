@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.kernels.cuda import reference
-from ferrorpc.kernels.cuda.launcher import DeviceKernels
+from ferrorpc.kernels.cuda.launcher import PEERS, ROWS, DeviceKernels
 from ferrorpc.kernels.cuda.program import KERNELS, OPTIONS, source
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.types import DType
@@ -28,12 +28,15 @@ class RawModule:
         assert name in KERNELS
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-            assert all(isinstance(each, self.cupy.ndarray | np.int64 | np.int32 | np.float32) for each in arguments)
-            ready = [each if isinstance(each, np.generic) else np.uint64(each.data.ptr) for each in arguments]
+            assert all(
+                isinstance(each, self.cupy.ndarray | np.int64 | np.int32 | np.float32) or each.size == 1 for each in arguments
+            )
+            ready = [np.uint64(each.data.ptr) if isinstance(each, self.cupy.ndarray) else each.copy() for each in arguments]
 
             def run() -> bool:
-                places = [float(each) if isinstance(each, np.float32) else int(each) for each in ready]
-                self.kernels.run(name, (min(grid[0], 2), (*grid, 1)[1]), 32, *places)
+                self.kernels.run(
+                    name, (min(grid[0], 2), 1), 32, *(each if each.dtype.kind == "V" else each.item() for each in ready)
+                )
                 return True
 
             self.cupy.stream.enqueue(run)
@@ -70,15 +73,14 @@ def test_gradients_go_into_a_bucket_of_half_the_size_and_back(cupy: StandIn, lau
         assert cupy.asnumpy(one).tobytes() == other.tobytes()
 
 
-def test_more_gradients_than_a_grid_has_rows_are_packed_by_several(
-    cupy: StandIn, launcher: DeviceKernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ferrorpc.kernels.cuda.launcher.BLOCKS_MAX", 2)
-    monkeypatch.setattr("ferrorpc.testing.gpu.kernels.ROWS_MAX", 2)
-    grads = [floats(3, salt) for salt in range(5)]
-    bucket = cupy.asarray(np.zeros(15, np.float32))
-    launcher.pack([cupy.asarray(grad) for grad in grads], range(0, 15, 3), bucket, DType.FLOAT32, DType.FLOAT32)
-    np.testing.assert_array_equal(cupy.asnumpy(bucket), np.concatenate(grads))
+def test_more_gradients_than_a_launch_is_told_of_are_packed_by_several(cupy: StandIn, launcher: DeviceKernels) -> None:
+    grads = [floats(salt % 4, salt) for salt in range(3 * ROWS)]
+    starts = [4 * salt for salt in range(3 * ROWS)]
+    bucket = cupy.asarray(np.zeros(12 * ROWS, np.float32))
+    launcher.pack([cupy.asarray(grad) for grad in grads], starts, bucket, DType.FLOAT32, DType.FLOAT32)
+    expected = np.zeros(12 * ROWS, np.float32)
+    reference.pack(grads, starts, expected, DType.FLOAT32, DType.FLOAT32, 1.0)
+    np.testing.assert_array_equal(cupy.asnumpy(bucket), expected)
 
 
 def test_blocks_of_int8_there_and_back(cupy: StandIn, launcher: DeviceKernels) -> None:
@@ -99,6 +101,13 @@ def test_peers_are_summed(cupy: StandIn, launcher: DeviceKernels, divisor: float
     out = cupy.asarray(np.zeros(300, np.float16))
     launcher.sum_peers([cupy.asarray(peer) for peer in peers], out, DType.FLOAT16, divisor)
     assert cupy.asnumpy(out).tobytes() == reference.sum_peers(peers, DType.FLOAT16, divisor).tobytes()
+
+
+def test_more_peers_than_a_launch_is_told_of_are_summed(cupy: StandIn, launcher: DeviceKernels) -> None:
+    peers = [floats(3, salt) for salt in range(PEERS + 2)]
+    there = [cupy.asarray(peer) for peer in peers]
+    launcher.sum_peers(there, there[-1], DType.FLOAT32)
+    assert cupy.asnumpy(there[-1]).tobytes() == reference.sum_peers(peers, DType.FLOAT32).tobytes()
 
 
 @pytest.mark.parametrize("damage", [0.0, np.inf, np.nan])

@@ -3,11 +3,16 @@
 Arrays are C-contiguous, on the current device and in storage dtypes (bfloat16 as uint16); dtypes are named apart, because
 storage does not tell. Nothing waits. The text is compiled once a process and device, which takes CuPy a fraction of a second
 and then its cache.
+
+Where many arrays are, a kernel is told by value: a copy to the device for it would take longer than the kernel does. CuPy takes
+a NumPy array by value where it has one element, which may be a structure.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -17,9 +22,35 @@ from ferrorpc.kernels.cuda.reference import BLOCK_VALUES, NAMES
 from ferrorpc.types import DType
 
 THREADS: Final = 256
-ELEMENTS_PER_THREAD: Final = 8
 QUANTISE_THREADS: Final = 32
-BLOCKS_MAX: Final = 65_535
+BLOCKS_MAX: Final = (1 << 31) - 1
+CHUNK: Final = 2048
+"""Elements that a block has at a time."""
+ROWS: Final = 120
+"""Arrays that one launch moves: the arguments of a kernel have 4 KiB."""
+PEERS: Final = 64
+"""Addresses of peers' arrays that are passed by value; those of more lie in memory."""
+ROWS_LAYOUT: Final = np.dtype([(name, np.uint64, ROWS) for name in ("arrays", "starts", "counts", "chunks")])
+PEERS_LAYOUT: Final = np.dtype([("arrays", np.uint64, PEERS)])
+
+Structure = np.ndarray[Any, Any]
+"""So many bytes as one element, whose layout only the kernel knows: CuPy has NumPy spell out any other at each launch."""
+
+
+def rows_of(addresses: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> tuple[Structure, int]:
+    """`struct Rows` of at most ROWS arrays, none of them empty, and how many chunks they are."""
+    chunks = [0, *accumulate([-(-count // CHUNK) for count in counts])]
+    room = bytearray(ROWS_LAYOUT.itemsize)
+    for column, values in enumerate((addresses, starts, counts, chunks[:-1])):
+        struct.pack_into(f"{len(values)}Q", room, column * ROWS * 8, *values)
+    return _structure(room), chunks[-1]
+
+
+def peers_of(addresses: Sequence[int]) -> Structure:
+    """`struct Peers` of the first peers' arrays."""
+    room = bytearray(PEERS_LAYOUT.itemsize)
+    struct.pack_into(f"{min(len(addresses), PEERS)}Q", room, 0, *addresses[:PEERS])
+    return _structure(room)
 
 
 class DeviceKernels:
@@ -48,26 +79,28 @@ class DeviceKernels:
         """float32 values as one scale for every 256 (float32) and integers (int8)."""
         blocks = -(-values.size // BLOCK_VALUES)
         if blocks:
-            self._run("quantise_int8", (min(blocks, BLOCKS_MAX),), QUANTISE_THREADS, values, values.size, scales, integers)
+            self._run("quantise_int8", blocks, QUANTISE_THREADS, values, values.size, scales, integers)
 
     def dequantise_int8(self, scales: Any, integers: Any, values: Any) -> None:
         """float32 values of blocks of int8."""
         if values.size:
-            self._run("dequantise_int8", (_blocks(values.size),), THREADS, scales, integers, values.size, values)
+            self._run("dequantise_int8", _chunks(values.size), THREADS, scales, integers, values.size, values)
 
     def sum_peers(self, peers: Sequence[Any], out: Any, dtype: DType, divisor: float = 1) -> None:
         """out = (peers[0] + peers[1] + ...) / divisor, in float32, rounded once. `out` may be one of the peers."""
         if out.size:
-            table = self._table([peer.data.ptr for peer in peers], np.uint64)
-            name = f"sum_peers_{NAMES[dtype]}"
-            self._run(name, (_blocks(out.size),), THREADS, table, np.int32(len(peers)), out.size, out, np.float32(divisor))
+            addresses = [peer.data.ptr for peer in peers]
+            # Freed in the order of the current stream, so after the kernel that reads it.
+            more = self._cupy.asarray(np.array(addresses[PEERS:], np.uint64)) if len(addresses) > PEERS else 0
+            told = (peers_of(addresses), more, np.int32(len(addresses)))
+            self._run(f"sum_peers_{NAMES[dtype]}", _chunks(out.size), THREADS, *told, out.size, out, np.float32(divisor))
 
     def residue(self, values: Any, delivered: Any) -> None:
         """values -= delivered, float32; zeros where any of it is not finite."""
         if values.size:
-            damaged = self._table([0], np.uint32)
-            self._run("residue", (_blocks(values.size),), THREADS, values, delivered, values.size, damaged)
-            self._run("forget", (_blocks(values.size),), THREADS, values, values.size, damaged)
+            damaged = self._cupy.zeros(1, np.uint32)
+            self._run("residue", _chunks(values.size), THREADS, values, delivered, values.size, damaged)
+            self._run("forget", _chunks(values.size), THREADS, values, values.size, damaged)
 
     def _move(
         self,
@@ -79,29 +112,24 @@ class DeviceKernels:
         to: DType,
         scale: float,
     ) -> None:
-        if len(arrays) > BLOCKS_MAX:  # a grid has no more rows
-            self._move(name, arrays[BLOCKS_MAX:], starts[BLOCKS_MAX:], bucket, of, to, scale)
-            arrays, starts = arrays[:BLOCKS_MAX], starts[:BLOCKS_MAX]
-        largest = max((array.size for array in arrays), default=0)
-        if not largest:
-            return
-        addresses = self._table([array.data.ptr for array in arrays], np.uint64)
-        places = self._table(starts, np.int64)
-        counts = self._table([array.size for array in arrays], np.int64)
-        grid = (_blocks(largest), len(arrays))
-        pair = f"{name}_{NAMES[of]}_{NAMES[to]}"
-        self._run(pair, grid, THREADS, addresses, places, counts, bucket, np.float32(scale))
+        full = [(array.data.ptr, start, array.size) for array, start in zip(arrays, starts, strict=True) if array.size]
+        for first in range(0, len(full), ROWS):
+            some = full[first : first + ROWS]
+            rows, chunks = rows_of(*zip(*some, strict=True))
+            pair = f"{name}_{NAMES[of]}_{NAMES[to]}"
+            self._run(pair, chunks, THREADS, rows, np.int32(len(some)), chunks, bucket, np.float32(scale))
 
-    def _table(self, values: Sequence[int], dtype: Any) -> Any:
-        """A small array on the device. It is freed in the order of the current stream, so after the kernel that reads it."""
-        return self._cupy.asarray(np.array(values, dtype))
-
-    def _run(self, name: str, grid: tuple[int, ...], threads: int, *arguments: Any) -> None:
+    def _run(self, name: str, blocks: int, threads: int, *arguments: Any) -> None:
         function = self._functions.get(name)
         if function is None:
             function = self._functions[name] = self._module.get_function(name)
-        function(grid, (threads,), tuple(np.int64(each) if type(each) is int else each for each in arguments))
+        ready = tuple([np.int64(each) if type(each) is int else each for each in arguments])
+        function((min(blocks, BLOCKS_MAX),), (threads,), ready)
 
 
-def _blocks(count: int) -> int:
-    return min(-(-count // (THREADS * ELEMENTS_PER_THREAD)), BLOCKS_MAX)
+def _structure(room: bytearray) -> Structure:
+    return np.frombuffer(room, np.dtype((np.void, len(room))))
+
+
+def _chunks(count: int) -> int:
+    return -(-count // CHUNK)

@@ -18,7 +18,7 @@ class Fold:
         _, self._operator, self._element = name.split("_")
         self._storage: np.dtype[Any] = fold_reference.storage_of(self._element)
 
-    def __call__(self, bases: int, size: int, offset: int, count: int, target: int, divisor: float, rows: int) -> None:
+    def __call__(self, bases: int, size: int, offset: int, count: int, target: int, divisor: float) -> None:
         size_bytes = count * self._storage.itemsize
         starts = self._gpu.bytes_at(bases, size * 8).view(np.uint64).tolist()
         arrays = [self._gpu.bytes_at(start + offset, size_bytes).view(self._storage) for start in starts]

@@ -12,13 +12,14 @@ import numpy as np
 
 from ferrorpc.kernels.cuda import reference
 from ferrorpc.kernels.cuda.folds import FOLDS
+from ferrorpc.kernels.cuda.launcher import PEERS_LAYOUT, ROWS_LAYOUT
 from ferrorpc.kernels.cuda.program import KERNELS
 from ferrorpc.testing.gpu.cuda import Driver
 from ferrorpc.testing.gpu.folds import Fold
 from ferrorpc.testing.gpu.machine import Gpu, GpuFault
 from ferrorpc.types import DType
 
-ROWS_MAX: Final = 65_535
+ARGUMENTS_BYTES_MAX: Final = 4096
 DTYPES: Final = {name: dtype for dtype, name in reference.NAMES.items()}
 
 Array = np.ndarray[Any, Any]
@@ -50,47 +51,58 @@ class Kernel:
         dtype = np.dtype(storage)
         return self._gpu.bytes_at(int(address), int(count) * dtype.itemsize).view(dtype)
 
-    def _rows(self, arrays: int, starts: int, counts: int, rows: int) -> Any:
-        tables = (self._at(arrays, rows, np.uint64), self._at(starts, rows, np.int64), self._at(counts, rows, np.int64))
-        return zip(*(table.tolist() for table in tables), strict=True)
+    def _rows(self, rows: Array, size: int) -> Any:
+        told = rows.view(ROWS_LAYOUT)[0]
+        return zip(*(told[column][:size].tolist() for column in ("arrays", "starts", "counts")), strict=True)
 
-    def _pack(self, arrays: int, starts: int, counts: int, bucket: int, scale: float, rows: int) -> None:
+    def _pack(self, rows: Array, size: int, chunks: int, bucket: int, scale: float) -> None:
         of, to = self._types
-        for address, start, count in self._rows(arrays, starts, counts, rows):
+        for address, start, count in self._rows(rows, size):
             place = self._at(bucket + start * to.itemsize, count, to.storage)
             reference.pack([self._at(address, count, of.storage)], [0], place, of, to, scale)
 
-    def _unpack(self, arrays: int, starts: int, counts: int, bucket: int, scale: float, rows: int) -> None:
+    def _unpack(self, rows: Array, size: int, chunks: int, bucket: int, scale: float) -> None:
         of, to = self._types
-        for address, start, count in self._rows(arrays, starts, counts, rows):
+        for address, start, count in self._rows(rows, size):
             place = self._at(bucket + start * of.itemsize, count, of.storage)
             reference.unpack([self._at(address, count, to.storage)], [0], place, of, to, scale)
 
-    def _quantise(self, values: int, count: int, scales: int, integers: int, rows: int) -> None:
+    def _quantise(self, values: int, count: int, scales: int, integers: int) -> None:
         found = reference.quantise_int8(self._at(values, count, np.float32))
         self._at(scales, len(found[0]), np.float32)[:] = found[0]
         self._at(integers, count, np.int8)[:] = found[1]
 
-    def _dequantise(self, scales: int, integers: int, count: int, values: int, rows: int) -> None:
+    def _dequantise(self, scales: int, integers: int, count: int, values: int) -> None:
         blocks = -(-count // reference.BLOCK_VALUES)
         found = reference.dequantise_int8(self._at(scales, blocks, np.float32), self._at(integers, count, np.int8))
         self._at(values, count, np.float32)[:] = found
 
-    def _residue(self, values: int, delivered: int, count: int, damaged: int, rows: int) -> None:
+    def _residue(self, values: int, delivered: int, count: int, damaged: int) -> None:
         place, one = self._at(values, count, np.float32), self._at(delivered, count, np.float32)
         with np.errstate(all="ignore"):
             place -= one
         if not np.isfinite(place).all():
             self._at(damaged, 1, np.uint32)[:] = 1
 
-    def _forget(self, values: int, count: int, damaged: int, rows: int) -> None:
+    def _forget(self, values: int, count: int, damaged: int) -> None:
         if self._at(damaged, 1, np.uint32)[0]:
             self._at(values, count, np.float32)[:] = 0
 
-    def _sum(self, peers: int, size: int, count: int, out: int, divisor: float, rows: int) -> None:
+    def _sum(self, peers: Array, more: int, size: int, count: int, out: int, divisor: float) -> None:
         dtype: DType = DTYPES[self._name.removeprefix("sum_peers_")]
-        arrays = [self._at(address, count, dtype.storage) for address in self._at(peers, size, np.uint64).tolist()]
+        first = peers.view(PEERS_LAYOUT)[0]["arrays"][:size].tolist()
+        addresses = first + self._at(more, size - len(first), np.uint64).tolist()
+        arrays = [self._at(address, count, dtype.storage) for address in addresses]
         self._at(out, count, dtype.storage)[:] = reference.sum_peers(arrays, dtype, divisor)
+
+
+def _passed(argument: Any) -> Any:
+    """What a kernel gets for an argument: of GPU arrays the address, of anything else the value at the launch."""
+    if isinstance(argument, np.ndarray):
+        if argument.size != 1:
+            raise TypeError(f"CuPy passes NumPy arrays of one element by value, and none of shape {argument.shape}")
+        return argument.copy()
+    return argument.item() if isinstance(argument, np.generic) else argument.data.ptr
 
 
 def raw_module(driver: Driver) -> Callable[..., Any]:
@@ -109,13 +121,13 @@ def raw_module(driver: Driver) -> Callable[..., Any]:
             kernel: Callable[..., None] = Fold(self._gpu, name) if name in FOLDS else Kernel(self._gpu, name)
 
             def launch(grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-                ready = [each.item() if isinstance(each, np.generic) else each.data.ptr for each in arguments]
-                rows = (*grid, 1)[1]
-                if rows > ROWS_MAX:
-                    raise GpuFault(f"a grid of {rows} rows, and CUDA has at most {ROWS_MAX}")
+                ready = [_passed(each) for each in arguments]
+                size_bytes = sum(each.nbytes if isinstance(each, np.ndarray) else 8 for each in ready)
+                if size_bytes > ARGUMENTS_BYTES_MAX:
+                    raise GpuFault(f"{size_bytes} bytes of arguments, and CUDA takes at most {ARGUMENTS_BYTES_MAX}")
 
                 def run() -> bool:
-                    kernel(*ready, rows)
+                    kernel(*ready)
                     return True
 
                 driver.stream.enqueue(run)
