@@ -100,7 +100,9 @@ class DeviceMemory(Memory):
         self._order = Order(gpu.device)
         self.array: DeviceArray = self._zeros(bucket.dtype)
         self._storage: DeviceArray = self.array.view(bucket.dtype.storage)
+        self._address = gpu.device.pointer(self._storage)
         self._pinned = gpu.device.pinned(bucket.header * self._wide_dtype.itemsize)
+        self._even, self._weighted = (self._header_of(dtype) for dtype in (bucket.dtype, self._wide_dtype))
         self._pending: list[tuple[Slot, DeviceArray]] = []
         """Gradients that are packed when the bucket leaves, and kept until the GPU is past that."""
 
@@ -129,46 +131,51 @@ class DeviceMemory(Memory):
         """The same in storage dtype, and which dtype that is."""
         return (self._storage, self.bucket.dtype) if self._weight is None else (self.wide, self._wide_dtype)
 
-    @property
-    def _header(self) -> Array:
-        """The header on the host, in the dtype that travels. The GPU does not look at it between rounds."""
-        dtype = self.bucket.dtype if self._weight is None else self._wide_dtype
+    def _header_of(self, dtype: DType) -> tuple[Array, Array]:
+        """As `_header`, for rounds that travel in this dtype."""
         flat = self._pinned[: self.bucket.header * dtype.itemsize].view(dtype.storage)
-        return NUMPY.typed(flat, TensorSpec(dtype, flat.shape))
+        return NUMPY.typed(flat, TensorSpec(dtype, flat.shape)), flat
+
+    @property
+    def _header(self) -> tuple[Array, Array]:
+        """The header on the host, in the dtype that travels; and in its storage dtype. The GPU does not look at it between
+        rounds."""
+        return self._even if self._weight is None else self._weighted
 
     def begin(self, weight: float | None) -> None:
         self._weight = weight
         self._pending = []
-        header = self._header
+        header, _ = self._header
         header[...] = 0
         header[: self.bucket.weight] = 1
 
     def write(self, slot: Slot, gradient: View | None, used: bool, stays: bool) -> None:
         if not used:
-            self._header[slot.flag] = 0
+            self._header[0][slot.flag] = 0
         if slot.start == slot.stop:
             return
-        self._order.enter()
+        if gradient is not None and stays and self.bucket.dtype in NAMES and not self._lies(slot, gradient.data):
+            self._pending.append((slot, gradient.data))
+            return
+        stream = self._order.enter()
         with self._gpu.device.here():
             if gradient is None:
                 self._target[0][slot.start : slot.stop] = 0
-            elif stays and self.bucket.dtype in NAMES and not self._lies(slot, gradient.data):
-                self._pending.append((slot, gradient.data.reshape(-1)))
             else:
-                self._move_in(slot, gradient.data.reshape(-1))
+                self._move_in(slot, gradient.data, stream)
 
     def _lies(self, slot: Slot, data: DeviceArray) -> bool:
         """Whether an array is in its place, which is its own."""
-        return bool(data.data.ptr == self._storage[slot.start : slot.stop].data.ptr)
+        return self._gpu.device.pointer(data) == self._address + slot.start * self.bucket.dtype.itemsize
 
-    def _move_in(self, slot: Slot, data: DeviceArray) -> None:
+    def _move_in(self, slot: Slot, data: DeviceArray, stream: Stream) -> None:
         """One gradient to where it travels, times the weight."""
         if self._weight is not None and self.bucket.dtype in NAMES:
             self._pack([(slot, data)])
             return
         place = self._target[0][slot.start : slot.stop]
         if not self._lies(slot, data):
-            place[...] = data
+            self._gpu.device.copy(place, data, stream)
         if self._weight not in (None, 1):
             self._multiply(place, float(self._weight or 0))
 
@@ -192,13 +199,13 @@ class DeviceMemory(Memory):
                 total += given
 
     def leave(self) -> DeviceArray:
-        self._header[self.bucket.weight] = 0 if self._weight is None else self._weight
+        header, flat = self._header
+        header[self.bucket.weight] = 0 if self._weight is None else self._weight
         stream = self._order.enter()
         with self._gpu.device.here():
             if self._pending:
                 self._pack(self._pending)
-            target, dtype = self._target
-            self._gpu.device.upload(target[: self.bucket.header], self._header.view(dtype.storage), stream)
+            self._gpu.device.upload(self._target[0][: self.bucket.header], flat, stream)
         return self._travelling
 
     @contextmanager
@@ -209,12 +216,11 @@ class DeviceMemory(Memory):
 
     def settle(self) -> Home:
         header, body = self.bucket.header, slice(self.bucket.header, None)
-        stream = self._order.enter()
-        target, dtype = self._target
-        self._gpu.device.download(self._header.view(dtype.storage), target[:header], stream)
+        stream, (said, flat) = self._order.enter(), self._header
+        self._gpu.device.download(flat, self._target[0][:header], stream)
         wait_for(stream.record(), self._gpu.clock, COPY_SECONDS)
         self._pending = []
-        home = self._home(self._header)
+        home = self._home(said)
         if is_share(home.total) and self.bucket.count > header:
             with self._gpu.device.here():
                 self._divide(self.wide[body], home.total)
@@ -230,21 +236,20 @@ class DeviceMemory(Memory):
         return kind.wrap(self.place(slot), slot.spec) if kind is self._gpu.kind else None
 
     def read(self, slots: Sequence[Slot], targets: Sequence[Any]) -> None:
-        filled = [(slot, target.reshape(-1)) for slot, target in zip(slots, targets, strict=True) if target.size]
-        dtype = self.bucket.dtype
-        self._order.enter()
+        filled = [(slot, target) for slot, target in zip(slots, targets, strict=True) if slot.start < slot.stop]
+        dtype, stream = self.bucket.dtype, self._order.enter()
         with self._gpu.device.here():
             if dtype in NAMES and len(filled) > 1:
                 arrays, starts = [target for _, target in filled], [slot.start for slot, _ in filled]
                 self._gpu.kernels.unpack(arrays, starts, self._storage, dtype, dtype)
                 return
             for slot, target in filled:
-                target[...] = self._storage[slot.start : slot.stop]
+                self._gpu.device.copy(target, self._storage[slot.start : slot.stop], stream)
 
     def copies(self, slots: Sequence[Slot], kinds: Mapping[str, Kind]) -> list[Any]:
-        found = [self._gpu.kind.empty(slot.spec.shape, slot.spec.dtype) for slot in slots]
-        self.read(slots, [each.view(slot.spec.dtype.storage) for each, slot in zip(found, slots, strict=True)])
-        return found
+        found = [self._gpu.device.empty(slot.spec.shape, slot.spec.dtype.storage) for slot in slots]
+        self.read(slots, found)
+        return [self._gpu.kind.wrap(each, slot.spec) for each, slot in zip(found, slots, strict=True)]
 
     def keep(self, slot: Slot) -> DeviceArray:
         with self._gpu.device.here():

@@ -85,7 +85,8 @@ class Memory(ABC):
         Args:
             gradient: it may lie in its place already.
             used: whether this rank has used the parameter.
-            stays: the gradient's memory keeps what is in it until the bucket has left, so it may be read then.
+            stays: the gradient's memory keeps what is in it until the bucket has left, so it may be read then, in the stream
+                that is current now.
         """
 
     @abstractmethod

@@ -100,7 +100,7 @@ class Reducer(Fleet):
                 f"{what} is on {place_of(gradient)}, but its bucket is on GPU {self.kind.device.index}",
                 hint="compute it there, or give all as arrays on the host from the beginning",
             )
-        return view(gradient, near=True)
+        return self.kind.view_near(gradient)
 
     def begin(self, weight: float | None = None) -> Round:
         """The next round. Every rank begins the same rounds in the same order, all with a weight or all without.

@@ -124,7 +124,8 @@ class Round:
             gradient: where the bucket is; None counts as zeros, not used. It is copied unless it lies in its place already.
             used: whether this rank has used the parameter. What a rank of weight 0 has used may count, and all ranks get zeros
                 where nobody else has used it; or be unused.
-            stays: it does not change before the other gradients of its bucket are put, so all may be copied at once.
+            stays: it does not change before the other gradients of its bucket are put, in the same stream, so all may be copied
+                at once.
         """
         memory, slot = self._fleet.at(name)
         memory.write(slot, None if self.weight == 0 else gradient, used and gradient is not None, stays)
