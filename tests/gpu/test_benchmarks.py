@@ -34,9 +34,11 @@ def test_one_rank(cupy: StandIn) -> None:
 
 def test_copies(cupy: StandIn, kernels: HostKernels) -> None:
     cupy.RawModule = type("RawModule", (RawModule,), {"kernels": kernels, "cupy": cupy})
-    speeds = copies.measure(cupy, device_of(cupy, 0), 4096, 1)
+    speeds, by_events = copies.measure(cupy, device_of(cupy, 0), 4096, 1)
     assert len(speeds) == 12
     assert all(np.isfinite(speed) for speed in speeds.values())
+    assert tuple(by_events) == copies.ON_DEVICE
+    assert min(by_events.values()) > 0
 
 
 @pytest.mark.parametrize("wire", staged_pair.WIRES)

@@ -17,6 +17,7 @@ from ferrorpc.testing.gpu.sharing import Sharing
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
 NOT_READY: Final = 600
+INVALID_HANDLE: Final = 400
 INVALID_DEVICE: Final = 101
 PER_THREAD: Final = 2
 """The number of the stream that every thread has one of."""
@@ -103,6 +104,7 @@ class _Event:
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
         self.fake = FakeEvent(self.driver.machine)
         self.ptr = id(self)
+        self.timing = not disable_timing
         self._gpu = self.driver.gpu
         self.driver.machine.events[self.ptr] = self.fake
 
@@ -194,9 +196,19 @@ def cuda(driver: Driver) -> SimpleNamespace:
     return SimpleNamespace(
         **classes,
         get_current_stream=lambda: driver.thread.current.get(driver.thread.device) or stream(null=True),
+        get_elapsed_time=_elapsed,
         alloc_pinned_memory=lambda size_bytes: Pinned(driver.machine, size_bytes),
         runtime=_runtime(driver),
     )
+
+
+def _elapsed(start: _Event, end: _Event) -> float:
+    """Milliseconds between two events that were made with a time and are done."""
+    if not (start.timing and end.timing):
+        raise CUDARuntimeError(INVALID_HANDLE)
+    if not (start.done and end.done):
+        raise CUDARuntimeError(NOT_READY)
+    return (end.fake.passed_at - start.fake.passed_at) * 1e3
 
 
 def _runtime(driver: Driver) -> SimpleNamespace:

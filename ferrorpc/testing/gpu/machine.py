@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable
@@ -105,6 +106,8 @@ class FakeEvent:
         self._machine = machine
         self._marks = 0
         self._passed = 0
+        self.passed_at = 0.0
+        """When the latest mark was passed, as far as time means anything here."""
 
     def record(self, stream: FakeStream) -> None:
         """Marks the end of the queue."""
@@ -114,6 +117,7 @@ class FakeEvent:
 
             def passed() -> bool:
                 self._passed = max(self._passed, mark)
+                self.passed_at = time.perf_counter()
                 return True
 
             stream.enqueue(passed)
