@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.buckets [--mib 64] [--turns 20] [--json FILE]
 
-Needs a GPU and ferrorpc[gpu]; it was run on an H100. Means are checked: one rank gets back what it gave. Everything is measured
+Needs a GPU and ferrorpc[gpu]. Means are checked: one rank gets back what it gave. Everything is measured
 in turns in one run. A step with buckets on the GPU should take less than half of one whose buckets lie on the host;
 exit code 1 where it does not.
 """

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.copies [--mib 64] [--turns 20] [--json FILE]
 
-Needs a GPU and ferrorpc[gpu]; it was run on an H100. Everything is measured in turns in one run and given in GB/s of what is
+Needs a GPU and ferrorpc[gpu]. Everything is measured in turns in one run and given in GB/s of what is
 read and written, beside a device-to-device copy of the same size: as called, until the stream is done; and for what stays on
 the device also between two events of the GPU, where the host's part does not count. Packing should reach 0.7 of the copy either
 way; exit code 1 where it does not. At sizes of less than a few MiB events, too, show the host's part.

@@ -50,7 +50,7 @@ def test_a_fold_has_the_bits_of_its_reference(folds: HostKernels, operator: str,
         out, by = room[skip * storage.itemsize :], divisor if operator == "sum" else 1.0
         # A double travels as the integer of its bits: arguments are pointers, floats and integers.
         bits = int(np.float64(by).view(np.int64))
-        folds.run(f"fold_{operator}_{element}", (2, 1), 8, addresses(memory), ranks, 64, count, out, bits)
+        folds.run(f"fold_{operator}_{element}", (2, 1), 8, np.array(addresses(memory), np.uint64), ranks, 64, count, out, bits)
         check_fold(out.view(storage), arrays, operator, element, by)
 
 

@@ -5,7 +5,7 @@ storage does not tell. Nothing waits. The text is compiled once a process and de
 and then its cache.
 
 Where many arrays are, a kernel is told by value: a copy to the device for it would take longer than the kernel does. CuPy takes
-a NumPy array by value where it has one element, which may be a structure.
+a NumPy array without dimensions by value, and its one element may be a structure.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class DeviceKernels:
 
 
 def _structure(room: bytearray) -> Structure:
-    return np.frombuffer(room, np.dtype((np.void, len(room))))
+    return np.frombuffer(room, np.dtype((np.void, len(room)))).reshape(())
 
 
 def _chunks(count: int) -> int:

@@ -52,7 +52,7 @@ class Kernel:
         return self._gpu.bytes_at(int(address), int(count) * dtype.itemsize).view(dtype)
 
     def _rows(self, rows: Array, size: int) -> Any:
-        told = rows.view(ROWS_LAYOUT)[0]
+        told = rows.view(ROWS_LAYOUT)[()]
         return zip(*(told[column][:size].tolist() for column in ("arrays", "starts", "counts")), strict=True)
 
     def _pack(self, rows: Array, size: int, chunks: int, bucket: int, scale: float) -> None:
@@ -90,7 +90,7 @@ class Kernel:
 
     def _sum(self, peers: Array, more: int, size: int, count: int, out: int, divisor: float) -> None:
         dtype: DType = DTYPES[self._name.removeprefix("sum_peers_")]
-        first = peers.view(PEERS_LAYOUT)[0]["arrays"][:size].tolist()
+        first = peers.view(PEERS_LAYOUT)[()]["arrays"][:size].tolist()
         addresses = first + self._at(more, size - len(first), np.uint64).tolist()
         arrays = [self._at(address, count, dtype.storage) for address in addresses]
         self._at(out, count, dtype.storage)[:] = reference.sum_peers(arrays, dtype, divisor)
@@ -99,8 +99,8 @@ class Kernel:
 def _passed(argument: Any) -> Any:
     """What a kernel gets for an argument: of GPU arrays the address, of anything else the value at the launch."""
     if isinstance(argument, np.ndarray):
-        if argument.size != 1:
-            raise TypeError(f"CuPy passes NumPy arrays of one element by value, and none of shape {argument.shape}")
+        if argument.ndim:
+            raise TypeError(f"NumPy arrays without dimensions are passed by value, and none of shape {argument.shape}")
         return argument.copy()
     return argument.item() if isinstance(argument, np.generic) else argument.data.ptr
 
