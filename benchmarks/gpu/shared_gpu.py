@@ -52,14 +52,14 @@ def floor_bytes(size: int, size_bytes: int) -> float:
 def copy_speed(cupy: Any, group: Any, size_bytes: int, turns: int) -> float:
     """Bytes read and written a second by a copy on the device, of rank 0 while the others wait."""
     source = cupy.asarray(np.ones(size_bytes, np.uint8))
-    target, settle = cupy.empty_like(source), cupy.cuda.get_current_stream().synchronize
+    target, settle = cupy.empty(size_bytes, np.uint8), cupy.cuda.get_current_stream().synchronize
     times = []
     for _ in range(turns + 1):
         group.barrier()
         settle()
         begin = time.perf_counter()
         if group.rank == 0:
-            cupy.copyto(target, source)
+            target[...] = source
             settle()
         times.append(time.perf_counter() - begin)
         group.barrier()
@@ -70,7 +70,8 @@ def measure(cupy: Any, group: Any, size_bytes: int, turns: int) -> dict[str, flo
     """Seconds by what was done. Raises AssertionError where a value is wrong."""
     everyones = [np.random.default_rng(rank).standard_normal(size_bytes // 4).astype(np.float32) for rank in range(group.size)]
     near = cupy.asarray(everyones[group.rank])
-    out = cupy.empty_like(near)
+    out, share = cupy.empty(near.shape, near.dtype), near.size // group.size
+    parts = [near[rank * share : (rank + 1) * share] for rank in range(group.size)]
     found = cupy.asnumpy(group.all_reduce(near, out=out))
     np.testing.assert_allclose(found, sum(each.astype(np.float64) for each in everyones), rtol=1e-5, atol=1e-5)
     settle = cupy.cuda.get_current_stream().synchronize
@@ -83,9 +84,9 @@ def measure(cupy: Any, group: Any, size_bytes: int, turns: int) -> dict[str, flo
         "all_reduce": seconds(group, lambda: group.all_reduce(near, out=out), settle, turns),
         "in a row": seconds(group, in_a_row, settle, max(turns // 4, 3)) / IN_A_ROW,
         "all_gather": seconds(group, lambda: group.all_gather(near), settle, turns),
-        "reduce_scatter": seconds(group, lambda: group.reduce_scatter(np.split(near, group.size)), settle, turns),
+        "reduce_scatter": seconds(group, lambda: group.reduce_scatter(parts), settle, turns),
         "broadcast": seconds(group, lambda: group.broadcast(near, out=out), settle, turns),
-        "all_to_all": seconds(group, lambda: group.all_to_all(np.split(near, group.size)), settle, turns),
+        "all_to_all": seconds(group, lambda: group.all_to_all(parts), settle, turns),
     }
 
 

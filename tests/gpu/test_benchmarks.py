@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.gpu import buckets, copies, one_rank, staged_pair, turns
+from benchmarks.gpu import buckets, copies, one_rank, shared_gpu, staged_pair, turns
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
-from ferrorpc.testing import run_world
+from ferrorpc.testing import run_groups, run_world
 from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.gpu.host_kernels import HostKernels
+from tests.gpu.shared_worlds import ipc_backends
 from tests.gpu.test_launcher import RawModule
 
 
@@ -47,6 +48,19 @@ def test_a_staged_pair(cupy: StandIn, wire: str | None) -> None:
         return staged_pair.compare(cupy, group, 1 << 16, 2, wire)
 
     assert all(min(times) > 0 for times in run_world(2, body, clock=SYSTEM_CLOCK))
+
+
+@pytest.mark.shared_memory
+def test_ranks_that_share_a_gpu(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> dict[str, float]:
+        assert shared_gpu.copy_speed(cupy, group, 1 << 14, 1) > 0
+        return shared_gpu.measure(cupy, group, 1 << 14, 1)
+
+    with ipc_backends(cupy, 2) as backends:
+        for seconds in run_groups([ProcessGroup(backend) for backend in backends], body):
+            assert len(seconds) == 6
+            assert min(seconds.values()) > 0
+    assert shared_gpu.floor_bytes(2, 100) == 500
 
 
 def test_buckets(cupy: StandIn) -> None:

@@ -188,15 +188,19 @@ class IpcCommunicator(Communicator):
             self._is_gone = True
             self._flying.clear()
             self._table = None
-        self._own.settle()
-        for peer in self._peers:
-            peer.close()
-        self._own.words[CLOSED] = 1
-        until, parker = self._clock.now() + CLOSE_SECONDS, self._clock.parker()
-        while any(not peer.words[CLOSED] for peer in self._peers) and self._clock.now() < until:
-            parker.park(self._clock.now() + LOOK_SECONDS)
-        self._own.close()
-        self._release()
+        try:
+            self._own.settle()
+            for peer in self._peers:
+                peer.close()
+            self._own.words[CLOSED] = 1
+            until, parker = self._clock.now() + CLOSE_SECONDS, self._clock.parker()
+            while any(not peer.words[CLOSED] for peer in self._peers) and self._clock.now() < until:
+                parker.park(self._clock.now() + LOOK_SECONDS)
+            self._own.close()
+        except self._sharing.problems as problem:
+            raise failed("CUDA IPC", State.UNHANDLED_CUDA_ERROR, str(problem)) from None
+        finally:
+            self._release()
 
     # -- how operations go ---------------------------------------------------------------------------------------------
 

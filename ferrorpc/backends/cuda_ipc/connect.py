@@ -27,6 +27,7 @@ CONNECT_SECONDS: Final = 30.0
 SLOT_BYTES: Final = 32 << 20
 """What of an array is passed at a time."""
 ALIGN_BYTES: Final = 256
+"""Slots are multiples, and have as much for each rank at least."""
 PROBLEM_CHARACTERS: Final = 1024
 """Of an error message, at most: what ranks say in a barrier is bounded."""
 
@@ -59,7 +60,7 @@ class IpcConnector:
         self._session = session
         self._memory = memory
         self._process = process
-        self._slot_bytes = slot_bytes
+        self._asked_bytes = slot_bytes
 
     def connect(self, name: str, ranks: Sequence[int]) -> Communicator:
         """A new communicator of these world ranks, in their order; each of them calls it.
@@ -70,14 +71,15 @@ class IpcConnector:
             FerroError: the cause that ended the generation.
         """
         own_rank, size = list(ranks).index(self._session.membership.assignment.rank), len(ranks)
-        message_bytes = max(self._slot_bytes // 2 // size // ALIGN_BYTES, 1) * ALIGN_BYTES
+        slot_bytes = _rounded(max(self._asked_bytes, size * ALIGN_BYTES))
+        message_bytes = _rounded(slot_bytes // 2 // size)
         own, peers, problem = None, [], ""
         with ExitStack() as undo:
             offset, bytes_, free = self._room(line_bytes(size))
             undo.callback(free)
             line = Line(bytes_, size)
             try:
-                own = Own(self._device.sharing, line, size, self._slot_bytes, message_bytes)
+                own = Own(self._device.sharing, line, size, slot_bytes, message_bytes)
                 undo.callback(own.close)
             except NcclError as error:
                 problem = error.message[:PROBLEM_CHARACTERS]
@@ -95,9 +97,7 @@ class IpcConnector:
             met = dict(zip(ranks, self._meet(f"{name}/opened", ranks, problem), strict=True))
             if own is not None and not any(met.values()):
                 undo.pop_all()
-                return IpcCommunicator(
-                    self._device, self._session.clock, own_rank, own, peers, self._slot_bytes, message_bytes, free
-                )
+                return IpcCommunicator(self._device, self._session.clock, own_rank, own, peers, slot_bytes, message_bytes, free)
         raise NcclError(
             f"the ranks of {name!r} cannot share GPU memory: "
             + "; ".join(f"rank {rank}: {words}" for rank, words in met.items() if words),
@@ -127,6 +127,10 @@ class IpcConnector:
         texts = self._session.barrier(f"ferrorpc/cuda_ipc/{name}", said.encode(), ranks=ranks, timeout=CONNECT_SECONDS)
         by_rank = dict(zip(sorted(ranks), (text.decode() for text in texts), strict=True))
         return [by_rank[rank] for rank in ranks]
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _nothing() -> None:
