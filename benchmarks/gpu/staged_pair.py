@@ -2,8 +2,8 @@
 
     ferrorpc run -n 2 -m benchmarks.gpu.staged_pair [--mib 64] [--turns 10] [--transport grpc]
 
-Needs a GPU and ferrorpc[gpu]. It has not been run on one yet. Both are measured as they are and compressed: GPU arrays are
-encoded and added on the GPU then. Values are checked against float64 on the host, and bit for bit against those of host arrays.
+Needs a GPU and ferrorpc[gpu]. Both are measured as they are and compressed: GPU arrays are encoded and added on the GPU then.
+Values are checked against float64 on the host, and bit for bit against those of host arrays.
 The staged operation should reach 0.9 of the host's speed, uncompressed. Rank 0 prints; exit code 1 on ranks where it does not.
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.arrays.device import Device
-from ferrorpc.collectives.polling import Polling
+from ferrorpc.collectives.polling import Polling, Watching
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
@@ -37,7 +37,7 @@ class Execution(ABC):
     results: list[np.ndarray[Any, Any]]
     specs: list[TensorSpec]
 
-    polling: Polling | None = None
+    polling: Polling | Watching | None = None
     """How to wait for it where nobody calls `wake`: by calling `advance` again and again."""
 
     device: Device | None = None

@@ -4,12 +4,15 @@ Idea. To the executor an array that still comes down from a GPU is one more acti
 to the last, and one whose results go up is one more (`Lift`) that reads them. So what follows from the plan for messages
 (flow.py) orders these as well: the first chunk is sent while later ones still come down, and a slice that is finished goes up
 while others are on the wire. The actions only say how far things are. The copies themselves are the driver's, which looks at
-the GPU whenever it looks at the operation, so threads that bring messages never wait for one.
+the GPU whenever it looks at the operation, so threads that bring messages never wait for one. It looks often as long as
+something comes down; then whoever brings news wakes it, as without a GPU, and what can go up meanwhile it finds now and then.
+
+A result that takes the place of an input, as a sum does, lies where that came down: nobody else needs it any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,7 +23,9 @@ from ferrorpc.arrays.staging import Ascent, Descent
 from ferrorpc.collectives.algorithms.plan import Buffer, Region, Send
 from ferrorpc.collectives.flow import FAR
 from ferrorpc.collectives.fusion import Land, Lift, Task
-from ferrorpc.collectives.polling import Polling
+from ferrorpc.collectives.polling import Watching
+from ferrorpc.collectives.workspace import Rules, Workspace
+from ferrorpc.types import TensorSpec
 
 Array = np.ndarray[Any, Any]
 Source: TypeAlias = Any
@@ -41,20 +46,23 @@ def ascending(target: Target) -> Target:
 
 def home(array: Source) -> Array:
     """An array on the host, waited for where it is on a device."""
-    found: Array = array if is_host(array) else kind_of(array).staging.down(array)
+    found: Array = array if is_host(array) else kind_of(array).staging.lent(array)
     return found
 
 
-def ferry_for(inputs: Sequence[Source], outputs: Sequence[Target] | None, out_items: int) -> Ferry | None:
+def ferry_for(
+    inputs: Sequence[Source], outputs: Sequence[Target] | None, out_items: int, in_place: int | None = None
+) -> Ferry | None:
     """What carries an operation's arrays; None where all of them are on the host.
 
     Args:
         outputs: where results go; None for new arrays, on the device of the inputs if there is one.
         out_items: how many results there are.
+        in_place: the input in whose memory the first result may be, if there is one.
     """
     if all(map(is_host, inputs)) and (outputs is None or all(map(is_host, outputs))):
         return None
-    return Ferry(inputs, outputs, out_items)
+    return Ferry(inputs, outputs, out_items, in_place)
 
 
 class Ferry:
@@ -64,21 +72,24 @@ class Ferry:
         sources: the inputs; those of a device as what brings them down.
         targets: the outputs; those of a device as what takes them up. None where nothing goes up and none were given.
         news: more has landed since the executor last looked.
-        position: changes whenever anything moved.
+        position: changes whenever anything moved that more will follow of, without any other news.
     """
 
-    def __init__(self, inputs: Sequence[Source], outputs: Sequence[Target] | None, out_items: int) -> None:
+    def __init__(
+        self, inputs: Sequence[Source], outputs: Sequence[Target] | None, out_items: int, in_place: int | None = None
+    ) -> None:
         self.sources = [descending(each) for each in inputs]
         if outputs is not None:
             self.targets: list[Target] | None = [ascending(each) for each in outputs]
         else:
             near = [each for each in inputs if not is_host(each) and not isinstance(each, Descent)]
             self.targets = [kind_of(near[0]).staging.ascent() for _ in range(out_items)] if near else None
-        self.polling = Polling(1)
         self.news = True
         self.position = 0
         self._is_over = False
-        self._descents = {item: each for item, each in enumerate(self.sources) if isinstance(each, Descent)}
+        self._in_place = in_place
+        self._descents = descents = {item: each for item, each in enumerate(self.sources) if isinstance(each, Descent)}
+        self.polling = Watching(lambda: not _have_landed(descents))
         self._ascents = {item: each for item, each in enumerate(self.targets or ()) if isinstance(each, Ascent)}
 
     @property
@@ -97,6 +108,17 @@ class Ferry:
         """The caller's arrays that are on the host, None in place of others."""
         return None if self.targets is None else [each if is_host(each) else None for each in self.targets]
 
+    def place(self, item: int, spec: TensorSpec) -> Array | None:
+        """Memory on the host for a result that goes up to a device; None for others."""
+        ascent, storage = self._ascents.get(item), spec.dtype.storage
+        if ascent is None:
+            return None
+        descent = self._descents.get(self._in_place) if item == 0 and self._in_place is not None else None
+        if descent is not None and descent.data.shape == spec.shape and descent.data.dtype == storage:
+            return descent.data
+        room: Array = ascent.device.staging.room(spec.shape, storage)
+        return room
+
     def land(self) -> None:
         """Brings on what comes down."""
         for descent in self._descents.values():
@@ -114,7 +136,7 @@ class Ferry:
     @property
     def has_landed(self) -> bool:
         """Whether all inputs are here."""
-        return all(descent.is_complete for descent in self._descents.values())
+        return _have_landed(self._descents)
 
     def lift(self, item: int, data: Array, first: int, last: int) -> None:
         """Elements [first, last) of a result are as they shall be. `data`: the whole of it, on the host."""
@@ -135,8 +157,9 @@ class Ferry:
         if not self._is_over:
             self._is_over = True
             for item, ascent in ascents:
-                ascent.allow(found[item], 0, 0)  # an empty one was written by no action
-                ascent.advance()
+                if not found[item].size:
+                    ascent.allow(found[item], 0, 0)  # it was written by no action
+                    ascent.advance()
         if not all(ascent.is_complete for _, ascent in ascents):
             return None
         for item, ascent in ascents:
@@ -154,6 +177,22 @@ class Ferry:
             descent.finish()
         for ascent in self._ascents.values():
             ascent.finish()
+
+
+class FerriedWorkspace(Workspace):
+    """The arrays of one run on the host, some of which come from a device or go there."""
+
+    def __init__(self, rules: Rules, ferry: Ferry) -> None:
+        self._ferry = ferry
+        super().__init__(rules, ferry.inputs, ferry.outputs)
+
+    def _room(self, item: int, spec: TensorSpec) -> Array:
+        place = self._ferry.place(item, spec)
+        return super()._room(item, spec) if place is None else place
+
+
+def _have_landed(descents: Mapping[int, Descent]) -> bool:
+    return all(descent.is_complete for descent in descents.values())
 
 
 def ferried(tasks: tuple[Task, ...], in_items: int) -> tuple[Task, ...]:

@@ -64,7 +64,7 @@ def bound(waits: tuple[Wait, ...], done: list[int]) -> int:
 def steps_of(tasks: Sequence[Task], operation: Operation, rank: int) -> tuple[Step, ...]:
     """The steps of a rank's part in an operation, one for each of its actions, in their order."""
     strips: dict[Place, _Strip] = {}
-    own = _in_place(operation, rank)
+    own = in_place(operation, rank)
     waits: list[tuple[Wait, ...]] = []
     last_fence = -1
     for index, action in enumerate(tasks):
@@ -87,7 +87,7 @@ def steps_of(tasks: Sequence[Task], operation: Operation, rank: int) -> tuple[St
     return tuple(Step(each, tuple(dict.fromkeys(woken))) for each, woken in zip(waits, wakes, strict=True))
 
 
-def _in_place(operation: Operation, rank: int) -> Place | None:
+def in_place(operation: Operation, rank: int) -> Place | None:
     """The array of IN whose memory OUT may be."""
     if operation in (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST):
         return Buffer.IN, 0

@@ -29,7 +29,7 @@ from ferrorpc.collectives.algorithms.plan import Copy, Finish, Fold, FoldOwn, Fo
 from ferrorpc.collectives.executor import Layout, PlanExecution
 from ferrorpc.collectives.fusion import Reduce
 from ferrorpc.collectives.outgoing import CODED_VALUES, Encoded
-from ferrorpc.collectives.polling import Polling
+from ferrorpc.collectives.polling import Watching
 from ferrorpc.collectives.workspace import Rules, Workspace
 from ferrorpc.errors import CodecError
 from ferrorpc.guard import Guard
@@ -106,7 +106,8 @@ class DeviceWorkspace(Workspace):
         self._near_codec = codecs.DeviceCodec(self._kernels, self._codec.name)
         self._chunks: dict[tuple[int, int], Encoding] = {}
         self._rising: dict[tuple[int, int, int], Ascent] = {}
-        self.begins: Event = self.caller.record()
+        self._begins: Event = self.caller.record()
+        self._begun = False
         self.mark: Event | None = None
 
     def _room(self, item: int, spec: TensorSpec) -> Any:
@@ -114,6 +115,15 @@ class DeviceWorkspace(Workspace):
         if given is not None and given.shape == spec.shape and given.dtype == spec.dtype.storage:
             return given
         return self.device.empty(spec.shape, spec.dtype.storage, self.caller)
+
+    def is_pending(self) -> bool:
+        """Whether anything is waited for that the GPU does."""
+        return not self.has_begun() or not all(each.descent.is_complete for each in self._chunks.values())
+
+    def has_begun(self) -> bool:
+        """Whether the caller's stream has come to where it was at the call."""
+        self._begun = self._begun or self._begins.done
+        return self._begun
 
     def look(self) -> int:
         """Brings on what comes down; how many chunks moved."""
@@ -251,10 +261,9 @@ class DeviceExecution(PlanExecution):
         guard: Guard,
     ) -> None:
         super().__init__(transport, describe, layout, key, workspace, guard)
-        self.polling = Polling(1)
+        self.polling = Watching(workspace.is_pending)
         self.device = workspace.device
         self._driver = 0
-        self._begun = False
         self._moves = 0
         self._deferred: set[int] = set()
         """Actions whose chunks wait for room in pinned memory."""
@@ -283,10 +292,8 @@ class DeviceExecution(PlanExecution):
 
     def step(self) -> bool:
         self._entered()
-        if not self._begun:
-            self._begun = self._workspace.begins.done
-            if not self._begun:
-                return False
+        if not self._workspace.has_begun():
+            return False
         self._ready.extend(self._outgoing)
         self._ready.extend(self._deferred)
         self._deferred.clear()

@@ -189,7 +189,9 @@ class RecvExecution(_Pairwise):
                 f"rank {self._peer} sent {spec} with tag {self._tag}, but out is {self._spec}",
                 hint="call recv without out=, or with a matching one: the message still waits",
             )
-        out = np.empty(spec.shape, spec.dtype.storage) if self._out is None else self._out
+        out = self._out if self.ferry is None else self.ferry.place(0, spec)
+        if out is None:
+            out = np.empty(spec.shape, spec.dtype.storage)
         self.results, self.specs = [out], [spec]
         self._taken, self._received = out.reshape(-1).view(np.uint8), 0
         if message.needs_grant:

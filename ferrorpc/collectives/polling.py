@@ -12,12 +12,13 @@ first 4 s of a barrier 2 % of a processor was seen.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 SPINS_MAX: Final = 400
 SPINS_MIN: Final = 16
 YIELDS: Final = 400
+LOOKS: Final = 100
 NAP_SECONDS_MIN: Final = 50e-6
 NAP_SECONDS_MAX: Final = 4e-3
 NAP_SHARE: Final = 16
@@ -52,6 +53,28 @@ class Polling:
         for _ in steps:
             left -= 1
             if left < 0:
+                return False
+            os.sched_yield()
+        return True
+
+
+class Watching:
+    """Patience with a GPU, which wakes nobody. It is looked at again at once only while something is waited for that it does:
+    threads that bring what else is waited for need the interpreter meanwhile, and wake the driver.
+
+    Args:
+        pending: whether the GPU is waited for.
+    """
+
+    def __init__(self, pending: Callable[[], bool]) -> None:
+        self._pending = pending
+
+    def briefly(self, steps: Iterable[object]) -> bool:
+        """As `Polling.briefly`."""
+        left = LOOKS
+        for _ in steps:
+            left -= 1
+            if left < 0 or not self._pending():
                 return False
             os.sched_yield()
         return True

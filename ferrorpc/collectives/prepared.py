@@ -11,7 +11,8 @@ from ferrorpc.collectives.algorithms.plan import Plan
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.executor import Layout, PlanExecution
-from ferrorpc.collectives.ferry import ferried, ferry_for
+from ferrorpc.collectives.ferry import FerriedWorkspace, ferried, ferry_for
+from ferrorpc.collectives.flow import in_place
 from ferrorpc.collectives.fusion import fused
 from ferrorpc.collectives.workspace import Workspace
 from ferrorpc.guard import Guard
@@ -54,9 +55,10 @@ class PlanPrepared(Prepared):
         layout = self.layout
         if layout.rules.codec is not None and on_device.suits(layout, inputs, outputs):
             return on_device.start(self.transport, self.describe, layout, key, inputs, outputs, guard)
-        ferry = ferry_for(inputs, outputs, self.plan.out_items)
+        own = in_place(self.call.operation, self.rank)
+        ferry = ferry_for(inputs, outputs, self.plan.out_items, None if own is None else own[1])
         if ferry is None:
             workspace = Workspace(layout.rules, inputs, outputs)
             return PlanExecution(self.transport, self.describe, layout, key, workspace, guard)
-        workspace = Workspace(self.ferried.rules, ferry.inputs, ferry.outputs)
+        workspace = FerriedWorkspace(self.ferried.rules, ferry)
         return PlanExecution(self.transport, self.describe, self.ferried, key, workspace, guard, ferry)

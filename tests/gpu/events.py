@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -9,7 +10,7 @@ from typing import Any, Final
 import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
-from ferrorpc.arrays.staging import Staging
+from ferrorpc.arrays.staging import POOL_BYTES, Staging
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing import run_world
@@ -20,9 +21,11 @@ from ferrorpc.transports.inproc import InprocTransport
 SECONDS: Final = 10.0
 
 
-def with_small_slots(cupy: StandIn, slot_bytes: int, slots: int, gpus: int = 4) -> Iterator[None]:
+def with_small_slots(cupy: StandIn, slot_bytes: int, slots: int, pool_bytes: int = POOL_BYTES, gpus: int = 4) -> Iterator[None]:
     """For a fixture: pinned memory of that size, all of which has to be free again in the end."""
-    stagings = [Staging(device_of(cupy, index), slot_bytes=slot_bytes, slots=slots) for index in range(gpus)]
+    stagings = [
+        Staging(device_of(cupy, index), slot_bytes=slot_bytes, slots=slots, pool_bytes=pool_bytes) for index in range(gpus)
+    ]
     for index, staging in enumerate(stagings):
         vars(device_of(cupy, index))["staging"] = staging
     yield
@@ -31,6 +34,18 @@ def with_small_slots(cupy: StandIn, slot_bytes: int, slots: int, gpus: int = 4) 
     while any(ring.taken for ring in rings) and SYSTEM_CLOCK.now() < until:  # a progress thread may just be ending what failed
         parker.park(SYSTEM_CLOCK.now() + 0.01)
     assert [ring.taken for ring in rings] == [0] * len(rings)
+    gc.collect()  # a failure that a test holds refers to arrays
+    while any(_lent_bytes(cupy, staging) for staging in stagings) and SYSTEM_CLOCK.now() < until:
+        parker.park(SYSTEM_CLOCK.now() + 0.01)
+    assert [_lent_bytes(cupy, staging) for staging in stagings] == [0] * len(stagings)
+
+
+def _lent_bytes(cupy: StandIn, staging: Staging) -> int:
+    """How much is on loan once the GPUs are past everything."""
+    cupy.machine.settle()
+    for ring in (staging.descents, staging.ascents):
+        ring.let_go()
+    return staging.pool.lent_bytes
 
 
 def world(size: int, cupy: StandIn, body: Callable[[ProcessGroup], Any]) -> list[Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
-from ferrorpc.arrays.staging import Staging
+from ferrorpc.arrays.staging import POOL_BYTES, Staging
 from ferrorpc.collectives.arena.all_reduce import TwoShot
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call, Operation
@@ -34,10 +34,11 @@ EDGES = [0, 1, SLOT // 4 - 1, SLOT // 4, SLOT // 4 + 1, CHUNK + 1, 5 * CHUNK + 3
 Array = np.ndarray[Any, Any]
 
 
-@pytest.fixture(autouse=True)
-def small_slots(cupy: StandIn) -> Iterator[None]:
-    """Every GPU's slots are smaller than what travels together, so that edges of both kinds fall everywhere."""
-    yield from with_small_slots(cupy, SLOT, SLOTS)
+@pytest.fixture(autouse=True, params=[POOL_BYTES, 0], ids=["pinned", "ordinary"])
+def small_slots(cupy: StandIn, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every GPU's slots are smaller than what travels together, so that edges of both kinds fall everywhere; arrays lie in
+    pinned memory on the host, or in ordinary memory."""
+    yield from with_small_slots(cupy, SLOT, SLOTS, request.param)
 
 
 def staging(cupy: StandIn, index: int) -> Staging:

@@ -106,10 +106,11 @@ class TwoShot(ArenaPrepared):
         return sum(last - first for first, last in (cuts[peer], cuts[self.arena.rank])) * self.storage.itemsize
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
-        ferry = ferry_for(inputs, outputs, 1)
+        ferry = ferry_for(inputs, outputs, 1, in_place=0)
         if ferry is None:
             return super().start(key, inputs, outputs, guard)
-        here = None if ferry.outputs is None else [each for each in ferry.outputs if each is not None]
+        place = ferry.place(0, self.specs[0])
+        here = [each for each in ferry.outputs or () if each is not None] if place is None else [place]
         channel, before, base = self.turn(self.arena.bank(key.stream), key.number)
         steps = self.steps(channel, before, base, ferry.inputs, here, ferry)
         return ArenaExecution(self.arena, self.call, key, channel, steps, guard, ferry=ferry)

@@ -10,7 +10,7 @@ import pytest
 
 from ferrorpc.collectives import progress as progressing
 from ferrorpc.collectives.execution import Execution
-from ferrorpc.collectives.polling import Polling
+from ferrorpc.collectives.polling import Polling, Watching
 from ferrorpc.collectives.progress import Progress, drive
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, LimitExceededError, PeerLostError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch, Parker, SystemClock
@@ -319,3 +319,11 @@ def test_nothing_of_an_operation_is_held_once_it_is_over(fails: bool) -> None:
     while held() is not None and SYSTEM_CLOCK.now() < deadline:
         gc.collect()
     assert held() is None
+
+
+def test_a_gpu_is_looked_at_again_at_once_only_while_it_is_waited_for() -> None:
+    looks = iter(range(1000))
+    assert not Watching(lambda: next(looks) < 4).briefly(iter(lambda: None, True))
+    assert next(looks) == 5
+    assert not Watching(lambda: True).briefly(iter(int, None)), "patience ends"
+    assert Watching(lambda: True).briefly(range(4))
