@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,16 +32,29 @@ _NOT_READY: Final = 600
 _UUID_BYTES: Final = 16
 _HIGHEST_PRIORITY: Final = -5
 """The highest of today's GPUs; CUDA takes what is out of range for the nearest it has."""
+_SHARED_NUMBERS: Final = 2
+"""Up to here a stream's number is that of every GPU's null stream, or of every thread's."""
+SPARE_EVENTS_MAX: Final = 256
+_AS_IT_IS: Final = nullcontext()
 
 
 class CupyEvent:
-    """A mark without a time."""
+    """A mark without a time.
 
-    __slots__ = ("_event", "_runtime")
+    When it goes, what CuPy has for it is kept for another mark: to make and free one costs more than all else that marks take.
+    Streams that were told to wait for this one still wait for it.
+    """
 
-    def __init__(self, runtime: Any, event: Any) -> None:
-        self._runtime = runtime
-        self._event = event
+    __slots__ = ("_device", "own")
+
+    def __init__(self, device: CupyDevice, own: Any) -> None:
+        self._device = device
+        self.own = own
+
+    def __del__(self) -> None:
+        spare = self._device.spare_events
+        if len(spare) < SPARE_EVENTS_MAX:
+            spare.append(self.own)
 
     @property
     def done(self) -> bool:
@@ -50,12 +63,15 @@ class CupyEvent:
         Raises:
             BackendUnavailableError: the GPU has failed, and will come past no mark any more.
         """
-        status = self._runtime.eventQuery(self._event.ptr)
-        if status in (_SUCCESS, _NOT_READY):
-            return bool(status == _SUCCESS)
+        runtime = self._device.runtime
+        status = runtime.eventQuery(self.own.ptr)
+        if status == _SUCCESS:
+            return True
+        if status == _NOT_READY:
+            return False
         try:
-            self._runtime.check_status(status)
-        except self._runtime.CUDARuntimeError as failure:
+            runtime.check_status(status)
+        except runtime.CUDARuntimeError as failure:
             raise BackendUnavailableError(
                 f"the GPU has failed: {failure}",
                 "look for the kernel with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; the process has to be started again",
@@ -64,34 +80,39 @@ class CupyEvent:
 
 
 class CupyStream:
-    """One of CuPy's streams, on the GPU with this number."""
+    """One of CuPy's streams, on that GPU."""
 
-    __slots__ = ("_cupy", "_index", "own", "pointer")
+    __slots__ = ("_device", "own", "pointer")
 
-    def __init__(self, cupy: Any, index: int, stream: Any) -> None:
-        self._cupy = cupy
-        self._index = index
+    def __init__(self, device: CupyDevice, stream: Any) -> None:
+        self._device = device
         self.own = stream
         self.pointer = int(stream.ptr)
 
     def record(self) -> Event:
         """As `Stream.record`."""
-        with self._cupy.cuda.Device(self._index):  # an event marks streams of the GPU it was made on
-            event = self._cupy.cuda.Event(disable_timing=True)
-            event.record(self.own)
-        return CupyEvent(self._cupy.cuda.runtime, event)
+        event = self._device.event()
+        self._on_its_gpu(event.own.record, self.own)
+        return event
 
     def wait(self, event: Event) -> None:
         """As `Stream.wait`."""
         if not isinstance(event, CupyEvent):
             raise AssertionError(f"{event!r} is no event of CuPy's")
-        with self._cupy.cuda.Device(self._index):  # whose null stream it may be
-            self.own.wait_event(event._event)
+        self._on_its_gpu(self.own.wait_event, event.own)
+
+    def _on_its_gpu(self, act: Callable[[Any], object], subject: Any) -> None:
+        """Only a null stream needs that to be current: its number is the same on all."""
+        if self.pointer > _SHARED_NUMBERS:
+            act(subject)
+        else:
+            with self._device.here():
+                act(subject)
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
         """Makes it the calling thread's current stream, on its GPU, which is current. Afterwards the one before is so again."""
-        before = self._cupy.cuda.get_current_stream()
+        before = self._device.cupy.cuda.get_current_stream()
         self.own.use()
         try:
             yield
@@ -113,14 +134,28 @@ class CupyDevice:
     """One GPU. Threads may share it: every call that depends on the current device sets it for itself."""
 
     def __init__(self, cupy: Any, index: int) -> None:
-        self._cupy = cupy
-        self._copy = cupy.cuda.runtime.memcpyAsync
+        self.cupy = cupy
+        self.runtime = cupy.cuda.runtime
+        self._copy = self.runtime.memcpyAsync
+        self._current_index = self.runtime.getDevice
+        self._per_thread = int(self.runtime.streamPerThread)
         self.index = index
-        self.uuid = _identity(cupy.cuda.runtime, index)
+        self.uuid = _identity(self.runtime, index)
+        self.spare_events: list[Any] = []
+        """CuPy's events of this GPU that mark nothing."""
 
     def here(self) -> Any:
-        """A context in which it is the current device."""
-        return self._cupy.cuda.Device(self.index)
+        """A context in which it is the current device: none where it is so already, as CuPy's costs more than most calls."""
+        return _AS_IT_IS if self._current_index() == self.index else self.cupy.cuda.Device(self.index)
+
+    def event(self) -> CupyEvent:
+        """One that marks nothing yet, and streams of this GPU alone."""
+        try:
+            own = self.spare_events.pop()
+        except IndexError:
+            with self.here():
+                own = self.cupy.cuda.Event(disable_timing=True)
+        return CupyEvent(self, own)
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -132,7 +167,7 @@ class CupyDevice:
     def kernels(self) -> DeviceKernels:
         """As `Device.kernels`."""
         with self.here():
-            return DeviceKernels(self._cupy)
+            return DeviceKernels(self.cupy)
 
     @cached_property
     def folds(self) -> Folds:
@@ -153,11 +188,11 @@ class CupyDevice:
     @property
     def count(self) -> int:
         """How many GPUs this process sees."""
-        return int(self._cupy.cuda.runtime.getDeviceCount())
+        return int(self.runtime.getDeviceCount())
 
     def make_current(self) -> None:
         """The calling thread's CuPy arrays are on it from now on."""
-        self._cupy.cuda.Device(self.index).use()
+        self.cupy.cuda.Device(self.index).use()
 
     def holds(self, array: DeviceArray) -> bool:
         """As `Device.holds`."""
@@ -170,29 +205,29 @@ class CupyDevice:
             UsageError: it is CUDA's per-thread default stream, which other threads cannot name.
         """
         with self.here():
-            stream = self._cupy.cuda.get_current_stream()
-        if stream.ptr == self._cupy.cuda.runtime.streamPerThread:
+            stream = CupyStream(self, self.cupy.cuda.get_current_stream())
+        if stream.pointer == self._per_thread:
             raise UsageError(
                 "the current stream is CUDA's per-thread default stream, which other threads cannot wait for",
                 hint="leave CUPY_CUDA_PER_THREAD_DEFAULT_STREAM away, or work in a cupy.cuda.Stream(non_blocking=True)",
             )
-        return CupyStream(self._cupy, self.index, stream)
+        return stream
 
     def new_stream(self) -> Stream:
         """As `Device.new_stream`."""
         with self.here():
-            return CupyStream(self._cupy, self.index, self._cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY))
+            return CupyStream(self, self.cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY))
 
     def adopt(self, stream: Any) -> Stream:
         """As `Device.adopt`."""
         if isinstance(stream, int):
-            return CupyStream(self._cupy, self.index, self._cupy.cuda.Stream.from_external(_Foreign(stream)))
-        return CupyStream(self._cupy, self.index, stream)
+            return CupyStream(self, self.cupy.cuda.Stream.from_external(_Foreign(stream)))
+        return CupyStream(self, stream)
 
     def empty(self, shape: Sequence[int], storage: np.dtype[Any], stream: Stream | None = None) -> DeviceArray:
         """As `Device.empty`."""
         with self.here(), nullcontext() if stream is None else _as_current(stream):
-            return self._cupy.empty(tuple(shape), storage)
+            return self.cupy.empty(tuple(shape), storage)
 
     def pointer(self, array: DeviceArray) -> int:
         """As `Device.pointer`."""
@@ -200,17 +235,17 @@ class CupyDevice:
 
     def copy(self, target: DeviceArray, source: DeviceArray, stream: Stream) -> None:
         """As `Device.copy`."""
-        kind = self._cupy.cuda.runtime.memcpyDeviceToDevice
+        kind = self.runtime.memcpyDeviceToDevice
         self._transfer(target.data.ptr, source.data.ptr, source.nbytes, kind, stream)
 
     def upload(self, target: DeviceArray, source: np.ndarray[Any, Any], stream: Stream) -> None:
         """As `Device.upload`."""
-        kind = self._cupy.cuda.runtime.memcpyHostToDevice
+        kind = self.runtime.memcpyHostToDevice
         self._transfer(target.data.ptr, source.ctypes.data, source.nbytes, kind, stream)
 
     def download(self, target: np.ndarray[Any, Any], source: DeviceArray, stream: Stream) -> None:
         """As `Device.download`."""
-        kind = self._cupy.cuda.runtime.memcpyDeviceToHost
+        kind = self.runtime.memcpyDeviceToHost
         self._transfer(target.ctypes.data, source.data.ptr, source.nbytes, kind, stream)
 
     def _transfer(self, target: int, source: int, size_bytes: int, kind: int, stream: Stream) -> None:
@@ -221,7 +256,7 @@ class CupyDevice:
     def pinned(self, size_bytes: int) -> np.ndarray[Any, Any]:
         """As `Device.pinned`."""
         with self.here():
-            memory = self._cupy.cuda.alloc_pinned_memory(size_bytes)
+            memory = self.cupy.cuda.alloc_pinned_memory(size_bytes)
         room: Any = (ctypes.c_uint8 * size_bytes).from_address(memory.ptr)
         room.owner = memory  # lives as long as any view of it
         return np.ctypeslib.as_array(room)

@@ -27,6 +27,39 @@ def test_the_null_stream_that_waits_is_that_of_its_own_gpu_on_every_thread(cupy:
     assert after.done
 
 
+def test_what_cupy_has_for_a_mark_marks_something_else_once_nobody_has_the_mark(cupy: StandIn) -> None:
+    device, released = device_of(cupy, 1), [False, False]
+    one, other, waits = device.new_stream(), device.new_stream(), device.new_stream()
+    for place, stream in enumerate((one, other)):
+        cupy.machine.stream(stream.pointer).enqueue(lambda place=place: released[place])
+    first = one.record()
+    kept = one.record()
+    waits.wait(first)
+    after = waits.record()
+    behind, own = first.own, kept.own
+    del first
+    again = other.record()
+    assert again.own is behind, "none is made while one is spare"
+    assert kept.own is own
+    released[0] = True
+    cupy.machine.settle()
+    assert kept.done
+    assert after.done, "it waited for what the mark was when it was told to, not for what it is now"
+    assert not again.done
+    released[1] = True
+    cupy.machine.settle()
+    assert again.done
+
+
+def test_marks_are_made_on_the_gpu_of_their_stream_whichever_is_current(cupy: StandIn) -> None:
+    streams = [device_of(cupy, index).new_stream() for index in (0, 1)]
+    for stream in streams * 2:
+        mark = stream.record()  # of another GPU it would be a fault
+        del mark
+    assert [len(device_of(cupy, index).spare_events) for index in (0, 1)] == [1, 1]
+    assert cupy.cuda.Device().id == 0
+
+
 def test_a_stream_that_the_program_made_current_stays_so(cupy: StandIn) -> None:
     device = device_of(cupy, 0)
     mine = cupy.cuda.Stream(non_blocking=True).use()

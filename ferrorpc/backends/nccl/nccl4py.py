@@ -19,6 +19,7 @@ from ferrorpc.errors import BackendUnavailableError
 MODULE: Final = "nccl.bindings.nccl"
 NO_COLOR: Final = -1
 """NCCL_SPLIT_NOCOLOR."""
+_STATES: Final = {int(state): state for state in State}
 
 
 class Nccl4pyApi:
@@ -38,18 +39,17 @@ class Nccl4pyApi:
 
     def unique_id(self) -> bytes:
         """As `NcclApi.unique_id`."""
-        with self.refusals("ncclGetUniqueId"):
-            return bytes(self._nccl.get_unique_id())
+        return bytes(self.ask("ncclGetUniqueId", self._nccl.get_unique_id))
 
     def init(self, size: int, rank: int, unique_ids: Sequence[bytes]) -> Communicator:
         """As `NcclApi.init`."""
         config = self.config()
         ids = bytearray(b"".join(unique_ids))
-        with self.refusals("ncclCommInitRank"):
-            if self.features.scalable:
-                made = self._nccl.comm_init_rank_scalable(size, rank, len(unique_ids), ids, config.ptr)
-            else:
-                made = self._nccl.comm_init_rank_config(size, ids, rank, config.ptr)
+        call = "ncclCommInitRank"
+        if self.features.scalable:
+            made = self.ask(call, self._nccl.comm_init_rank_scalable, size, rank, len(unique_ids), ids, config.ptr)
+        else:
+            made = self.ask(call, self._nccl.comm_init_rank_config, size, ids, rank, config.ptr)
         return Nccl4pyCommunicator(self, self._nccl, made)
 
     def config(self) -> Any:
@@ -63,14 +63,17 @@ class Nccl4pyApi:
         config.blocking = 0
         return config
 
-    @contextmanager
-    def refusals(self, call: str, words: Callable[[], str] = str) -> Iterator[None]:
-        """Translates NCCL's errors; in non-blocking mode "in progress" is none."""
+    def ask(self, call: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What NCCL answers; None for "in progress", which in non-blocking mode is no error. Others are translated."""
         try:
-            yield
+            return function(*arguments)
         except self._nccl.NCCLError as error:
-            if error.status != State.IN_PROGRESS:
-                raise failed(call, error.status, words() or str(error)) from None
+            return self.refused(call, error, str)
+
+    def refused(self, call: str, error: Any, words: Callable[[], str]) -> None:
+        """Raises what an error of the bindings means, in NCCL's own words where it has any; nothing for "in progress"."""
+        if error.status != State.IN_PROGRESS:
+            raise failed(call, error.status, words() or str(error)) from None
 
 
 class Nccl4pyCommunicator:
@@ -89,13 +92,15 @@ class Nccl4pyCommunicator:
         self._splits: list[Any] = []
         """Where NCCL writes what comes of splits, whenever it is through with them."""
 
-    @contextmanager
-    def _asking(self, call: str) -> Iterator[None]:
+    def _ask(self, call: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """As `Nccl4pyApi.ask`, while nobody aborts it. Spelled out, as each operation asks twice."""
         with self._lock:
             if self._is_gone:
                 raise failed(call, State.INVALID_USAGE, "the communicator was aborted or destroyed")
-            with self._api.refusals(call, self.last_error):
-                yield
+            try:
+                return function(*arguments)
+            except self._nccl.NCCLError as error:
+                return self._api.refused(call, error, self.last_error)
 
     def _gone(self) -> bool:
         """Whether it was so already; it is from now on."""
@@ -105,9 +110,8 @@ class Nccl4pyCommunicator:
 
     def state(self) -> State:
         """As `Communicator.state`."""
-        with self._asking("ncclCommGetAsyncError"):
-            return State(int(self._nccl.comm_get_async_error(self._comm)))
-        return State.IN_PROGRESS
+        answer = self._ask("ncclCommGetAsyncError", self._nccl.comm_get_async_error, self._comm)
+        return _STATES[State.IN_PROGRESS if answer is None else answer]
 
     def last_error(self) -> str:
         """As `Communicator.last_error`."""
@@ -118,73 +122,60 @@ class Nccl4pyCommunicator:
     def grouped(self) -> Iterator[None]:
         """As `Communicator.grouped`."""
         with self._lock:
-            with self._asking("ncclGroupStart"):
-                self._nccl.group_start()
+            self._ask("ncclGroupStart", self._nccl.group_start)
             try:
                 yield
             finally:
-                with self._api.refusals("ncclGroupEnd", self.last_error):
-                    self._nccl.group_end()
+                self._ask("ncclGroupEnd", self._nccl.group_end)
 
     def all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
         """As `Communicator.all_reduce`."""
-        with self._asking("ncclAllReduce"):
-            self._nccl.all_reduce(source, target, count, int(datatype), int(op), self._comm, stream)
+        self._ask("ncclAllReduce", self._nccl.all_reduce, source, target, count, datatype, op, self._comm, stream)
 
     def reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, root: int, stream: int) -> None:
         """As `Communicator.reduce`."""
-        with self._asking("ncclReduce"):
-            self._nccl.reduce(source, target, count, int(datatype), int(op), root, self._comm, stream)
+        self._ask("ncclReduce", self._nccl.reduce, source, target, count, datatype, op, root, self._comm, stream)
 
     def reduce_scatter(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
         """As `Communicator.reduce_scatter`."""
-        with self._asking("ncclReduceScatter"):
-            self._nccl.reduce_scatter(source, target, count, int(datatype), int(op), self._comm, stream)
+        self._ask("ncclReduceScatter", self._nccl.reduce_scatter, source, target, count, datatype, op, self._comm, stream)
 
     def broadcast(self, source: int, target: int, count: int, datatype: DataType, root: int, stream: int) -> None:
         """As `Communicator.broadcast`."""
-        with self._asking("ncclBroadcast"):
-            self._nccl.broadcast(source, target, count, int(datatype), root, self._comm, stream)
+        self._ask("ncclBroadcast", self._nccl.broadcast, source, target, count, datatype, root, self._comm, stream)
 
     def all_gather(self, source: int, target: int, count: int, datatype: DataType, stream: int) -> None:
         """As `Communicator.all_gather`."""
-        with self._asking("ncclAllGather"):
-            self._nccl.all_gather(source, target, count, int(datatype), self._comm, stream)
+        self._ask("ncclAllGather", self._nccl.all_gather, source, target, count, datatype, self._comm, stream)
 
     def send(self, source: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
         """As `Communicator.send`."""
-        with self._asking("ncclSend"):
-            self._nccl.send(source, count, int(datatype), peer, self._comm, stream)
+        self._ask("ncclSend", self._nccl.send, source, count, datatype, peer, self._comm, stream)
 
     def recv(self, target: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
         """As `Communicator.recv`."""
-        with self._asking("ncclRecv"):
-            self._nccl.recv(target, count, int(datatype), peer, self._comm, stream)
+        self._ask("ncclRecv", self._nccl.recv, target, count, datatype, peer, self._comm, stream)
 
     def split(self, color: int | None, key: int) -> Communicator | None:
         """As `Communicator.split`."""
-        config = self._api.config()
-        with self._asking("ncclCommSplit"):
-            made = self._nccl.comm_split(self._comm, NO_COLOR if color is None else color, key, config.ptr)
-            self._splits.append(made)
+        config, part = self._api.config(), NO_COLOR if color is None else color
+        made = self._ask("ncclCommSplit", self._nccl.comm_split, self._comm, part, key, config.ptr)
+        self._splits.append(made)
         return None if color is None else Nccl4pyCommunicator(self._api, self._nccl, made)
 
     def abort(self) -> None:
         """As `Communicator.abort`."""
         if not self._gone():
-            with self._api.refusals("ncclCommAbort"):
-                self._nccl.comm_abort(self._comm)
+            self._api.ask("ncclCommAbort", self._nccl.comm_abort, self._comm)
 
     def finalize(self) -> None:
         """As `Communicator.finalize`."""
-        with self._asking("ncclCommFinalize"):
-            self._nccl.comm_finalize(self._comm)
+        self._ask("ncclCommFinalize", self._nccl.comm_finalize, self._comm)
 
     def destroy(self) -> None:
         """As `Communicator.destroy`."""
         if not self._gone():
-            with self._api.refusals("ncclCommDestroy"):
-                self._nccl.comm_destroy(self._comm)
+            self._api.ask("ncclCommDestroy", self._nccl.comm_destroy, self._comm)
 
 
 def open_nccl4py() -> Nccl4pyApi:

@@ -237,6 +237,7 @@ def _runtime(driver: Driver) -> SimpleNamespace:
         CUDARuntimeError=CUDARuntimeError,
         check_status=check_status,
         eventQuery=driver.query,
+        getDevice=lambda: driver.thread.device,
         getDeviceCount=lambda: len(machine.gpus),
         getDeviceProperties=lambda index: {"name": b"fake", "uuid": machine.gpus[index].uuid.split(b"\0")[0]},
         deviceGetPCIBusId=lambda index: _bus(machine.gpus[index]),
