@@ -50,8 +50,10 @@ class Patience:
         return min(self._execution.guard.deadline, self._probe_at, self._explain_at)
 
     def progressed(self) -> None:
-        """Something arrived: the next probe can wait."""
-        self._probe_at = self._execution.guard.clock.now() + self._step
+        """Something arrived: the next probe can wait. Where that was all of one operation, it is another's guard now."""
+        guard = self._execution.guard
+        self._probe_at = guard.clock.now() + self._step
+        self._explain_at = max(self._explain_at, guard.started + EXPLAIN_SECONDS)
 
     def act(self) -> None:
         """A timer is due.

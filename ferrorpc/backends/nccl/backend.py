@@ -99,6 +99,7 @@ class NcclBackend(RawOperations, Backend):
         self._connector = connector
         self._stream = stream
         self._closed = False
+        self.reductions = {}
 
     @property
     def capabilities(self) -> Capabilities:
@@ -150,7 +151,25 @@ class NcclBackend(RawOperations, Backend):
             with self.site.homewards():
                 return convert(execution)
 
-        return progress_of(self.clock).submit(execution, self.abort, converted, DeviceWork(self.clock, execution))
+        execution.until_done = not execution.gives_device_arrays
+        begun = not execution.until_done and execution.begin()
+        execution.until_done = True
+        work = DeviceWork(self.clock, execution)
+        if not begun:
+            return progress_of(self.clock).submit(execution, self.abort, converted, work)
+
+        def told(error: FerroError | None) -> None:
+            if error is not None:
+                return work.fail(error)
+            try:
+                result = converted(execution)
+            except FerroError as problem:
+                return work.fail(problem)
+            return work.complete(result)
+
+        execution.told = told
+        self.site.see_off(execution)
+        return work
 
     def start_send(self, data: Any, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
         """By the host lanes, whose messages have tags and wait for nobody; a GPU's array goes through pinned memory."""

@@ -151,11 +151,15 @@ class NcclExecution(Airborne):
         """One thread brings results home: they are the caller's once its driver is through."""
         self._diverted: Execution | None = None
         """The call by the host lanes, where it turned out to be one for them."""
-        self._lineup = site.lineup(key.stream)
-        self._number = self._lineup.join(self)
+        self.lineup = site.lineup(key.stream)
+        self._number = self.lineup.join(self)
         self._announcement = prepared.announce(key, self._number, self._on_host, guard)
         site.lanes.transport.mailbox.enter(key, prepared.signature, _nobody)
         site.took_off(self)
+
+    def begin(self) -> bool:
+        """Unless others have to say something first, which wakes whoever drives it."""
+        return self._announcement is None and super().begin()
 
     def _uploaded(self, array: Any) -> DeviceArray:
         return self._site.device.staging.up(array) if is_host(array) else array
@@ -171,6 +175,7 @@ class NcclExecution(Airborne):
 
     @first_cause
     def advance(self) -> bool:
+        self.raise_met()
         if self._announcement is not None and not self._announced(self._announcement):
             return False
         if self._diverted is not None:
@@ -186,14 +191,14 @@ class NcclExecution(Airborne):
         heard = [unpack(message) for message in announcement.results]
         if self._prepared.call.operation in DESCRIBED:
             self._everyones = heard
-        if isinstance(self._lineup, NumberedLineup):
+        if isinstance(self.lineup, NumberedLineup):
             self._number = heard[0].number
         self._announcement = None
         announcement.finish()
         on_host, root = self._prepared.on_host, self._prepared.call.root
         if on_host is not None and root is not None and heard[root].on_host:
-            with self._lineup.lock:
-                self._lineup.passed(self, self._number)
+            with self.lineup.lock:
+                self.lineup.passed(self, self._number)
             outputs = self._outputs if self._on_host else None
             self._diverted = on_host.start(self._key, self._inputs, outputs, self.guard)
         return True
@@ -215,7 +220,7 @@ class NcclExecution(Airborne):
         """Launches it when it is its turn."""
         if self._launch is not None:
             return True
-        lineup = self._lineup
+        lineup = self.lineup
         with lineup.lock:
             if not lineup.is_next(self, self._number):
                 return False
@@ -263,12 +268,12 @@ class NcclExecution(Airborne):
 
     def _room(self, size_bytes: int) -> DeviceArray:
         """Scratch memory, which only the communicator's stream uses."""
-        self._scratch.append(self._site.device.empty((size_bytes,), np.dtype(np.uint8), self._lineup.stream))
+        self._scratch.append(self._site.device.empty((size_bytes,), np.dtype(np.uint8), self.lineup.stream))
         return self._scratch[-1]
 
     def _settled(self) -> bool:
         """Queues what follows, and the mark, once NCCL has launched everything."""
-        lineup, launch = self._lineup, self._launch
+        lineup, launch = self.lineup, self._launch
         if not lineup.has_launched(self) or launch is None:
             return False
         with lineup.lock:
@@ -281,6 +286,7 @@ class NcclExecution(Airborne):
                 lineup.passed(self, self._number)
         if self.queued is not None:
             self.queued()
+            self.queued = None
         return True
 
     @first_cause
@@ -291,7 +297,7 @@ class NcclExecution(Airborne):
         if self._other is not None:
             return False
         if self.mark is None or not self.mark.done:
-            self._lineup.has_launched(self)
+            self.lineup.has_launched(self)
             return False
         with self._landing:
             if not self.over:

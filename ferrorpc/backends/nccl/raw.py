@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ferrorpc.arrays.device import Event, Stream
-from ferrorpc.backends.nccl.api import Communicator, NcclApi, required
+from ferrorpc.backends.nccl.api import Communicator, DataType, NcclApi, Op, required
 from ferrorpc.backends.nccl.execution import first_cause
 from ferrorpc.backends.nccl.flight import Airborne
 from ferrorpc.backends.nccl.launch import BYTES
@@ -35,6 +35,8 @@ class RawOperations:
 
     site: Site
     api: NcclApi
+    reductions: dict[tuple[str | ReduceOp, str | DType], tuple[Op, DataType, int]]
+    """What NCCL has for those that were asked for before, as callers name them."""
 
     def all_reduce_raw(
         self, source: int, target: int, count: int, dtype: str | DType, op: str | ReduceOp = "sum", *, stream: Any = None
@@ -42,7 +44,7 @@ class RawOperations:
         """target[:count] = the reduction of every rank's source[:count]. They may be one."""
         chosen, datatype, factor = self._reduction(op, dtype)
         self._raw(
-            f"all_reduce_raw(op={chosen.name.lower()}, {_name(dtype)}[{count}])",
+            lambda: f"all_reduce_raw(op={chosen.name.lower()}, {_name(dtype)}[{count}])",
             lambda nccl, queue: nccl.all_reduce(source, target, factor * count, datatype, chosen, queue),
             stream,
         )
@@ -56,7 +58,7 @@ class RawOperations:
             raise InvalidRankError(f"root is {root!r}, but this group has ranks 0 to {size - 1}")
         size_bytes = count * _dtype(dtype).itemsize
         self._raw(
-            f"broadcast_raw({_name(dtype)}[{count}], root={root})",
+            lambda: f"broadcast_raw({_name(dtype)}[{count}], root={root})",
             lambda nccl, queue: nccl.broadcast(source, target, size_bytes, BYTES, root, queue),
             stream,
         )
@@ -65,7 +67,7 @@ class RawOperations:
         """target[:size * count] = every rank's source[:count], in rank order."""
         size_bytes = count * _dtype(dtype).itemsize
         self._raw(
-            f"all_gather_raw({_name(dtype)}[{count}])",
+            lambda: f"all_gather_raw({_name(dtype)}[{count}])",
             lambda nccl, queue: nccl.all_gather(source, target, size_bytes, BYTES, queue),
             stream,
         )
@@ -76,7 +78,7 @@ class RawOperations:
         """target[:count] = this rank's part of the reduction of every rank's source[:size * count]."""
         chosen, datatype, factor = self._reduction(op, dtype)
         self._raw(
-            f"reduce_scatter_raw(op={chosen.name.lower()}, {_name(dtype)}[{count}])",
+            lambda: f"reduce_scatter_raw(op={chosen.name.lower()}, {_name(dtype)}[{count}])",
             lambda nccl, queue: nccl.reduce_scatter(source, target, factor * count, datatype, chosen, queue),
             stream,
         )
@@ -107,12 +109,18 @@ class RawOperations:
                     nccl.recv(target, size_bytes, BYTES, peer, queue)
 
         if sends or recvs:
-            self._raw(f"exchange_raw({len(sends)} sends, {len(recvs)} receives)", launch, stream)
+            label = f"exchange_raw({len(sends)} sends, {len(recvs)} receives)"
+            self._raw(lambda: label, launch, stream)
 
-    def _reduction(self, op: str | ReduceOp, dtype: str | DType) -> Any:
-        return required(ReduceOp.named(op), _dtype(dtype), self.api.features)
+    def _reduction(self, op: str | ReduceOp, dtype: str | DType) -> tuple[Op, DataType, int]:
+        try:
+            return self.reductions[op, dtype]
+        except (KeyError, TypeError):
+            found = required(ReduceOp.named(op), _dtype(dtype), self.api.features)
+            self.reductions[op, dtype] = found
+            return found
 
-    def _raw(self, label: str, launch: Callable[[Communicator, int], None], stream: Any) -> None:
+    def _raw(self, label: Callable[[], str], launch: Callable[[Communicator, int], None], stream: Any) -> None:
         site, lanes = self.site, self.site.lanes
         lanes.latch.check()
         given = None if stream is None else site.device.adopt(stream)
@@ -127,7 +135,7 @@ class RawExecution(Airborne):
     def __init__(
         self,
         site: Site,
-        label: str,
+        label: Callable[[], str],
         launch: Callable[[Communicator, int], None],
         given: Stream | None,
         guard: Guard,
@@ -136,24 +144,25 @@ class RawExecution(Airborne):
         self.polling = site.polling
         self.results, self.specs = [], []
         self._site = site
-        self._label = label
+        self._say = label
         self._run = launch
         self._given = given
         self._caller = site.device.current()
-        self._lineup = site.lineup(0)
-        self._lineup.join(self)
-        self._stream = self._lineup.stream if given is None else given
+        self.lineup = site.lineup(0)
+        self.lineup.join(self)
+        self._stream = self.lineup.stream if given is None else given
         self._launched = False
         self.mark: Event | None = None
         site.took_off(self)
 
     @property
     def label(self) -> str:
-        return self._label
+        return self._say()
 
     @first_cause
     def advance(self) -> bool:
-        lineup = self._lineup
+        self.raise_met()
+        lineup = self.lineup
         with lineup.lock, self._site.device.here():
             if not self._launched:
                 if not lineup.is_next(self, 0):
@@ -176,7 +185,7 @@ class RawExecution(Airborne):
         if self.mark is not None and self.mark.done:
             self.release()
             return True
-        self._lineup.has_launched(self)
+        self.lineup.has_launched(self)
         return False
 
     def waiting_on(self) -> list[int]:
@@ -186,7 +195,7 @@ class RawExecution(Airborne):
         """Raw calls have no key that others could be asked about."""
 
     def explain(self) -> str:
-        return self._site.sentence(self._label)
+        return self._site.sentence(self.label)
 
     def timeout_error(self) -> FerroError:
         return self._site.late(self)

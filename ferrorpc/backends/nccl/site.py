@@ -8,7 +8,7 @@ from typing import Any
 
 from ferrorpc.arrays.device import Device
 from ferrorpc.backends.message import MessageBackend
-from ferrorpc.backends.nccl.flight import Airborne, Flight
+from ferrorpc.backends.nccl.flight import Airborne, Arrival, Flight
 from ferrorpc.backends.nccl.lineup import Lineup, NumberedLineup
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import Polling
@@ -39,6 +39,8 @@ class Site:
         self.polling = Polling(1)
         self._lock = threading.Lock()
         self._flying: set[Airborne] = set()
+        self._flights: dict[Lineup, Flight] = {}
+        """The latest of each lineup."""
 
     def lineup(self, stream: int) -> Lineup:
         """Where operations of a stream are launched; 0 is program order."""
@@ -66,14 +68,22 @@ class Site:
     def drive(self, execution: Airborne) -> list[Any]:
         """Drives it on the caller's thread until it is complete; one that fails lets go of what it holds."""
         try:
-            return drive(execution, self.lanes.abort)
+            if not execution.begin():
+                return drive(execution, self.lanes.abort)
+            execution.finish()
+            return execution.results
         except BaseException:
             execution.release()
             raise
 
     def see_off(self, execution: Airborne) -> None:
         """Its caller goes on; the progress thread waits until the GPU has come past it."""
-        progress_of(self.lanes.clock).submit(Flight(execution), self.lanes.abort, _nothing)
+        with self._lock:
+            latest = self._flights.get(execution.lineup)
+            if latest is not None and latest.join(execution):
+                return
+            flight = self._flights[execution.lineup] = Flight(execution, self.device)
+        progress_of(self.lanes.clock).submit(flight, self.lanes.abort, _nothing, Arrival(flight))
 
     def homewards(self) -> AbstractContextManager[None]:
         """For copies home of what the GPU is through with: they wait for copies alone, not, as in the null stream, for what the

@@ -15,19 +15,22 @@ class DeviceWork(Work[Any]):
 
     def __init__(self, clock: Clock, execution: NcclExecution) -> None:
         super().__init__(clock, execution.label)
-        self._queued: Work[None] = Work(clock, f"{execution.label}, until it is in its stream")
         self._execution = execution
-        execution.queued = self._is_queued
+        self._queued: Work[None] | None = None
+        if execution.mark is None:
+            self._queued = Work(clock, f"{execution.label}, until it is in its stream")
+            execution.queued = self._is_queued
 
     def _is_queued(self) -> None:
-        if not self._queued.done():
+        if self._queued is not None and not self._queued.done():
             self._queued.complete(None)
 
     def wait(self, timeout: float | None = None, host: bool = False) -> Any:
         execution = self._execution
         if host or self._done or (self.bring is None and self._follow is None):
             return super().wait(timeout)
-        self._queued.wait(timeout)
+        if self._queued is not None:
+            self._queued.wait(timeout)
         if execution.mark is None:  # it failed
             return super().wait(timeout)
         execution.join()
