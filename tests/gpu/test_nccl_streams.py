@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ferrorpc.backends.nccl.api import State
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.progress import PROBE_SECONDS
-from ferrorpc.errors import CollectiveTimeoutError, TensorMismatchError, UsageError
+from ferrorpc.collectives.progress import PROBE_SECONDS, Progress
+from ferrorpc.errors import CollectiveTimeoutError, NcclError, TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Guard
 from ferrorpc.testing import run_groups
@@ -329,3 +330,65 @@ def test_a_rank_that_has_not_looked_yet_needs_nobody_for_what_is_complete(cupy: 
     assert backends[0].latch.cause is None
     assert executions[0].land()
     np.testing.assert_array_equal(cupy.asnumpy(executions[0].results[0]), np.full(4, 2.0, np.float32))
+
+
+def test_what_is_launched_while_others_are_in_flight_wakes_nobody(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One flight watches over all of it, and each Work is done when the GPU has come past its own mark."""
+    backend: Any = nccl_backends(cupy, 1)[0]
+    submitted: list[str] = []
+    submit = Progress.submit
+
+    def counting(progress: Progress, execution: Any, *args: Any) -> Any:
+        submitted.append(execution.label)
+        return submit(progress, execution, *args)
+
+    with ProcessGroup(backend, timeout=backend.timeout) as group, cupy.cuda.Stream(non_blocking=True) as stream:
+        x = cupy.asarray(np.ones(4, np.float32))
+        group.all_reduce(x, async_op=True).wait(host=True)  # the first connects
+        group.synchronize()
+        monkeypatch.setattr(Progress, "submit", counting)
+        released: list[int] = []
+        works = []
+        for place in range(3):
+            stream.fake.enqueue(lambda place=place: len(released) > place)
+            works.append(group.all_reduce(x, async_op=True))
+            backend.all_reduce_raw(x.data.ptr, x.data.ptr, 4, "float32")
+        assert len(submitted) == 1
+        assert not any(work.done() for work in works)
+        for work in works:
+            released.append(1)
+            work.wait(host=True)
+        assert len(submitted) == 1
+
+
+def test_what_a_launch_meets_on_the_callers_thread_ends_the_work_and_the_group(cupy: StandIn) -> None:
+    backend: Any = nccl_backends(cupy, 1)[0]
+    group = ProcessGroup(backend)
+    x = cupy.asarray(np.ones(4, np.float32))
+    flying = group.all_reduce(x, async_op=True)
+    backend.site.program.communicator.broken = State.SYSTEM_ERROR
+    work = group.all_reduce(x, async_op=True)
+    with pytest.raises(NcclError, match="system error"):
+        work.wait()
+    with pytest.raises(NcclError, match="system error"):
+        group.all_reduce(x)
+    eventually(flying.done, "what was in flight has ended, too")
+    assert not backend.site.in_flight()
+    group.close()
+
+
+def test_a_deadline_that_comes_before_that_of_what_is_in_flight_already_is_kept(cupy: StandIn) -> None:
+    backend: Any = nccl_backends(cupy, 1)[0]
+    group = ProcessGroup(backend)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        x = cupy.asarray(np.ones(4, np.float32))
+        group.all_reduce(x)
+        group.synchronize()
+        stream.fake.enqueue(lambda: False)
+        late = group.all_reduce(x, async_op=True)
+        with pytest.raises(CollectiveTimeoutError, match=r"not complete after 0\.2 s"):
+            group.all_reduce(x, async_op=True, timeout=0.2).wait(host=True)
+        with pytest.raises(CollectiveTimeoutError, match=r"not complete after 0\.2 s"):
+            late.wait(host=True)
+        stream.fake.tasks.clear()
+    group.close()

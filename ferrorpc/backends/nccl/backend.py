@@ -21,7 +21,8 @@ from ferrorpc.backends.message import MessageBackend
 from ferrorpc.backends.nccl.api import Communicator, Connects, NcclApi, required
 from ferrorpc.backends.nccl.barrier import SettledBarrier
 from ferrorpc.backends.nccl.connect import Connector
-from ferrorpc.backends.nccl.ending import CLOSE_SECONDS, Ending
+from ferrorpc.backends.nccl.departures import LEAVE_SECONDS, Departures
+from ferrorpc.backends.nccl.ending import CLOSE_SECONDS, Ending, apart
 from ferrorpc.backends.nccl.execution import NcclExecution, NcclPrepared
 from ferrorpc.backends.nccl.identity import exchange, own_identity
 from ferrorpc.backends.nccl.lineup import Lineup, NumberedLineup
@@ -75,7 +76,8 @@ class NcclBackend(RawOperations, Backend):
         connector = Connector(api, line, device.here) if connector is None else connector
         self._introduce(line, device, api, lanes.timeout)
         communicator = connector.connect(WORLD, lanes.world_ranks)
-        self._set_up(Site(lanes, device, Lineup(communicator, _stream(device, stream))), api, connector, stream)
+        site = Site(lanes, device, Lineup(communicator, _stream(device, stream)), Departures(line))
+        self._set_up(site, api, connector, stream)
         self._ending = Ending(lanes.clock, lanes.latch, device.here) if ending is None else ending
         self._ending.add(communicator)
 
@@ -231,7 +233,7 @@ class NcclBackend(RawOperations, Backend):
         """This backend for part of its ranks, on a communicator of their own: what suits NCCL is told as here."""
         part = object.__new__(type(self))
         program = Lineup(communicator, _stream(self.device, self._stream))
-        part._set_up(Site(lanes, self.device, program), self.api, self._connector, self._stream)
+        part._set_up(Site(lanes, self.device, program, self.site.departures), self.api, self._connector, self._stream)
         part._ending = self._ending
         return part
 
@@ -288,8 +290,16 @@ class NcclBackend(RawOperations, Backend):
         if self.latch.cause is None:
             with contextlib.suppress(FerroError):  # what is still in flight is aborted with its communicator
                 self.synchronize(until)
+            self._depart()
             if self.latch.cause is None:
                 self._ending.close(mine, until)
+
+    def _depart(self) -> None:
+        """Whoever comes to the same operations later need not look for this rank."""
+        departures = self.site.departures
+        departures.close(self.group_id)
+        if self.group_id == 0 and self.size > 1:
+            apart(self.clock, self.device.here, departures.leave, self.clock.now() + LEAVE_SECONDS)
 
 
 def session_of(lanes: MessageBackend) -> Session:

@@ -333,13 +333,16 @@ class NcclExecution(Airborne):
         """A rank that calls something else at this place says so, and the generation ends with both signatures."""
         if self._other is not None:
             self._other.probe()
-        if self._needs_others():
-            for rank in self.waiting_on():
-                self._site.lanes.transport.probe(rank, self._key, self._prepared.signature)
+        if not self._needs_others():
+            return
+        if self.mark is not None:
+            self._site.ask(self._key, self._prepared.signature, self._number)
+            return
+        for rank in self.waiting_on():
+            self._site.lanes.transport.probe(rank, self._key, self._prepared.signature)
 
     def _needs_others(self) -> bool:
-        """Whether it is not this rank's own GPU alone that holds it up, nor did so at the last probe. If it is, others may be
-        through with their part and have left."""
+        """Unless it is known that this rank's own GPU alone holds it up, or did so at the last probe: others may be through."""
         held_up = (self.mark is not None and self.mark.done) or not all(event.done for event in self._after)
         before, self._was_held_up = self._was_held_up, held_up
         return not (before or held_up)

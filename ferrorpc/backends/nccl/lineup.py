@@ -22,6 +22,7 @@ class Lineup:
     Attributes:
         lock: held while operations are launched: one thread at a time may use a communicator.
         latest: the mark of the operation that was launched last.
+        through: what was launched on a rank that has nothing in flight has lower numbers, on every rank.
     """
 
     def __init__(self, communicator: Communicator, stream: Stream) -> None:
@@ -29,13 +30,15 @@ class Lineup:
         self.stream = stream
         self.lock = threading.Lock()
         self.latest: Event | None = None
+        self.through = 0
         self._waiting: deque[Any] = deque()
 
     def join(self, operation: Any) -> int:
         """An operation was started on this rank. Its number, where this rank gives numbers."""
         with self.lock:
             self._waiting.append(operation)
-        return 0
+            self.through += 1
+            return self.through - 1
 
     def is_next(self, operation: Any, number: int) -> bool:
         """Whether it may be launched."""
@@ -61,7 +64,6 @@ class NumberedLineup(Lineup):
     def __init__(self, communicator: Communicator, stream: Stream) -> None:
         super().__init__(communicator, stream)
         self._given = itertools.count()
-        self._next = 0
         self._through: set[int] = set()
         """Numbers beyond the next one that will not be launched."""
 
@@ -71,11 +73,11 @@ class NumberedLineup(Lineup):
             return next(self._given)
 
     def is_next(self, operation: Any, number: int) -> bool:
-        return number == self._next
+        return number == self.through
 
     def passed(self, operation: Any, number: int) -> None:
         super().passed(operation, number)
         self._through.add(number)
-        while self._next in self._through:
-            self._through.remove(self._next)
-            self._next += 1
+        while self.through in self._through:
+            self._through.remove(self.through)
+            self.through += 1

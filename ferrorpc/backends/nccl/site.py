@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Final
 
 from ferrorpc.arrays.device import Device
 from ferrorpc.backends.message import MessageBackend
+from ferrorpc.backends.nccl.departures import Departures, Through
 from ferrorpc.backends.nccl.flight import Airborne, Arrival, Flight
 from ferrorpc.backends.nccl.lineup import Lineup, NumberedLineup
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import Polling
 from ferrorpc.collectives.progress import drive, progress_of
-from ferrorpc.errors import CollectiveTimeoutError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError
+from ferrorpc.wire.frames import Key
+
+ASKING: Final = "ferrorpc-nccl-ask"
+"""The name of threads that ask others where they stand."""
 
 
 class Site:
@@ -23,13 +28,14 @@ class Site:
         lanes: the same ranks' backend for host memory.
         device: this rank's GPU.
         program: where operations in program order are launched.
+        departures: those of this rank's generation.
 
     Attributes:
         numbered: where those of streams are; None before the first stream is opened.
         others: world ranks of the group but this one.
     """
 
-    def __init__(self, lanes: MessageBackend, device: Device, program: Lineup) -> None:
+    def __init__(self, lanes: MessageBackend, device: Device, program: Lineup, departures: Departures) -> None:
         self.lanes = lanes
         self.device = device
         self.program = program
@@ -41,6 +47,8 @@ class Site:
         self._flying: set[Airborne] = set()
         self._flights: dict[Lineup, Flight] = {}
         """The latest of each lineup."""
+        self.departures = departures
+        departures.count(lanes.group_id, self._through)
 
     def lineup(self, stream: int) -> Lineup:
         """Where operations of a stream are launched; 0 is program order."""
@@ -64,6 +72,23 @@ class Site:
         """What this rank has started that has not landed."""
         with self._lock:
             return list(self._flying)
+
+    def _through(self) -> Through | None:
+        numbered = self.numbered
+        return None if self.in_flight() else [self.program.through, 0 if numbered is None else numbered.through]
+
+    def ask(self, key: Key, signature: str, number: int) -> None:
+        """Asks the others where they stand in an operation that was launched here, but for those that left with theirs done.
+
+        On a thread of its own: who has left stands in the job's store, which may be far away.
+        """
+
+        def body() -> None:
+            with suppress(FerroError):  # it is the generation's, which its driver finds as well
+                for rank in self.departures.staying(self.others, key, number):
+                    self.lanes.transport.probe(rank, key, signature)
+
+        self.lanes.clock.start(body, ASKING)
 
     def drive(self, execution: Airborne) -> list[Any]:
         """Drives it on the caller's thread until it is complete; one that fails lets go of what it holds."""
