@@ -173,12 +173,12 @@ class CupyDevice:
     def folds(self) -> Folds:
         """As `Device.folds`."""
         with self.here():
-            return Folds(self._cupy)
+            return Folds(self.cupy)
 
     @cached_property
     def sharing(self) -> CupySharing:
         """As `Device.sharing`."""
-        return CupySharing(self._cupy, self.index)
+        return CupySharing(self.cupy, self.index)
 
     @cached_property
     def staging(self) -> Staging:

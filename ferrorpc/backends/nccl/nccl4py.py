@@ -111,7 +111,7 @@ class Nccl4pyCommunicator:
     def state(self) -> State:
         """As `Communicator.state`."""
         answer = self._ask("ncclCommGetAsyncError", self._nccl.comm_get_async_error, self._comm)
-        return _STATES[State.IN_PROGRESS if answer is None else answer]
+        return State.IN_PROGRESS if answer is None else _STATES[int(answer)]
 
     def last_error(self) -> str:
         """As `Communicator.last_error`."""
