@@ -2,11 +2,11 @@
 
     ferrorpc run -n 2 -m benchmarks.gpu.shared_gpu [--mib 1 16 64 256] [--turns 20] [--json FILE]
 
-Needs a GPU and CuPy. Values are checked against float64 on the host. The floor is what the copies cost that no way avoids: of
-n bytes, every rank reads a slice of all arrays, writes its sum, reads the sums of the others' slices and writes them. It is
-counted at the speed of a copy on the device, which is measured in the same run, while the others wait. "In a row" are ten at
-once, each of which waits for the one before on the GPU alone. Rank 0 prints; exit code 1 where all_reduce takes longer than
-the floor / 0.4 at 64 MiB or more.
+Needs a GPU and CuPy. It has not been run on one yet. Values are checked against float64 on the host. The floor is what the
+copies cost that no way avoids: of n bytes, every rank reads a slice of all arrays, writes its sum, and reads and writes the
+others' slices of it. It is counted at the speed of a copy on the device, which is measured in the same run, while the others
+wait. "In a row" are ten at once, each of which waits for the one before on the GPU alone. Rank 0 prints; exit code 1 where
+all_reduce takes longer than the floor / 0.4 at 64 MiB or more.
 """
 
 from __future__ import annotations
