@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, TypeAlias
 
 from ferrorpc.backends import gpu
@@ -161,7 +160,7 @@ def _on_gpus(over: Callable[[MessageBackend, int | None, int | None], Backend]) 
 _factories: Final[dict[str, Factory]] = {
     "grpc": _grpc,
     "simulated": _simulated,
-    "nccl": _on_gpus(partial(gpu.make, NcclBackend)),
-    "hybrid": _on_gpus(partial(gpu.make, HybridBackend)),
-    "cuda_ipc": _on_gpus(gpu.make_sharing),
+    "nccl": _on_gpus(lambda *seat: gpu.make(NcclBackend, *seat)),
+    "hybrid": _on_gpus(lambda *seat: gpu.make(HybridBackend, *seat)),
+    "cuda_ipc": _on_gpus(lambda *seat: gpu.make_sharing(*seat)),
 }

@@ -13,17 +13,20 @@ from tests.unit.transports.shared_memory.meetings import in_threads
 
 
 @contextmanager
-def ipc_backends(cupy: Any, size: int, *, apart: bool = True, **options: Any) -> Iterator[list[CudaIpcBackend]]:
+def ipc_backends(
+    cupy: Any, size: int, *, apart: bool = True, slot_bytes: int = 1 << 16, **options: Any
+) -> Iterator[list[CudaIpcBackend]]:
     """One for each rank, all of them on GPU 0.
 
     Args:
+        slot_bytes: little, for what fakes allocate they write to.
         apart: whether ranks open each other's memory by handles, as processes must and threads of a real one cannot.
     """
     with GrpcWorld(size, transport="shared_memory") as world:
 
         def make(rank: int) -> CudaIpcBackend:
             process = f"process-{rank if apart else 0}"
-            return CudaIpcBackend(world.backends[rank], device_of(cupy, 0), process=process, **options)
+            return CudaIpcBackend(world.backends[rank], device_of(cupy, 0), slot_bytes=slot_bytes, process=process, **options)
 
         found = in_threads(size, make)
         for outcome in found:

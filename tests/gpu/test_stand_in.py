@@ -72,3 +72,21 @@ def _real_cupy() -> Any:
         return importlib.import_module("cupy")
     finally:
         sys.modules["cupy"] = own
+
+
+def test_who_waits_for_a_mark_still_waits_for_it_when_the_event_marks_something_else(cupy: StandIn) -> None:
+    """As in CUDA: an event is recorded again while a stream waits for what it marked before, in another stream."""
+    event, first, second, waiting = cupy.cuda.Event(), *(cupy.cuda.Stream(non_blocking=True) for _ in range(3))
+    released: list[bool] = []
+    first.fake.enqueue(lambda: bool(released))
+    event.record(first)
+    waiting.wait_event(event)
+    event.record(second)
+    after = cupy.cuda.Event()
+    after.record(waiting)
+    cupy.machine.settle()
+    assert event.done, "the latest mark, which nothing holds up"
+    assert not after.done
+    released.append(True)
+    cupy.machine.settle()
+    assert after.done

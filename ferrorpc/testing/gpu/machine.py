@@ -99,24 +99,32 @@ class FakeStream:
                     raise GpuFault(f"nothing moves on GPU {self.gpu.index}: {len(self.tasks)} tasks wait")
 
 
+class _Mark:
+    """One place in a stream, and whether the GPU has come past it."""
+
+    __slots__ = ("passed",)
+
+    def __init__(self) -> None:
+        self.passed = False
+
+
 class FakeEvent:
-    """A mark in a stream. As in CUDA one that was never recorded counts as passed."""
+    """A mark in a stream. As in CUDA one that was never recorded counts as passed, and who waits for a mark waits for that one,
+    also when the event marks something else by then."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._marks = 0
-        self._passed = 0
+        self._latest: _Mark | None = None
         self.passed_at = 0.0
-        """When the latest mark was passed, as far as time means anything here."""
+        """When a mark was passed last, as far as time means anything here."""
 
     def record(self, stream: FakeStream) -> None:
         """Marks the end of the queue."""
         with self._machine.lock:
-            self._marks += 1
-            mark = self._marks
+            self._latest = mark = _Mark()
 
             def passed() -> bool:
-                self._passed = max(self._passed, mark)
+                mark.passed = True
                 self.passed_at = time.perf_counter()
                 return True
 
@@ -125,17 +133,17 @@ class FakeEvent:
     def hold(self, stream: FakeStream) -> None:
         """What is queued in `stream` from now on waits for the latest mark."""
         with self._machine.lock:
-            mark = self._marks
-            if mark > self._passed:
-                stream.enqueue(lambda: self._passed >= mark)
+            mark = self._latest
+            if mark is not None and not mark.passed:
+                stream.enqueue(lambda: mark.passed)
 
     @property
     def done(self) -> bool:
         """Whether the latest mark was passed. Looking moves every stream."""
         with self._machine.lock:
-            if self._passed < self._marks:
+            if self._latest is not None and not self._latest.passed:
                 self._machine.step()
-            return self._passed >= self._marks
+            return self._latest is None or self._latest.passed
 
 
 class Gpu:
