@@ -178,7 +178,7 @@ class CupyDevice:
     @cached_property
     def sharing(self) -> CupySharing:
         """As `Device.sharing`."""
-        return CupySharing(self.cupy, self.index)
+        return CupySharing(self.runtime)
 
     @cached_property
     def staging(self) -> Staging:

@@ -15,27 +15,20 @@ PAGE_BYTES: Final = 2 << 20
 
 
 class CupySharing:
-    """Of one GPU. Addresses, events and streams are numbers of CUDA's.
+    """Of the current GPU. Addresses, events and streams are numbers of CUDA's.
 
     Args:
-        cupy: the module `cupy`.
-        index: the GPU.
+        runtime: the module `cupy.cuda.runtime`.
     """
 
-    def __init__(self, cupy: Any, index: int) -> None:
-        self._cupy = cupy
-        self._runtime = cupy.cuda.runtime
-        self._index = index
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
 
     @property
     def problems(self) -> type[Exception]:
         """What any of this raises where CUDA refuses."""
         problems: type[Exception] = self._runtime.CUDARuntimeError
         return problems
-
-    def here(self) -> Any:
-        """A context in which its GPU is the current one: all the rest needs it."""
-        return self._cupy.cuda.Device(self._index)
 
     def allocate(self, size_bytes: int) -> int:
         """New memory that others may open."""

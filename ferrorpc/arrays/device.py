@@ -70,7 +70,7 @@ class Device(Protocol):
 
     @property
     def sharing(self) -> CupySharing:
-        """What it shares with other processes."""
+        """What it shares with other processes; asked where it is the current device."""
 
     @property
     def staging(self) -> Any:

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.backends import gpu, registry
+from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.backends import gpu
+from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
+from ferrorpc.backends.cuda_ipc.communicator import kernel_of
 from ferrorpc.backends.cuda_ipc.line import SLOTS
 from ferrorpc.backends.nccl.api import DataType, Op
-from ferrorpc.backends.registry import create
+from ferrorpc.backends.registry import Place, create
 from ferrorpc.errors import (
     BackendUnavailableError,
     CollectiveMismatchError,
@@ -24,6 +27,7 @@ from ferrorpc.errors import (
     PeerLostError,
 )
 from ferrorpc.group import ProcessGroup
+from ferrorpc.kernels.cuda.folds import FOLDS
 from ferrorpc.testing import BackendContract, run_groups
 from ferrorpc.testing.gpu.machine import Machine
 from ferrorpc.testing.gpu.stand_in import StandIn, stand_in
@@ -32,7 +36,7 @@ from tests.gpu.groups import SECONDS, end_of
 from tests.gpu.on_gpu import OnGpu
 from tests.gpu.operations import every_operation
 from tests.gpu.shared_worlds import ipc_backends
-from tests.gpu.worlds import host_lanes
+from tests.gpu.worlds import host_lanes, sessions
 from tests.integration.test_grpc_backend import GrpcWorld
 from tests.unit.transports.shared_memory.meetings import in_threads
 from tests.waiting import eventually
@@ -223,19 +227,20 @@ def test_a_rank_that_cannot_open_the_others_memory_is_named_on_every_rank(
     assert not cupy.machine.shared
 
 
-def test_a_gpu_without_memory_for_it_is_named_on_every_rank(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(size_bytes: int) -> int:
+@pytest.mark.parametrize("call", ["malloc", "ipcGetMemHandle", "ipcGetEventHandle"])
+def test_a_gpu_that_has_no_memory_for_it_or_shares_none_is_named_on_every_rank(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(what: int) -> Any:
         raise cupy.cuda.runtime.CUDARuntimeError(2)
 
-    monkeypatch.setattr(cupy.cuda.runtime, "malloc", refuse)
+    monkeypatch.setattr(cupy.cuda.runtime, call, refuse)
     with pytest.raises(NcclError, match=r"rank 0: cannot share .* MiB of the GPU's memory"), ipc_backends(cupy, 2):
         pass
+    assert not cupy.machine.shared
 
 
 def test_ranks_that_share_no_memory_are_refused_and_told_what_to_do(cupy: StandIn) -> None:
-    from ferrorpc.arrays.cupy_device import device_of
-    from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
-
     with pytest.raises(BackendUnavailableError, match="these do not") as raised:
         CudaIpcBackend(host_lanes(2)[0], device_of(cupy, 0))
     assert "backend='grpc'" in raised.value.hint
@@ -258,7 +263,7 @@ def test_auto_and_what_it_does_where_memory_cannot_be_shared(
     cupy: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, transport: str
 ) -> None:
     monkeypatch.setattr(gpu, "share_one", lambda peers: True)
-    monkeypatch.setattr(registry.gpu, "suits_all", lambda peers: False)
+    monkeypatch.setattr(gpu, "suits_all", lambda peers: False)
     with caplog.at_level(logging.WARNING), GrpcWorld(2, transport=transport) as world:
         shares = transport == "shared_memory"
         assert [backend.name for backend in world.backends] == ["cuda_ipc" if shares else "grpc"] * 2
@@ -266,9 +271,6 @@ def test_auto_and_what_it_does_where_memory_cannot_be_shared(
 
 
 def test_a_world_of_one_runs_on_its_gpu(cupy: StandIn) -> None:
-    from ferrorpc.backends.registry import Place
-    from tests.gpu.worlds import sessions
-
     with ProcessGroup(create("cuda_ipc", Place(sessions(1)[0], None, local_rank=2))) as group:
         assert (group.backend, cupy.cuda.Device().id) == ("cuda_ipc", 2)
         found = group.all_reduce(cupy.asarray(np.arange(3.0)), op="mean")
@@ -277,7 +279,4 @@ def test_a_world_of_one_runs_on_its_gpu(cupy: StandIn) -> None:
 
 
 def test_every_operator_that_is_asked_for_has_a_kernel() -> None:
-    from ferrorpc.backends.cuda_ipc.communicator import kernel_of
-    from ferrorpc.kernels.cuda.folds import FOLDS
-
     assert {kernel_of(op, datatype) for op in Op for datatype in DataType} == set(FOLDS)

@@ -109,7 +109,7 @@ class IpcCommunicator(Communicator):
             if self._problem is not None:
                 raise self._problem.again()
             if self._flying:
-                with self._sharing.here():
+                with self._device.here():
                     self._advance()
             return State.IN_PROGRESS if self._flying else State.SUCCESS
 

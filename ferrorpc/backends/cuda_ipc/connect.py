@@ -79,7 +79,7 @@ class IpcConnector:
             undo.callback(free)
             line = Line(bytes_, size)
             try:
-                own = Own(self._device.sharing, line, size, slot_bytes, message_bytes)
+                own = Own(self._device, line, size, slot_bytes, message_bytes)
                 undo.callback(own.close)
             except NcclError as error:
                 problem = error.message[:PROBLEM_CHARACTERS]
@@ -90,7 +90,7 @@ class IpcConnector:
                     for place, (rank, other) in enumerate(zip(ranks, others, strict=True)):
                         if place != own_rank:
                             theirs, is_here = self._line_of(rank, other["offset"], size), other["process"] == self._process
-                            peers.append(Peer(self._device.sharing, theirs, place, own_rank, is_here))
+                            peers.append(Peer(self._device, theirs, place, own_rank, is_here))
                             undo.callback(peers[-1].close)
                 except NcclError as error:
                     problem = error.message[:PROBLEM_CHARACTERS]

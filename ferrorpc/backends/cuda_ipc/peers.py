@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ferrorpc.arrays.cupy_sharing import CupySharing
+from ferrorpc.arrays.device import Device
 from ferrorpc.backends.cuda_ipc.line import BASE, SLOTS, Line, events_of, got, left, sent, staged
 from ferrorpc.errors import NcclError
 
@@ -16,33 +16,37 @@ class Own:
         NcclError: the GPU has no memory for it.
     """
 
-    def __init__(self, sharing: CupySharing, line: Line, size: int, slot_bytes: int, message_bytes: int) -> None:
-        self.line = line
+    def __init__(self, device: Device, line: Line, size: int, slot_bytes: int, message_bytes: int) -> None:
         self.words = line.words
-        self._sharing = sharing
+        self._device = device
+        self._sharing = sharing = device.sharing
+        self.base = 0
+        self.events: list[int] = []
         size_bytes = SLOTS * (slot_bytes + size * message_bytes)
-        with sharing.here():
+        with device.here():
             try:
                 self.base = sharing.allocate(size_bytes)
                 line.introduce(self.base, sharing.memory_handle(self.base))
-                self.events = [sharing.new_event() for _ in range(events_of(size))]
-                for number, event in enumerate(self.events):
-                    line.introduce_event(number, event, sharing.event_handle(event))
+                for number in range(events_of(size)):
+                    self.events.append(sharing.new_event())
+                    line.introduce_event(number, self.events[-1], sharing.event_handle(self.events[-1]))
             except sharing.problems as problem:
+                self.close()
                 raise NcclError(f"cannot share {size_bytes >> 20} MiB of the GPU's memory: {problem}") from None
 
     def settle(self) -> None:
         """Waits until the GPU is past all that was marked."""
-        with self._sharing.here():
+        with self._device.here():
             for event in self.events:
                 self._sharing.settle(event)
 
     def close(self) -> None:
         """Gives all of it back."""
-        with self._sharing.here():
+        with self._device.here():
             for event in self.events:
                 self._sharing.destroy_event(event)
-            self._sharing.free(self.base)
+            if self.base:
+                self._sharing.free(self.base)
 
 
 class Peer:
@@ -57,13 +61,14 @@ class Peer:
         NcclError: its memory cannot be opened.
     """
 
-    def __init__(self, sharing: CupySharing, line: Line, rank: int, own_rank: int, is_here: bool) -> None:
+    def __init__(self, device: Device, line: Line, rank: int, own_rank: int, is_here: bool) -> None:
         self.rank = rank
         self.words = line.words
-        self._sharing = sharing
+        self._device = device
+        self._sharing = sharing = device.sharing
         self._is_here = is_here
         self._line = line
-        with sharing.here():
+        with device.here():
             try:
                 self.base = line.words[BASE] if is_here else sharing.open_memory(line.handle())
                 self.staged = [self._event(staged(slot, phase)) for slot in range(SLOTS) for phase in range(2)]
@@ -81,7 +86,7 @@ class Peer:
         """Nothing of it is used here any more."""
         if self._is_here:
             return
-        with self._sharing.here():
+        with self._device.here():
             for event in (*self.staged, *self.left, *self.sent, *self.got):
                 self._sharing.destroy_event(event)
             self._sharing.close_memory(self.base)

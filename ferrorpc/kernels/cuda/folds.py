@@ -6,7 +6,6 @@ They are a program of their own, which only processes compile that share GPU mem
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -34,7 +33,7 @@ BLOCKS_MAX: Final = 4096
 
 def folds_source() -> str:
     """Their text."""
-    return source() + Path(__file__).with_name("folds.cu").read_text(encoding="utf-8")
+    return source("folds.cu")
 
 
 class Folds:

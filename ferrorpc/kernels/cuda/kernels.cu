@@ -1,75 +1,8 @@
 // Kernels for buckets of gradients on a GPU: many arrays packed into one and back, blocks of int8, sums over peers.
 //
-// Each has a reference in NumPy (reference.py) and the same bits, subnormals included. So conversions are written out in
-// integers: rounding to nearest, ties to even; a NaN keeps its sign and the upper bits of its payload and is made quiet. Only
-// which NaN an addition or multiplication makes is open. All are limited by memory: they read and write every element once.
-//
-// CuPy compiles everything with -ftz=true, which takes subnormal floats for zero in every operation that has a choice. So here
-// arithmetic of floats is written as PTX, which has none, and comparisons as those of bits.
-//
-// The same text compiles as C++ for the host, where tests run it: only the qualifiers, the indices, the barrier and the PTX are
-// CUDA's. What says which arrays there are is passed by value, as part of the launch: nothing has to be copied before it.
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-struct half_bits { u16 bits; };      // IEEE 754 binary16
-struct bfloat16_bits { u16 bits; };  // the upper half of a float
-
-__device__ inline u32 bits_of(float value) { union { float f; u32 u; } both; both.f = value; return both.u; }
-__device__ inline float float_of(u32 bits) { union { float f; u32 u; } both; both.u = bits; return both.f; }
-
-#ifdef __CUDA_ARCH__
-#define BINARY(name, ptx, sign) \
-  __device__ inline float name(float a, float b) { float c; asm(ptx " %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
-__device__ inline int rounded(float value) { int to; asm("cvt.rni.s32.f32 %0, %1;" : "=r"(to) : "f"(value)); return to; }
-#else
-#define BINARY(name, ptx, sign) inline float name(float a, float b) { return a sign b; }
-inline int rounded(float value) { return (int)rintf(value); }
-#endif
-BINARY(plus, "add.rn.f32", +)
-BINARY(times, "mul.rn.f32", *)
-BINARY(over, "div.rn.f32", /)
-
-__device__ inline float widen(float value) { return value; }
-
-__device__ inline float widen(bfloat16_bits value) { return float_of((u32)value.bits << 16); }
-
-__device__ inline float widen(half_bits value) {
-  u32 sign = (u32)(value.bits & 0x8000u) << 16, rest = value.bits & 0x7fffu;
-  if (rest >= 0x7c00u) {  // infinite, or NaN made quiet
-    u32 quiet = rest > 0x7c00u ? 0x400000u : 0u;
-    return float_of(sign | 0x7f800000u | (rest & 0x3ffu) << 13 | quiet);
-  }
-  if (rest >= 0x400u) return float_of(sign | (rest + (112u << 10)) << 13);
-  // Zero and subnormals: so many times 2^-24, which a float holds exactly.
-  return float_of(sign | bits_of(times((float)rest, 5.9604644775390625e-8f)));
-}
-
-__device__ inline void narrow(float value, float *out) { *out = value; }
-
-__device__ inline void narrow(float value, bfloat16_bits *out) {
-  u32 bits = bits_of(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) out->bits = (u16)(bits >> 16 | 0x40u);
-  else out->bits = (u16)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
-
-__device__ inline void narrow(float value, half_bits *out) {
-  u32 bits = bits_of(value), sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu;
-  if (rest > 0x7f800000u) {  // NaN
-    out->bits = (u16)(sign | 0x7e00u | (rest >> 13 & 0x1ffu));
-  } else if (rest >= 0x477ff000u) {  // 65520 and beyond round to infinity
-    out->bits = (u16)(sign | 0x7c00u);
-  } else if (rest >= 0x38800000u) {  // normal: the kept part, and a carry that rounds ties to even
-    u32 shifted = rest - (112u << 23);
-    out->bits = (u16)(sign | (shifted + 0xfffu + (shifted >> 13 & 1u)) >> 13);
-  } else {  // subnormal: the adder of floats rounds, when 0.5 pushes out the bits to drop
-    out->bits = (u16)(sign | (bits_of(plus(float_of(rest), 0.5f)) - 0x3f000000u));
-  }
-}
+// Each has a reference in NumPy (reference.py) and the same bits; what they are made of is in numbers.cu. All are limited by
+// memory: they read and write every element once. What says which arrays there are is passed by value, as part of the launch:
+// nothing has to be copied before it.
 
 // A block takes CHUNK elements at a time, and each of its threads BATCH of them: all are read before the first is written, so
 // that enough is under way to keep the memory busy. Threads side by side have elements side by side, wherever an array begins.

@@ -21,6 +21,6 @@ KERNELS: Final = (
 )
 
 
-def source() -> str:
-    """The text."""
-    return Path(__file__).with_name("kernels.cu").read_text(encoding="utf-8")
+def source(name: str = "kernels.cu") -> str:
+    """The text of a program: this file, after what all of them need."""
+    return "".join(Path(__file__).with_name(each).read_text(encoding="utf-8") for each in ("numbers.cu", name))

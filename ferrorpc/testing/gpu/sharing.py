@@ -7,11 +7,12 @@ others have made, as it would have to. What was opened lies where its owner has 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
-from ferrorpc.testing.gpu.machine import FakeEvent, Gpu, GpuFault, Machine
+from ferrorpc.testing.gpu.machine import STUCK_SECONDS, FakeEvent, Gpu, GpuFault, Machine
 
 HANDLE_BYTES: Final = 64
 DISABLE_TIMING, INTERPROCESS = 2, 4
@@ -87,9 +88,11 @@ class Sharing:
         return number
 
     def synchronize(self, event: int) -> None:
-        """Blocks until the mark is passed."""
+        """Blocks until the mark is passed. Raises GpuFault when it is not for long."""
+        until = time.monotonic() + STUCK_SECONDS
         while not self._events[event].done:
-            pass
+            if time.monotonic() > until:
+                raise GpuFault("nothing moves before a mark that the host waits for")
 
 
 def _handle(number: int) -> bytes:
