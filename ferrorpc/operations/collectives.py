@@ -18,6 +18,7 @@ from ferrorpc.guard import seconds_of
 from ferrorpc.operations.arguments import kind_like, no_result
 from ferrorpc.operations.messages import Messages
 from ferrorpc.operations.results import NOTHING, Result
+from ferrorpc.operations.shortcut import GENERAL
 from ferrorpc.operations.signatures import A, Later, Moving, Now, Op, Parts, Readable, Reducing, Scalar, Timed
 from ferrorpc.types import ReduceOp
 from ferrorpc.work import Work
@@ -71,7 +72,7 @@ class Collectives(Messages):
         """
         if self._shortcut is not None and not async_op and timeout is None and wire is None and algorithm is None:
             found = self._shortcut.all_reduce(x, op, out)
-            if found is not None:
+            if found is not GENERAL:
                 return found
         source = self._given.view(x)
         result = self._given.one_result(out, source.kind, source.spec, [source])
@@ -106,6 +107,10 @@ class Collectives(Messages):
         algorithm: str | None = None,
     ) -> Any:
         """As `all_reduce`, on rank `root` only; the others get None."""
+        if self._shortcut is not None and not async_op and timeout is None and wire is None and algorithm is None:
+            found = self._shortcut.reduce(x, root, op, out)
+            if found is not GENERAL:
+                return found
         root = rank_of(root, self._size, "root")
         source = self._given.view(x)
         result = self._given.one_result(out, source.kind, source.spec, [source]) if root == self._rank else no_result(out)
@@ -144,6 +149,10 @@ class Collectives(Messages):
             parts: a list of arrays in rank order (they may differ in shape, but not from rank to rank), or one array that is
                 split along axis 0 as by np.array_split.
         """
+        if self._shortcut is not None and not async_op and timeout is None and wire is None and algorithm is None:
+            found = self._shortcut.reduce_scatter(parts, op, out)
+            if found is not GENERAL:
+                return found
         sources = self._given.parts(parts, self._size)
         result = self._given.one_result(out, sources[0].kind, sources[self._rank].spec, sources)
         return self._reduction(Operation.REDUCE_SCATTER, sources, op, None, wire, algorithm, result, async_op, timeout)
@@ -197,6 +206,10 @@ class Collectives(Messages):
         algorithm: str | None = None,
     ) -> Any:
         """The root's x, on every rank. Others may pass None, or an array: the result is then of its kind."""
+        if self._shortcut is not None and not async_op and timeout is None and algorithm is None:
+            found = self._shortcut.broadcast(x, root, out)
+            if found is not GENERAL:
+                return found
         root = rank_of(root, self._size, "root")
         if root != self._rank:
             result = self._given.one_result(out, kind_like(x, out), None, [])
@@ -242,6 +255,10 @@ class Collectives(Messages):
     ) -> Work[A | None]: ...
     def gather(self, x: Any, root: int = 0, *, out: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """Every rank's x as a list in rank order, on rank `root`; the others get None. Shapes may differ, dtypes not."""
+        if self._shortcut is not None and not async_op and timeout is None:
+            found = self._shortcut.gather(x, root, out)
+            if found is not GENERAL:
+                return found
         root = rank_of(root, self._size, "root")
         sources = [self._given.view(x)]
         result = self._given.list_result(out, sources[0].kind, self._size, sources) if root == self._rank else no_result(out)
@@ -295,6 +312,10 @@ class Collectives(Messages):
         Args:
             parts: on the root a list of arrays in rank order, or one array that is split along axis 0.
         """
+        if self._shortcut is not None and not async_op and timeout is None:
+            found = self._shortcut.scatter(parts, root, out)
+            if found is not GENERAL:
+                return found
         root = rank_of(root, self._size, "root")
         if root != self._rank:
             first = next(iter(parts), None) if isinstance(parts, list | tuple) else parts
@@ -331,6 +352,10 @@ class Collectives(Messages):
         self, x: Any, *, out: Any = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None
     ) -> Any:
         """Every rank's x as a list in rank order, on every rank. Shapes may differ, dtypes not."""
+        if self._shortcut is not None and not async_op and timeout is None and algorithm is None:
+            found = self._shortcut.all_gather(x, out)
+            if found is not GENERAL:
+                return found
         sources = [self._given.view(x)]
         result = self._given.list_result(out, sources[0].kind, self._size, sources)
         return self._move(Operation.ALL_GATHER, sources, None, result, async_op, timeout, algorithm)
@@ -364,6 +389,10 @@ class Collectives(Messages):
             parts: what this rank has for each: a list of arrays in rank order, whose shapes may differ, or one array that is
                 split along axis 0.
         """
+        if self._shortcut is not None and not async_op and timeout is None and algorithm is None:
+            found = self._shortcut.all_to_all(parts, out)
+            if found is not GENERAL:
+                return found
         sources = self._given.parts(parts, self._size)
         result = self._given.list_result(out, sources[0].kind, self._size, sources)
         return self._move(Operation.ALL_TO_ALL, sources, None, result, async_op, timeout, algorithm)

@@ -1,8 +1,8 @@
-"""The shortest way for what is called most: blocking all_reduce of NumPy arrays, and barriers, where ranks share memory.
+"""The shortest way for what is called most: blocking collectives of NumPy arrays, where ranks share memory.
 
 There an operation takes a few microseconds, which is what checking arguments in general and building an execution would
-cost again. So this remembers, for each dtype, shape and operator, the prepared call, checks only what can differ between two
-calls, and builds what a wait needs only once it lasts. What it does not know it leaves to the general way.
+cost again. So this remembers, for each operation, dtype, shape, root and operator, the prepared call, checks only what can
+differ between two calls, and builds what a wait needs only once it lasts. What it does not know it leaves to the general way.
 """
 
 from __future__ import annotations
@@ -12,22 +12,29 @@ from typing import Any, Final
 
 import numpy as np
 
+from ferrorpc.arrays.kinds import NUMPY, given_back, split
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.execution import ArenaExecution
+from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome, Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.operations.dispatch import Dispatch
-from ferrorpc.types import ReduceOp, TensorSpec, dtype_of
+from ferrorpc.operations.results import Into, IntoWhole
+from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
 
 Array = np.ndarray[Any, Any]
 
+GENERAL: Final = object()
+"""In the place of a result: the operation has not begun, and has to be gone about in the general way."""
+NATIVE: Final = {dtype.storage: dtype for dtype in DType if dtype is not DType.BFLOAT16}
+"""The dtypes that NumPy itself has."""
+REDUCING: Final = frozenset(("all_reduce", "reduce", "reduce_scatter"))
 REMEMBERED: Final = 256
 """Calls that are remembered; a program that makes more different ones takes the general way with the others."""
 
 
 class Shortcut:
-    """For one group.
+    """For one group. Its operations are those of `Collectives`, without what would ask for the general way anyhow.
 
     Args:
         dispatch: the general way.
@@ -37,6 +44,7 @@ class Shortcut:
     def __init__(self, dispatch: Dispatch, arena: Arena) -> None:
         self._dispatch = dispatch
         self._arena = arena
+        self._rank, self._size = arena.rank, arena.size
         self._bank = arena.bank(0)
         self._briefly: Callable[..., bool] = arena.polling.briefly
         self._latch = dispatch.backend.latch
@@ -46,32 +54,6 @@ class Shortcut:
         self._known: dict[tuple[Any, ...], ArenaPrepared | None] = {}
         self._barrier = None if self._observed else self._prepared(Call(Operation.BARRIER))
 
-    def all_reduce(self, x: Any, op: Any, out: Any) -> Any:
-        """The result, or None where it has to be gone about in the general way."""
-        if type(x) is not np.ndarray:
-            return None
-        key = (x.dtype, x.shape, op)
-        try:
-            prepared = self._known[key]
-        except KeyError:
-            prepared = self._learn(key)
-        except TypeError:  # an operator that cannot be hashed is none
-            return None
-        if prepared is None:
-            return None
-        flags = x.flags
-        if out is x:
-            if not flags.carray:
-                return None
-        elif not flags.c_contiguous:
-            return None
-        elif out is None:
-            out = np.empty(x.shape, x.dtype)
-        elif not _fits(out, x):
-            return None
-        self._run(prepared, (x,), (out,))
-        return out
-
     def barrier(self) -> bool:
         """A barrier with the group's timeout; False where it has to be gone about in the general way."""
         if self._barrier is None:
@@ -79,7 +61,138 @@ class Shortcut:
         self._run(self._barrier, (), None)
         return True
 
-    def _run(self, prepared: ArenaPrepared, inputs: Sequence[Array], outputs: Sequence[Array] | None) -> None:
+    def all_reduce(self, x: Any, op: Any, out: Any) -> Any:
+        """The result, or GENERAL."""
+        prepared = self._of(x, "all_reduce", None, op)
+        if prepared is None:
+            return GENERAL
+        if out is None:
+            out = np.empty(x.shape, x.dtype)
+        elif not _takes(out, (x,), x):
+            return GENERAL
+        self._run(prepared, (x,), (out,))
+        return out
+
+    def reduce(self, x: Any, root: Any, op: Any, out: Any) -> Any:
+        """The result, None off the root, or GENERAL."""
+        prepared = self._of(x, "reduce", root, op)
+        if prepared is None:
+            return GENERAL
+        return self._one(prepared, (x,), x, out) if root == self._rank else self._none(prepared, x, out)
+
+    def gather(self, x: Any, root: Any, out: Any) -> Any:
+        """The results, None off the root, or GENERAL."""
+        prepared = self._of(x, "gather", root, None)
+        if prepared is None:
+            return GENERAL
+        return self._all(prepared, (x,), out) if root == self._rank else self._none(prepared, x, out)
+
+    def broadcast(self, x: Any, root: Any, out: Any) -> Any:
+        """The result, or GENERAL."""
+        if root == self._rank:
+            prepared = self._of(x, "broadcast", root, None)
+            return GENERAL if prepared is None else self._one(prepared, (x,), x, out)
+        return self._from_root("broadcast", root, out) if x is None or x is out else GENERAL
+
+    def scatter(self, parts: Any, root: Any, out: Any) -> Any:
+        """The result, or GENERAL."""
+        if root == self._rank:
+            return self._of_parts(parts, "scatter", root, None, out)
+        return self._from_root("scatter", root, out) if parts is None else GENERAL
+
+    def all_gather(self, x: Any, out: Any) -> Any:
+        """The results, or GENERAL."""
+        prepared = self._of(x, "all_gather", None, None)
+        return GENERAL if prepared is None else self._all(prepared, (x,), out)
+
+    def reduce_scatter(self, parts: Any, op: Any, out: Any) -> Any:
+        """The result, or GENERAL."""
+        return self._of_parts(parts, "reduce_scatter", None, op, out)
+
+    def all_to_all(self, parts: Any, out: Any) -> Any:
+        """The results, or GENERAL."""
+        inputs = self._split(parts)
+        prepared = None if inputs is None else self._known_by("all_to_all", inputs, None, None)
+        return GENERAL if inputs is None or prepared is None else self._all(prepared, inputs, out)
+
+    # By what a rank brings. `prepared` is None where that takes the general way.
+
+    def _of(self, x: Any, name: str, root: Any, op: Any) -> ArenaPrepared | None:
+        if type(x) is not np.ndarray or not x.flags.c_contiguous:
+            return None
+        return self._known_by(name, (x,), root, op)
+
+    def _of_parts(self, parts: Any, name: str, root: Any, op: Any, out: Any) -> Any:
+        """Of which this rank keeps one."""
+        inputs = self._split(parts)
+        prepared = None if inputs is None else self._known_by(name, inputs, root, op)
+        return GENERAL if inputs is None or prepared is None else self._one(prepared, inputs, inputs[self._rank], out)
+
+    def _split(self, parts: Any) -> Sequence[Array] | None:
+        if type(parts) is np.ndarray:
+            return split(parts, self._size) if parts.ndim and parts.flags.c_contiguous else None
+        if type(parts) is not list or len(parts) != self._size:
+            return None
+        for part in parts:
+            if type(part) is not np.ndarray or not part.flags.c_contiguous:
+                return None
+        return parts
+
+    def _from_root(self, name: str, root: Any, out: Any) -> Any:
+        """The result, which only the root knows, or GENERAL."""
+        prepared = self._known_by(name, (), root, None)
+        if prepared is None or not (out is None or _takes(out, (), None)):
+            return GENERAL
+        (result,), (spec,) = self._outcome(prepared, (), None if out is None else (out,))
+        if out is None:
+            return given_back(NUMPY, result, spec)
+        if result is out and spec.dtype is NATIVE[out.dtype]:
+            return out
+        return Into(out, None).give([result], [spec], prepared.signature)
+
+    # By what it gets.
+
+    def _none(self, prepared: ArenaPrepared, x: Array, out: Any) -> Any:
+        if out is not None:
+            return GENERAL
+        self._run(prepared, (x,), None)
+        return None
+
+    def _one(self, prepared: ArenaPrepared, inputs: Sequence[Array], like: Array, out: Any) -> Any:
+        """An array as `like`, or GENERAL."""
+        if out is None:
+            return self._outcome(prepared, inputs, None)[0][0]
+        if not _takes(out, inputs, like):
+            return GENERAL
+        self._run(prepared, inputs, (out,))
+        return out
+
+    def _all(self, prepared: ArenaPrepared, inputs: Sequence[Array], out: Any) -> Any:
+        """An array from every rank, or GENERAL."""
+        if out is None:
+            return self._outcome(prepared, inputs, None)[0]
+        if not _takes(out, inputs, None) or not out.ndim or out is inputs[0]:
+            return GENERAL
+        targets = split(out, self._size)
+        results, specs = self._outcome(prepared, inputs, targets)
+        for result, target in zip(results, targets, strict=True):
+            if result is not target:
+                return IntoWhole(out, self._size).give(results, specs, prepared.signature)
+        return out
+
+    def _outcome(self, prepared: ArenaPrepared, inputs: Sequence[Array], outputs: Sequence[Array] | None) -> Outcome:
+        """The results and what they are."""
+        found: list[Outcome] = []
+        self._run(prepared, inputs, outputs, found)
+        return found[0]
+
+    def _run(
+        self,
+        prepared: ArenaPrepared,
+        inputs: Sequence[Array],
+        outputs: Sequence[Array] | None,
+        found: list[Outcome] | None = None,
+    ) -> None:
         dispatch = self._dispatch
         if dispatch.refuses or self._latch.cause is not None:
             dispatch.check_open()
@@ -88,6 +201,8 @@ class Shortcut:
             self._activity.note(prepared.signature)
         channel, before, base = prepared.turn(self._bank, number)
         steps = prepared.steps(channel, before, base, inputs, outputs)
+        if found is not None:
+            steps = _kept(steps, found)
         try:
             if self._briefly(steps):
                 return
@@ -96,27 +211,64 @@ class Shortcut:
         key = Key(dispatch.backend.group_id, 0, number)
         dispatch.run(ArenaExecution(self._arena, prepared.call, key, channel, steps, dispatch.guard(dispatch.timeout)))
 
-    def _learn(self, key: tuple[Any, ...]) -> ArenaPrepared | None:
-        dtype, shape, op = key
-        if self._observed or len(self._known) >= REMEMBERED or dtype.isbuiltin != 1 or not isinstance(op, str | ReduceOp):
+    def _known_by(self, name: str, inputs: Sequence[Array], root: Any, op: Any) -> ArenaPrepared | None:
+        """The prepared call; None where it takes the general way."""
+        if root is not None and type(root) is not int:
+            return None
+        key = name, root, op, tuple([(each.dtype, each.shape) for each in inputs])
+        try:
+            return self._known[key]
+        except KeyError:
+            return self._learn(key, inputs)
+        except TypeError:  # a root or an operator that cannot be hashed is none
+            return None
+
+    def _learn(self, key: tuple[Any, ...], inputs: Sequence[Array]) -> ArenaPrepared | None:
+        name, root, op, _ = key
+        if self._observed or len(self._known) >= REMEMBERED or not (root is None or 0 <= root < self._size):
+            return None
+        if name in REDUCING and not isinstance(op, str | ReduceOp):
+            return None
+        dtypes = {each.dtype for each in inputs}
+        if len(dtypes) > 1 or any(dtype.isbuiltin != 1 or dtype not in NATIVE for dtype in dtypes):
             return None
         if self._dispatch.refuses or self._latch.cause is not None:
             self._dispatch.check_open()
-        spec = TensorSpec(dtype_of(dtype), shape)
-        found = self._known[key] = self._prepared(Call(Operation.ALL_REDUCE, (spec,), ReduceOp.named(op)))
+        specs = tuple([TensorSpec(NATIVE[each.dtype], each.shape) for each in inputs])
+        call = Call(Operation(name), specs, None if op is None else ReduceOp.named(op), root)
+        found = self._known[key] = self._prepared(call)
         return found
 
     def _prepared(self, call: Call) -> ArenaPrepared | None:
-        found = self._dispatch.prepared((call.operation, call.inputs, call.op, None, None, None), lambda: call)
+        about = (call.root, None) if call.op is None else (call.op, call.root, None, None)
+        found = self._dispatch.prepared((call.operation, call.inputs, *about), lambda: call)
         return found if isinstance(found, ArenaPrepared) else None
 
 
-def _fits(out: Any, x: Array) -> bool:
-    """Whether the result of x can be written to `out`, another array, as it is."""
-    if type(out) is not np.ndarray or out.dtype != x.dtype or out.shape != x.shape:
+def _takes(out: Any, inputs: Sequence[Array], like: Array | None) -> bool:
+    """Whether results can be written to `out` as they are. It has the form of `like`, where that is known, and none of the memory
+    that is read, but where one array is reduced or moved in place.
+    """
+    if type(out) is not np.ndarray:
         return False
     flags = out.flags
-    return bool(flags.carray) and ((flags.owndata and x.flags.owndata) or not np.may_share_memory(out, x))
+    if not flags.carray:
+        return False
+    if out is like:
+        return len(inputs) == 1
+    if out.dtype not in NATIVE if like is None else (out.dtype != like.dtype or out.shape != like.shape):
+        return False
+    for each in inputs:
+        if not (flags.owndata and each.flags.owndata and each is not out) and np.may_share_memory(out, each):
+            return False
+    return True
+
+
+def _kept(steps: Steps, found: list[Outcome]) -> Steps:
+    outcome = yield from steps
+    if outcome is not None:
+        found.append(outcome)
+    return outcome
 
 
 def _failed(error: BaseException) -> Generator[int, None, Any]:

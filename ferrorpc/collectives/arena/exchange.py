@@ -16,13 +16,25 @@ once to copy or fold. Memory beyond the arrays: the ring, about RING_BYTES (amon
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.board import CHUNK_BITS, LEFT, RING, SIGNATURE, SOURCE, STAGED, Array, Channel, Wait, words_of
+from ferrorpc.collectives.arena.board import (
+    CHUNK_BITS,
+    LEFT,
+    RING,
+    SIGNATURE,
+    SLOT_BYTES,
+    SOURCE,
+    STAGED,
+    Array,
+    Channel,
+    Wait,
+    words_of,
+)
 from ferrorpc.collectives.arena.doubts import UnreadCalls
 from ferrorpc.collectives.arena.execution import Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared, fold_of
@@ -42,6 +54,8 @@ _IN_ROUNDS: Final = 3 + _MAX_DIMENSIONS
 _ENTRY_WORDS: Final = _IN_ROUNDS + 1
 """Offset, dtype, number of dimensions, dimensions, whether the part comes in rounds."""
 _ALIGNMENT: Final = 64
+ENTRIES_MAX: Final = 1024
+"""Entries of others' tables that a call remembers: one for each rank and channel, and more where their rings move."""
 
 
 class _Part(NamedTuple):
@@ -83,6 +97,30 @@ class _Place(NamedTuple):
     """Of a round; 0 where it lies there as a whole."""
 
 
+class _Entry:
+    """An entry of another rank's table, and the part that it described when it was last looked at."""
+
+    __slots__ = ("part", "place", "text")
+
+    def __init__(self, place: memoryview) -> None:
+        self.place = place
+        self.text = b""
+        self.part: _Part | None = None
+
+
+class _Seat(NamedTuple):
+    """Where small parts lie in the slot of a channel."""
+
+    start: int
+    """Of the slot, in this rank's segment."""
+    table: Array
+    """What the table says there."""
+    front: Array
+    """Where it says it."""
+    stages: list[tuple[int, Array]]
+    """Which of the call's parts goes where."""
+
+
 class Exchange(ArenaPrepared):
     """Moves, and the reductions that end on one rank each."""
 
@@ -115,6 +153,9 @@ class Exchange(ArenaPrepared):
         parts = max(arena.size - 1, 1) if self._has_part_for_each else 1
         self._chunk_bytes = max(RING_BYTES // (SLOTS * parts), CHUNK_BYTES_MIN) // _ALIGNMENT * _ALIGNMENT
         self._places, self._room_bytes = self._plan() if self._brings else ([], 0)
+        self._is_small = self._room_bytes <= min(SLOT_BYTES, RING_BYTES)
+        self._seats: dict[Channel, _Seat] = {}
+        self._entries: dict[tuple[int, int], _Entry] = {}
         self._table = self._describe()
         if rank in self._sources:
             self._own = self._describe_own()
@@ -170,25 +211,15 @@ class Exchange(ArenaPrepared):
         self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
     ) -> Steps:
         line, digest, done = channel.line, self._digest, base | self.chunks
-        yield from channel.enter(before)
+        if not channel.is_free(before):
+            yield from channel.enter(before)
         staged, must_stay = self._lay_out(channel, inputs) if self._brings else ((), False)
         self.sign(channel)
         bank = channel.bank
         if self._unread:
             bank.doubts.append(UnreadCalls(channel, self._unread, base, (digest, self._text), self.signature))
         line[STAGED] = base + 1
-        found: list[_Part] = []
-        for source in self._sources:
-            if source == self.arena.rank:
-                found.append(_Part(*self._own, inputs[self._mine].reshape(-1), False))
-                continue
-            other = source - (source > self.arena.rank)
-            owner = channel.others[other]
-            while owner[STAGED] <= base:
-                yield base + 1
-            if owner[SIGNATURE] != digest:
-                raise self.mismatch(channel, base)
-            found.append(self._read(channel, other))
+        found = yield from self._found(channel, base, inputs)
         specs = [part.spec for part in found] if self._fold is None else self.specs
         results = [self.room_for(item, spec, outputs) for item, spec in enumerate(specs)]
         flat = [result.reshape(-1) for result in results]
@@ -200,10 +231,28 @@ class Exchange(ArenaPrepared):
         if must_stay:
             yield from channel.await_others(LEFT, done)
         # What was read in place from a rank that failed meanwhile may not be what it brought: its line says so.
-        yield from channel.await_others(STAGED, 0)
+        for other in channel.others:
+            while other[STAGED] < 0:
+                yield done
         if bank.doubts:
             bank.settle()
         return results, specs
+
+    def _found(self, channel: Channel, base: int, inputs: Sequence[Array]) -> Generator[int, None, list[_Part]]:
+        """Waits for those who bring something for this rank; what that is, in rank order."""
+        found: list[_Part] = []
+        for source in self._sources:
+            if source == self.arena.rank:
+                found.append(_Part(*self._own, inputs[self._mine].reshape(-1), False))
+                continue
+            other = source - (source > self.arena.rank)
+            owner = channel.others[other]
+            while owner[STAGED] <= base:
+                yield base + 1
+            if owner[SIGNATURE] != self._digest:
+                raise self.mismatch(channel, base)
+            found.append(self._read(channel, other))
+        return found
 
     def _in_rounds(
         self,
@@ -241,12 +290,20 @@ class Exchange(ArenaPrepared):
         for result, piece in zip(results, pieces, strict=True):
             result[...] = piece
 
-    def _lay_out(self, channel: Channel, inputs: Sequence[Array]) -> tuple[list[tuple[Array, _Part]], bool]:
-        """Puts into the ring the table, and what others cannot read in place: small parts, and the first round of large ones.
+    def _lay_out(self, channel: Channel, inputs: Sequence[Array]) -> tuple[Sequence[tuple[Array, _Part]], bool]:
+        """Puts the table, and what others cannot read in place, where they find it: into the slot where all of it is small, into
+        the ring else; large parts by their first round.
 
         Returns:
             The large parts, and where they are laid out; whether this rank must wait until others have read its arrays.
         """
+        if self._is_small:
+            seat = self._seats.get(channel) or self._sit(channel)
+            seat.front[...] = seat.table
+            for item, place in seat.stages:
+                place[...] = inputs[item].reshape(-1)
+            channel.line[SOURCE] = seat.start
+            return (), False
         locate = channel.bank.board.memory.own.locate
         channel.widen(self._room_bytes)
         ring, start = channel.ring, channel.line[RING]
@@ -271,15 +328,48 @@ class Exchange(ArenaPrepared):
         channel.line[SOURCE] = start
         return staged, must_stay
 
+    def _sit(self, channel: Channel) -> _Seat:
+        """Where this call's small parts lie in the slot of a channel."""
+        slot = channel.slots[self.arena.rank]
+        start = channel.bank.board.memory.own.locate(slot)
+        if start is None:
+            raise AssertionError("a slot lies in its rank's segment")
+        table = np.array(self._table)
+        stages = []
+        for item, offset, nbytes, _ in self._places:
+            table[item * _ENTRY_WORDS] = start + offset
+            stages.append((item, slot[offset : offset + nbytes].view(self.call.inputs[item].dtype.storage)))
+        found = self._seats[channel] = _Seat(start, table, slot[: table.nbytes].view(np.int64), stages)
+        channel.viewers.add(self)
+        return found
+
+    def forget(self, channel: Channel) -> None:
+        """The channel's slots are given back."""
+        self._seats.pop(channel, None)
+
     def _read(self, channel: Channel, other: int) -> _Part:
-        """The part of another rank that is for this one, as its table says.
+        """The part of another rank that is for this one, as its table says: as before, where it says what it said before.
 
         Raises:
             CodecError: it says what cannot be.
         """
         start = channel.others[other][SOURCE] + self._mine * _ENTRY_WORDS * 8
-        words = self.part(channel, other, start, _ENTRY_WORDS * 8).view(np.int64).tolist()
-        offset, number, dimensions, *shape, in_rounds = words
+        entry = self._entries.get((other, start)) or self._find(channel, other, start)
+        text = bytes(entry.place)
+        if text != entry.text or entry.part is None:
+            entry.part, entry.text = self._described(channel, other, text), text
+        return entry.part
+
+    def _find(self, channel: Channel, other: int, start: int) -> _Entry:
+        """The entry that lies there in another rank's segment."""
+        if len(self._entries) >= ENTRIES_MAX:
+            self._entries.clear()
+        found = self._entries[other, start] = _Entry(self.part(channel, other, start, _ENTRY_WORDS * 8).data)
+        return found
+
+    def _described(self, channel: Channel, other: int, text: bytes) -> _Part:
+        """The part that an entry of another rank's table describes. Raises CodecError: it says what cannot be."""
+        offset, number, dimensions, *shape, in_rounds = memoryview(text).cast("q").tolist()
         try:
             dtype = DType(number)
         except ValueError:
