@@ -62,11 +62,25 @@ class Shortcut:
         return True
 
     def all_reduce(self, x: Any, op: Any, out: Any) -> Any:
-        """The result, or GENERAL."""
-        prepared = self._of(x, "all_reduce", None, op)
+        """The result, or GENERAL. What the others leave to functions is spelled out here: it is called most of all."""
+        if type(x) is not np.ndarray:
+            return GENERAL
+        key = x.dtype, x.shape, op
+        try:
+            prepared = self._known[key]
+        except KeyError:
+            prepared = self._learn(key, "all_reduce", (x,), None, op)
+        except TypeError:  # an operator that cannot be hashed is none
+            return GENERAL
         if prepared is None:
             return GENERAL
-        if out is None:
+        flags = x.flags
+        if out is x:
+            if not flags.carray:
+                return GENERAL
+        elif not flags.c_contiguous:
+            return GENERAL
+        elif out is None:
             out = np.empty(x.shape, x.dtype)
         elif not _takes(out, (x,), x):
             return GENERAL
@@ -153,7 +167,7 @@ class Shortcut:
     # By what it gets.
 
     def _none(self, prepared: ArenaPrepared, x: Array, out: Any) -> Any:
-        if out is not None:
+        if out is not None and out is not x:
             return GENERAL
         self._run(prepared, (x,), None)
         return None
@@ -219,12 +233,13 @@ class Shortcut:
         try:
             return self._known[key]
         except KeyError:
-            return self._learn(key, inputs)
+            return self._learn(key, name, inputs, root, op)
         except TypeError:  # a root or an operator that cannot be hashed is none
             return None
 
-    def _learn(self, key: tuple[Any, ...], inputs: Sequence[Array]) -> ArenaPrepared | None:
-        name, root, op, _ = key
+    def _learn(
+        self, key: tuple[Any, ...], name: str, inputs: Sequence[Array], root: int | None, op: Any
+    ) -> ArenaPrepared | None:
         if self._observed or len(self._known) >= REMEMBERED or not (root is None or 0 <= root < self._size):
             return None
         if name in REDUCING and not isinstance(op, str | ReduceOp):
@@ -246,8 +261,8 @@ class Shortcut:
 
 
 def _takes(out: Any, inputs: Sequence[Array], like: Array | None) -> bool:
-    """Whether results can be written to `out` as they are. It has the form of `like`, where that is known, and none of the memory
-    that is read, but where one array is reduced or moved in place.
+    """Whether results can be written to `out` as they are: of the form of `like`, where that is known, and in no memory that is
+    read, save one array in its own place.
     """
     if type(out) is not np.ndarray:
         return False

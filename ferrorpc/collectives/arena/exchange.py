@@ -153,7 +153,7 @@ class Exchange(ArenaPrepared):
         parts = max(arena.size - 1, 1) if self._has_part_for_each else 1
         self._chunk_bytes = max(RING_BYTES // (SLOTS * parts), CHUNK_BYTES_MIN) // _ALIGNMENT * _ALIGNMENT
         self._places, self._room_bytes = self._plan() if self._brings else ([], 0)
-        self._is_small = self._room_bytes <= min(SLOT_BYTES, RING_BYTES)
+        self._is_small = self._room_bytes <= SLOT_BYTES and not any(place.chunk_bytes for place in self._places)
         self._seats: dict[Channel, _Seat] = {}
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._table = self._describe()
@@ -291,8 +291,8 @@ class Exchange(ArenaPrepared):
             result[...] = piece
 
     def _lay_out(self, channel: Channel, inputs: Sequence[Array]) -> tuple[Sequence[tuple[Array, _Part]], bool]:
-        """Puts the table, and what others cannot read in place, where they find it: into the slot where all of it is small, into
-        the ring else; large parts by their first round.
+        """Puts the table, and what others cannot read in place, where they find it: into the slot if all of it is small, else
+        into the ring, of large parts the first round.
 
         Returns:
             The large parts, and where they are laid out; whether this rank must wait until others have read its arrays.

@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 
 from ferrorpc.collectives.arena.arena import PROGRAM_CHANNELS
-from ferrorpc.collectives.arena.board import DIRECTORY_ENTRIES, REDUCED, RING, SOURCE, STAGED
+from ferrorpc.collectives.arena.board import DIRECTORY_ENTRIES, REDUCED, RING, SLOT_BYTES, SOURCE, STAGED
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from tests.unit.collectives.shared_world import Running, SharedWorld, all_reduce_call, own
+
+MORE_THAN_A_SLOT = SLOT_BYTES // 4
+"""Elements of four bytes that with their table take more than a slot."""
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -47,8 +50,9 @@ def fail(part: Running, array: np.ndarray) -> None:
 def test_nobody_completes_with_what_a_failed_rank_may_have_changed_since_it_was_found():
     """Rank 0 knows where rank 1's array lies and waits for rank 2 when rank 1 fails."""
     with SharedWorld(3) as world:
-        arrays = [np.ones(4, np.float32), own(world, 1, np.ones(4, np.float32)), np.ones(4, np.float32)]
-        call = Call(Operation.ALL_GATHER, (TensorSpec(DType.FLOAT32, (4,)),))
+        ones = np.ones(MORE_THAN_A_SLOT, np.float32)
+        arrays = [ones, own(world, 1, ones), ones]
+        call = Call(Operation.ALL_GATHER, (TensorSpec(DType.FLOAT32, ones.shape),))
         first, second, third = (world.begin(rank, call, [array], number=1) for rank, array in enumerate(arrays))
         second.advance()
         first.advance()
@@ -89,12 +93,24 @@ def test_a_result_that_others_read_where_it_lies_is_given_out_when_they_have_rea
 
 def test_an_array_that_others_read_where_it_lies_is_given_back_when_they_have_read_it():
     with SharedWorld(2) as world:
-        array = own(world, 1, np.ones(4, np.float32))
-        call = Call(Operation.BROADCAST, (TensorSpec(DType.FLOAT32, (4,)),), root=1)
+        array = own(world, 1, np.ones(MORE_THAN_A_SLOT, np.float32))
+        call = Call(Operation.BROADCAST, (TensorSpec(DType.FLOAT32, (MORE_THAN_A_SLOT,)),), root=1)
         reader = world.begin(0, Call(Operation.BROADCAST, root=1), [], number=1)
         root = world.begin(1, call, [array], number=1)
         assert not world.advance([root], limit=100)
         assert world.advance([reader, root])
+        assert reader.results[0].tolist() == [1.0] * MORE_THAN_A_SLOT
+
+
+def test_a_small_array_is_given_back_before_others_have_read_it_and_they_get_what_it_was():
+    with SharedWorld(2) as world:
+        array = own(world, 1, np.ones(4, np.float32))
+        call = Call(Operation.BROADCAST, (TensorSpec(DType.FLOAT32, (4,)),), root=1)
+        reader = world.begin(0, Call(Operation.BROADCAST, root=1), [], number=1)
+        root = world.begin(1, call, [array], number=1)
+        assert world.advance([root])
+        array[:] = 7
+        assert world.advance([reader])
         assert reader.results[0].tolist() == [1.0] * 4
 
 
@@ -118,27 +134,35 @@ def test_a_place_outside_a_peers_memory_is_refused(offset, small_chunks):
         assert isinstance(running[0].error, CodecError)
 
 
+def table_of(world: SharedWorld, rank: int, number: int):
+    """Where a rank's operation describes its first part."""
+    start = line_of(world, rank, number)[SOURCE]
+    return world.segments[rank].memory[start : start + 35 * 8].view(np.int64)
+
+
+@pytest.mark.parametrize("count", [10, MORE_THAN_A_SLOT])
 @pytest.mark.parametrize(("word", "value"), [(1, 99), (2, 33), (2, -1), (3, -5), (0, 1 << 61)])
-def test_a_table_that_no_rank_writes_is_refused(word, value):
+def test_a_table_that_no_rank_writes_is_refused(word, value, count):
     with SharedWorld(2) as world:
-        call = Call(Operation.BROADCAST, (TensorSpec(DType.INT32, (10,)),), root=1)
+        call = Call(Operation.BROADCAST, (TensorSpec(DType.INT32, (count,)),), root=1)
         running = [
             world.begin(0, Call(Operation.BROADCAST, root=1), [], number=1),
-            world.begin(1, call, [np.zeros(10, np.int32)], number=1),
+            world.begin(1, call, [np.zeros(count, np.int32)], number=1),
         ]
         assert world.advance(running[1:])
-        table = world.arenas[1].bank(0).channels[1].ring[: 35 * 8].view(np.int64)
-        table[word] = value
+        table_of(world, 1, 1)[word] = value
         world.advance(running[:1], limit=2000)
         assert isinstance(running[0].error, CodecError)
 
 
-def test_a_part_of_another_shape_than_the_reductions_is_refused():
+@pytest.mark.parametrize("count", [10, MORE_THAN_A_SLOT])
+def test_a_part_of_another_shape_than_the_reductions_is_refused(count):
     with SharedWorld(2) as world:
-        call, array = Call(Operation.REDUCE, (TensorSpec(DType.INT32, (10,)),), ReduceOp.SUM, root=0), np.zeros(10, np.int32)
+        spec, array = TensorSpec(DType.INT32, (count,)), np.zeros(count, np.int32)
+        call = Call(Operation.REDUCE, (spec,), ReduceOp.SUM, root=0)
         running = [world.begin(rank, call, [array], number=1) for rank in range(2)]
         assert world.advance(running[1:])
-        world.arenas[1].bank(0).channels[1].ring[: 35 * 8].view(np.int64)[3] = 1
+        table_of(world, 1, 1)[3] = 1
         world.advance(running[:1], limit=2000)
         assert isinstance(running[0].error, CodecError)
 

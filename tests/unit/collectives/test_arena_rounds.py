@@ -20,7 +20,8 @@ Array = np.ndarray
 
 @pytest.fixture(autouse=True, params=[1, 2, 3], ids=lambda slots: f"{slots} slots")
 def small_rings(request, monkeypatch):
-    """So that a few hundred bytes come in several rounds."""
+    """So that a few hundred bytes come in several rounds, and fewer as a whole through the ring."""
+    monkeypatch.setattr(exchange, "SLOT_BYTES", 0)
     monkeypatch.setattr(exchange, "RING_BYTES", 256)
     monkeypatch.setattr(exchange, "CHUNK_BYTES_MIN", 64)
     monkeypatch.setattr(exchange, "SLOTS", request.param)

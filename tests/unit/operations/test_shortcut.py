@@ -17,7 +17,7 @@ from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.errors import CollectiveMismatchError, GroupClosedError, PeerLostError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
-from ferrorpc.operations.shortcut import REMEMBERED, Shortcut
+from ferrorpc.operations.shortcut import GENERAL, REMEMBERED, Shortcut
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from tests.unit.collectives.shared_world import SharedWorld
 
@@ -71,7 +71,7 @@ def test_a_failure_is_handed_to_the_general_way(world: SharedWorld) -> None:
     general = General(world)
     shortcut = Shortcut(general, general.arena)  # type: ignore[arg-type]
     world.begin(1, call_of(5), [np.ones(5)], number=1).advance()
-    assert shortcut.all_reduce(np.ones(4), "sum", None) is not None
+    assert shortcut.all_reduce(np.ones(4), "sum", None) is not GENERAL
     assert general.notes == [call_of(4).signature], "what this rank was last seen in"
     (execution,) = general.handed
     with pytest.raises(CollectiveMismatchError):
@@ -99,14 +99,27 @@ def test_nothing_begins_once_the_group_is_closed_or_its_generation_over(world: S
 )
 def test_an_out_that_needs_more_than_writing_is_left_to_the_general_way(world: SharedWorld, out: Any) -> None:
     general = General(world)
-    assert Shortcut(general, general.arena).all_reduce(np.ones(4), "sum", out) is None  # type: ignore[arg-type]
+    assert Shortcut(general, general.arena).all_reduce(np.ones(4), "sum", out) is GENERAL  # type: ignore[arg-type]
     assert general.handed == []
+
+
+@pytest.mark.parametrize("out", [np.zeros(4, np.float32), np.zeros(5), np.zeros(8)[::2]], ids=["dtype", "shape", "strided"])
+def test_what_only_this_rank_would_refuse_begins_in_the_general_way(world: SharedWorld, out: np.ndarray) -> None:
+    general, x = General(world), np.ones(4)
+    shortcut = Shortcut(general, general.arena)  # type: ignore[arg-type]
+    assert shortcut.reduce(x, 0, "sum", out) is GENERAL
+    assert shortcut.broadcast(x, 0, out) is GENERAL
+    assert shortcut.scatter([x, np.ones(3)], 0, out) is GENERAL
+    assert shortcut.reduce_scatter([x, np.ones(3)], "sum", out) is GENERAL
+    assert shortcut.gather(x, 1, out) is GENERAL, "off the root, where nothing comes"
+    assert general.handed == []
+    assert general.next_number() == 1
 
 
 def test_an_out_that_overlaps_in_part_is_left_to_the_general_way(world: SharedWorld) -> None:
     general, memory = General(world), np.ones(5)
     shortcut = Shortcut(general, general.arena)  # type: ignore[arg-type]
-    assert shortcut.all_reduce(memory[:4], "sum", memory[1:]) is None
+    assert shortcut.all_reduce(memory[:4], "sum", memory[1:]) is GENERAL
     x = memory[:4]
     assert shortcut.all_reduce(x, "sum", x) is x
 
