@@ -1,10 +1,11 @@
 """Everything but all_reduce in shared memory: those who have something for others lay it out, those who need it read it.
 
-Idea. Each rank that brings something puts a *table* into its ring, one entry for each part: where it lies, dtype, shape. The
-parts follow. Small ones are there as a whole. Large ones come in *rounds*, a chunk of each part in every round: the ring has
-SLOTS chunks of a part, which stay in the processor's cache, so an owner is ahead of its readers by that many rounds and then
-waits for them. What lies in the segment already (`group.empty`) is not staged but read in place, and the operation then ends
-only when all readers have left. Whoever needs parts waits for their owners one by one, and copies or folds what there is.
+Idea. Each rank that brings something lays out a *table*, one entry for each part: where it lies, dtype, shape. The parts follow.
+Where all of it fits the channel's slot, it goes there, and since slots do not move and tables repeat, nothing has to be worked
+out again. Else it goes into the ring: small parts as a whole, large ones in *rounds*, a chunk of each part in every round. The
+ring has SLOTS chunks of a part, which stay in the processor's cache, so an owner is ahead of its readers by that many rounds
+and then waits for them; and what lies in the segment already (`group.empty`) is not staged but read in place, and the operation
+then ends only when all readers have left. Whoever needs parts waits for their owners one by one, and copies or folds them.
 
 Source. One-sided publication as in Open MPI's components for XPMEM; the message-free counterpart of the direct algorithms in
 algorithms/direct.py, with the same results bit for bit. Rounds are to it what chunks are to the large all_reduce.
