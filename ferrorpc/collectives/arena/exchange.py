@@ -1,6 +1,6 @@
 """Everything but all_reduce in shared memory: those who have something for others lay it out, those who need it read it.
 
-Idea. Each rank that brings something lays out a *table*, one entry for each part: where it lies, dtype, shape. The parts follow.
+Idea. Each rank that brings something lays out a *table*, one entry for each part: where it lies, dtype, shape. Parts follow.
 Where all of it fits the channel's slot, it goes there, and since slots do not move and tables repeat, nothing has to be worked
 out again. Else it goes into the ring: small parts as a whole, large ones in *rounds*, a chunk of each part in every round. The
 ring has SLOTS chunks of a part, which stay in the processor's cache, so an owner is ahead of its readers by that many rounds
