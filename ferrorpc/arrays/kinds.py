@@ -7,6 +7,7 @@ that the caller has done so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -15,7 +16,9 @@ import numpy as np
 
 from ferrorpc.arrays.base import Kind, Out, View
 from ferrorpc.arrays.cupy_kind import CupyKind, is_cupy_array
+from ferrorpc.arrays.device import is_host
 from ferrorpc.arrays.numpy_kind import NUMPY
+from ferrorpc.arrays.staging import Staging
 from ferrorpc.arrays.torch_kind import TorchKind, is_tensor
 from ferrorpc.errors import UsageError
 from ferrorpc.types import TensorSpec, dtype_of
@@ -29,6 +32,7 @@ __all__ = [
     "copy_of",
     "given_back",
     "kind_of",
+    "laid_out",
     "spec_of",
     "split",
     "view",
@@ -71,6 +75,36 @@ def view_out(out: Any, spec: TensorSpec, near: bool = False) -> Out:
     if kind is NUMPY and not isinstance(out, np.ndarray):
         raise UsageError(f"out is a {type(out).__name__}", hint="pass a NumPy, CuPy or torch array")
     return kind.out_near(out, spec) if near else kind.out(out, spec)
+
+
+def laid_out(parts: Sequence[tuple[slice, View]], end: int, tail: np.ndarray[Any, Any]) -> Any:
+    """A copy of arrays as one array of bytes, with a tail: on the GPU where all of them are, and nothing waits for it, if they
+    were viewed `near`; else on the host.
+
+    Args:
+        parts: places, and what goes there.
+        end: where the tail begins.
+        tail: uint8, at least one.
+    """
+    kinds = {part.kind for _, part in parts}
+    if len(kinds) == 1 and not any(is_host(part.data) for _, part in parts):
+        return _laid_out_there(kinds.pop().staging, parts, end, tail)
+    whole = np.empty(end + tail.size, np.uint8)
+    for place, part in parts:
+        data = part.data if is_host(part.data) else part.kind.home(part.data, part.spec)
+        whole[place] = data.reshape(-1).view(np.uint8)
+    whole[end:] = tail
+    return whole
+
+
+def _laid_out_there(staging: Staging, parts: Sequence[tuple[slice, View]], end: int, tail: np.ndarray[Any, Any]) -> Any:
+    device = staging.device
+    with device.here():
+        whole, stream = device.empty((end + tail.size,), tail.dtype), device.current()
+        for place, part in parts:
+            device.copy(whole[place], part.data, stream)
+        staging.write(whole[end:], tail)
+    return whole
 
 
 def split(data: Any, size: int) -> list[Any]:

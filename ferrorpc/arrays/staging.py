@@ -349,7 +349,16 @@ class Staging:
 
         When it returns `source` may change. Raises as `down`.
         """
-        ascent = Ascent(self.device, self.ascents, None)
+        return self._raised(Ascent(self.device, self.ascents, None), source)
+
+    def write(self, target: DeviceArray, source: Array) -> None:
+        """target[:] = source, a small host array of as many bytes. As `up`, but the host does not wait for the GPU as long as
+        there is pinned memory."""
+        copy = self.room(source.shape, source.dtype)
+        copy[...] = source
+        self._raised(self.ascent(target), copy)
+
+    def _raised(self, ascent: Ascent, source: Array) -> DeviceArray:
         ascent.allow(source, 0, source.nbytes)
 
         def through() -> bool:

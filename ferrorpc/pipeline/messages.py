@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ferrorpc.arrays.base import Kind
-from ferrorpc.arrays.kinds import view
+from ferrorpc.arrays.kinds import laid_out, view
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, TensorSpec
 
@@ -73,8 +73,8 @@ def _read(text: bytes) -> _Form:
 _read_before = lru_cache(_FORMS)(_read)
 
 
-def pack(letter: Letter, value: Any) -> Array:
-    """The message's bytes.
+def pack(letter: Letter, value: Any) -> Any:
+    """The message's bytes; on a GPU where all of its arrays are, for who sends it to take them from there.
 
     Args:
         value: an array, None, or a tuple of these.
@@ -83,15 +83,12 @@ def pack(letter: Letter, value: Any) -> Array:
         TensorMismatchError: an array's dtype cannot be sent.
     """
     several = isinstance(value, tuple)
-    views = [None if item is None else view(item) for item in (value if several else (value,))]
+    views = [None if item is None else view(item, near=True) for item in (value if several else (value,))]
     form = _form(several, tuple([None if each is None else each.spec for each in views]))
     about = b"\0".join((form.text, letter.wire.encode(), b"%d" % letter.step, letter.pipeline.encode()))
-    message = np.empty(form.end + len(about) + _LENGTH_BYTES, np.uint8)
-    for place, each in zip(form.places, views, strict=True):
-        if each is not None:
-            message[place] = each.data.reshape(-1).view(np.uint8)
-    message[form.end :] = np.frombuffer(about + len(about).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
-    return message
+    tail = np.frombuffer(about + len(about).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
+    parts = [(place, each) for place, each in zip(form.places, views, strict=True) if each is not None]
+    return laid_out(parts, form.end, tail)
 
 
 def unpack(message: Array, kind: Kind) -> tuple[Letter, Any]:

@@ -15,10 +15,15 @@ import numpy as np
 import pytest
 
 from ferrorpc import schedules
+from ferrorpc.arrays import staging
+from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.group import ProcessGroup
+from ferrorpc.pipeline.exchange import Exchange
+from ferrorpc.pipeline.messages import Letter, pack, unpack
 from ferrorpc.pipeline.runtime import Pipeline
+from ferrorpc.pipeline.wire import Sort, Wire
 from ferrorpc.testing import run_groups
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.contract.test_pipelines import SCHEDULES
@@ -117,3 +122,44 @@ def test_forward_and_backward_called_apart_give_arrays_on_the_gpu(cupy: StandIn,
         for found, stage in zip(run_groups(world, body), whole, strict=True):
             for grad, parameter in zip(found, stage.parameters(), strict=True):
                 np.testing.assert_allclose(grad, parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_stage_goes_on_while_its_gpu_has_not_made_what_it_sends(
+    cupy: StandIn, lanes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "COPY_SECONDS", 2.0)  # for whoever waits for the GPU
+    wires = [Wire(0, 1, Sort.FORWARD, number) for number in range(3)]
+
+    def body(group: ProcessGroup) -> Any:
+        arrivals = wires if group.rank == 1 else []
+        exchange = Exchange(group, range(RANKS), arrivals, "gpipe", 0, 20.0)
+        released: list[bool] = []
+        with cupy.cuda.Device(group.rank), cupy.cuda.Stream(non_blocking=True) as stream:
+            if group.rank == 0:
+                stream.fake.enqueue(lambda: bool(released))  # what the stage computes takes long
+                y = cupy.asarray(np.zeros(5000))
+                for wire in wires:
+                    y += 1
+                    exchange.send(wire, (y, None))
+                assert not released, "the host got here although no GPU has begun"
+                released.append(True)
+            found = [exchange.receive(wire, kind_of(cupy.zeros(1))) for wire in arrivals]
+            exchange.finish()
+            return [(cupy.asnumpy(y), nothing) for y, nothing in found]
+
+    with groups(cupy, lanes) as world:
+        for number, (y, nothing) in enumerate(run_groups(world, body)[1], 1):
+            np.testing.assert_array_equal(y, np.full(5000, number))
+            assert nothing is None
+
+
+def test_arrays_of_several_gpus_and_of_the_host_go_in_one_message(cupy: StandIn) -> None:
+    with cupy.cuda.Device(1):
+        far = cupy.asarray(np.arange(7.0))
+    near, here = cupy.asarray(np.arange(3, dtype=np.int16)), np.arange(4) > 1
+    letter = Letter("gpipe", 3, "0SEND_F1")
+    found, values = unpack(pack(letter, (near, far, here)), kind_of(here))
+    assert found == letter
+    for value, wanted in zip(values, (np.arange(3, dtype=np.int16), np.arange(7.0), here), strict=True):
+        np.testing.assert_array_equal(value, wanted)

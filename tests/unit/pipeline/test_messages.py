@@ -43,6 +43,8 @@ def test_none_and_tuples_arrive_as_they_were():
     assert nothing is None
     np.testing.assert_array_equal(second, np.arange(4.0))
     assert round_trip((np.arange(2),))[0].tolist() == [0, 1]
+    last, nothing = round_trip((np.arange(3, dtype=np.int8), None))
+    assert (last.tolist(), nothing) == ([0, 1, 2], None)
     assert round_trip(()) == ()
 
 
