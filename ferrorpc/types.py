@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum, IntEnum, unique
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -174,7 +175,13 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{self.dtype.label}[{','.join(map(str, self.shape))}]"
+        return _spelled(self.dtype, self.shape)
+
+
+@lru_cache(1024)
+def _spelled(dtype: DType, shape: tuple[int, ...]) -> str:
+    """Remembered, because every operation says what it is."""
+    return f"{dtype.label}[{','.join(map(str, shape))}]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,9 @@ class Execution(ABC):
     def label(self) -> str:
         """For explanations and errors, such as "all_reduce(op=sum, float32[3]) #12"."""
 
+    def __str__(self) -> str:
+        return self.label
+
     @abstractmethod
     def waiting_on(self) -> list[int]:
         """World ranks whose part has not come, as far as is known; [] when complete."""

@@ -32,8 +32,8 @@ class Result(ABC):
     on_device: bool
 
     @abstractmethod
-    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> Any:
-        """What the caller gets, from the arrays of the complete operation `label`.
+    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
+        """What the caller gets, from the arrays of a complete operation, which `label` becomes the name of where it is printed.
 
         Raises:
             TensorMismatchError: what came does not fit `out`.
@@ -42,7 +42,7 @@ class Result(ABC):
     def of(self, execution: Execution) -> Any:
         """What the caller gets, from a complete execution."""
         execution.arrive()
-        return self.give(execution.results, execution.specs, execution.label)
+        return self.give(execution.results, execution.specs, execution)
 
 
 class Nothing(Result):
@@ -53,7 +53,7 @@ class Nothing(Result):
     def __init__(self) -> None:
         self.targets, self.on_device = None, False
 
-    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> None:
+    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> None:
         """None, whatever there was."""
 
 
@@ -69,7 +69,7 @@ class New(Result):
         self.targets, self.on_device = None, kind.on_device
         self._kind = kind
 
-    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> Any:
+    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
         """The array."""
         return given_back(self._kind, arrays[0], specs[0])
 
@@ -83,7 +83,7 @@ class NewList(Result):
         self.targets, self.on_device = None, kind.on_device
         self._kind = kind
 
-    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> list[Any]:
+    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> list[Any]:
         """The arrays."""
         return [given_back(self._kind, array, spec) for array, spec in zip(arrays, specs, strict=True)]
 
@@ -103,7 +103,7 @@ class Into(Result):
         self.out = view_out(out, spec_of(out) if spec is None else spec, near)
         self.targets, self.on_device = [self.out.data], kind_of(out).on_device
 
-    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> Any:
+    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
         """The caller's array."""
         _land(arrays[0], specs[0], self.out.data, self.out.spec, label)
         return self.out.commit()
@@ -128,7 +128,7 @@ class IntoList(Result):
         self.targets = [part.data for part in self._outs]
         self.on_device = any(kind_of(part).on_device for part in out)
 
-    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> Any:
+    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
         """The caller's list."""
         for spec, out in zip(specs, self._outs, strict=True):
             _check(spec, out.spec, label)
@@ -156,7 +156,7 @@ class IntoWhole(Result):
         self.targets, self.on_device = split(self._out.data, size), kind_of(out).on_device
         self._specs = [TensorSpec(spec.dtype, part.shape) for part in self.targets]
 
-    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: str) -> Any:
+    def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
         """The caller's array."""
         for found, wanted in zip(specs, self._specs, strict=True):
             _check(found, wanted, label)
@@ -196,7 +196,7 @@ def settle(clock: Clock, result: Any, until: float) -> None:
             kind.staging.settle(clock, until)
 
 
-def _check(found: TensorSpec, wanted: TensorSpec, label: str) -> None:
+def _check(found: TensorSpec, wanted: TensorSpec, label: object) -> None:
     if found == wanted:
         return
     hint = "pass one that fits, or leave out= away"
@@ -205,7 +205,7 @@ def _check(found: TensorSpec, wanted: TensorSpec, label: str) -> None:
     raise TensorMismatchError(f"{label} gave {found}, but out is {wanted}", hint=hint)
 
 
-def _land(array: Array, spec: TensorSpec, target: Array, wanted: TensorSpec, label: str) -> None:
+def _land(array: Array, spec: TensorSpec, target: Array, wanted: TensorSpec, label: object) -> None:
     _check(spec, wanted, label)
     if array is not target:
         copy_into(target, array)

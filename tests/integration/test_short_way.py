@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -147,7 +148,7 @@ def outcome(case: Case, group: ProcessGroup, options: dict[str, Any]) -> Any:
     try:
         result = case(group, options)
     except FerroError as error:
-        return type(error), error.hint, error.__dict__.get("ranks")
+        return type(error), re.sub(r" #\d+", "", str(error))
     owned = [each.flags.owndata for each in (result if isinstance(result, list) else [result]) if isinstance(each, np.ndarray)]
     return told(result), owned
 

@@ -122,7 +122,7 @@ class Neighbours:
         return self._reader.links[peer].offer(message, room)
 
     def attend(self, peer: int, over: Callable[[], bool]) -> None:
-        """Reads what a neighbour sends on this thread, until `over` or for about 0.1 ms. Only after `start`."""
+        """Reads what a neighbour sends on this thread, until `over` or for about half a millisecond. Only after `start`."""
         self._reader.attend(peer, over)
 
     def has_left(self, peer: int) -> bool:

@@ -20,8 +20,9 @@ from ferrorpc.transports.shared_memory.link import Link
 TURN_MESSAGES: Final = 16
 """How many messages of one neighbour are read before it is another one's turn."""
 
-ATTENTION_SECONDS: Final = 100e-6
-"""How long a thread that waits looks, giving way in between: what it takes to be woken twice."""
+ATTENTION_SECONDS: Final = 500e-6
+"""How long a thread that waits looks, giving way in between: longer than two ranks take to answer each other that both have to
+be woken. One that looks for less finds its peer asleep and goes to sleep, as does the peer in its turn, and so on for ever."""
 
 SKIPS_MAX: Final = 63
 """Where that is of no use, or others need the processor, up to so many waits begin with sleep before one looks again."""
