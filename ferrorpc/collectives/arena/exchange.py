@@ -88,7 +88,7 @@ class _Part(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a part that has to be copied lies in the ring, seen from its beginning."""
+    """Where a part that has to be copied lies, seen from the beginning of the slot or the ring."""
 
     item: int
     """Which of the call's parts."""
@@ -172,7 +172,7 @@ class Exchange(ArenaPrepared):
         return frozenset(range(self.arena.size - 1)) if from_root else frozenset((root - (root > rank),))
 
     def _plan(self) -> tuple[list[_Place], int]:
-        """Where in the ring the parts for others come that are not in the segment, behind the table; and how large that is."""
+        """Where the parts for others come, behind the table; and how large all that is."""
         sizes = [spec.nbytes for spec in self.call.inputs]
         if self._has_part_for_each:
             sizes[self._mine] = 0

@@ -27,7 +27,9 @@ _PREFIX = "residue/"
 class ErrorFeedback(Hook):
     """Any hook, with what it left out added to the next round's values.
 
-    A round with values that are not finite leaves no residue, so that one overflow does not spoil all that follows.
+    A round with values that are not finite leaves no residue, so that one overflow does not spoil all that follows. Of a round
+    that is broken off, as when a member dies, nothing was delivered: all of its values are added to the next. Who repeats that
+    step loads the `state()` of before, or its gradients count twice.
     """
 
     def __init__(self, hook: Hook) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import ferrorpc
 from ferrorpc.ddp.hooks import Compress, ErrorFeedback, Hook, PowerSGD, TopK
-from ferrorpc.errors import CollectiveMismatchError, UsageError
+from ferrorpc.errors import CollectiveMismatchError, FerroError, UsageError
 from ferrorpc.testing import FaultPlan, run_world
 
 LIKE = {"w": np.zeros((40, 30), np.float32), "b": np.zeros(30, np.float32), "v": np.zeros((24, 5, 6), np.float32)}
@@ -128,6 +128,29 @@ def test_with_feedback_everything_arrives_in_the_end(make):
     for total in run_world(2, body):
         for name, wanted in mean(2).items():
             assert np.linalg.norm(total[name] - wanted) < 0.15 * np.linalg.norm(wanted), name
+
+
+@pytest.mark.parametrize("make", [HOOKS[name] for name in HOOKS if "feedback" in name])
+def test_a_round_that_is_broken_off_leaves_all_of_its_values_to_the_next(make):
+    """Rank 1 leaves after the first round; rank 0's second ends with it."""
+
+    def body(group):
+        hook = make()
+        sync = synchroniser(group, hook)
+        sync(grads(group.rank))
+        if group.rank == 1:
+            return None
+        before = hook.state()
+        with pytest.raises(FerroError):
+            sync(grads(0, 1))
+        after, gained = hook.state(), np.concatenate([grads(0, 1)[name].reshape(-1) for name in LIKE])
+        residues = [name for name in before if name.startswith("residue/")]
+        rest = np.concatenate([after[name] - before[name] for name in residues])
+        room = np.zeros(rest.size - gained.size, np.float32)  # between the parameters of a bucket
+        return np.sort(np.concatenate([gained, room])), np.sort(rest)
+
+    (gained, rest), _ = run_world(2, body)
+    np.testing.assert_allclose(rest, gained, rtol=1e-3, atol=1e-5)
 
 
 def test_without_feedback_a_low_rank_leaves_the_rest_out_for_ever():
