@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrorpc.arrays.kinds import NUMPY
-from ferrorpc.backends.base import Backend
+from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.collectives.call import Call, Operation, example
 from ferrorpc.coordination.base import Session, Store
 from ferrorpc.coordination.causes import replaced
@@ -90,6 +90,11 @@ class ProcessGroup(Collectives):
     def backend(self) -> str:
         """Who performs operations: "grpc", "simulated", "nccl", "hybrid", or a third party's name."""
         return self._backend.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the backend can do beyond what every backend can."""
+        return self._backend.capabilities
 
     @property
     def session(self) -> Session:

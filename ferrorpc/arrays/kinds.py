@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -33,11 +33,15 @@ __all__ = [
     "given_back",
     "kind_of",
     "laid_out",
+    "on_one_device",
     "spec_of",
     "split",
     "view",
     "view_out",
 ]
+
+
+NOTHING: Final = np.empty(0, np.uint8)
 
 
 def kind_of(x: Any) -> Kind:
@@ -77,18 +81,22 @@ def view_out(out: Any, spec: TensorSpec, near: bool = False) -> Out:
     return kind.out_near(out, spec) if near else kind.out(out, spec)
 
 
-def laid_out(parts: Sequence[tuple[slice, View]], end: int, tail: np.ndarray[Any, Any]) -> Any:
+def on_one_device(views: Sequence[View]) -> bool:
+    """Whether these arrays, which were viewed `near`, are all on one GPU."""
+    return len({each.kind for each in views}) == 1 and not any(is_host(each.data) for each in views)
+
+
+def laid_out(parts: Sequence[tuple[slice, View]], end: int, tail: np.ndarray[Any, Any] = NOTHING) -> Any:
     """A copy of arrays as one array of bytes, with a tail: on the GPU where all of them are, and nothing waits for it, if they
     were viewed `near`; else on the host.
 
     Args:
         parts: places, and what goes there.
         end: where the tail begins.
-        tail: uint8, at least one.
+        tail: uint8.
     """
-    kinds = {part.kind for _, part in parts}
-    if len(kinds) == 1 and not any(is_host(part.data) for _, part in parts):
-        return _laid_out_there(kinds.pop().staging, parts, end, tail)
+    if on_one_device([part for _, part in parts]):
+        return _laid_out_there(parts[0][1].kind.staging, parts, end, tail)
     whole = np.empty(end + tail.size, np.uint8)
     for place, part in parts:
         data = part.data if is_host(part.data) else part.kind.home(part.data, part.spec)
@@ -103,7 +111,8 @@ def _laid_out_there(staging: Staging, parts: Sequence[tuple[slice, View]], end: 
         whole, stream = device.empty((end + tail.size,), tail.dtype), device.current()
         for place, part in parts:
             device.copy(whole[place], part.data, stream)
-        staging.write(whole[end:], tail)
+        if tail.size:
+            staging.write(whole[end:], tail)
     return whole
 
 

@@ -34,7 +34,9 @@ class Capabilities:
     """What a backend can do beyond the contract, asked instead of its class."""
 
     device_arrays: bool = False
-    """Takes GPU arrays without a copy through the host."""
+    """Takes GPU arrays where they are."""
+    device_moves: bool = False
+    """Its collectives bring them from GPU to GPU, without the host."""
 
 
 class Backend(ABC):

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ferrorpc.arrays.device import is_host
-from ferrorpc.backends.base import Capabilities
 from ferrorpc.backends.nccl.api import reduction
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.collectives.arena.arena import Arena
@@ -28,10 +27,6 @@ class HybridBackend(NcclBackend):
     """One rank's backend. As `NcclBackend`, for arrays on GPUs; as its lanes, for the others."""
 
     name = "hybrid"
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.lanes.capabilities
 
     @property
     def arena(self) -> Arena | None:

@@ -1,29 +1,29 @@
 """The messages of one step on one rank: sent without waiting, received a little ahead of their use.
 
 Every message has a tag of its own, made from its wire, so the order in which messages arrive means nothing, and no order of
-actions can make two ranks wait for each other's sends.
+actions can make two ranks wait for each other's sends. Between GPUs arrays may take a way of their own (direct.py).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 from ferrorpc.arrays.base import Kind as ArrayKind
 from ferrorpc.errors import CollectiveMismatchError, CollectiveTimeoutError
+from ferrorpc.group import ProcessGroup
 from ferrorpc.operations.expected import Expected
-from ferrorpc.pipeline.messages import Letter, pack, unpack
-from ferrorpc.pipeline.wire import Wire
+from ferrorpc.pipeline import direct
+from ferrorpc.pipeline.messages import Letter, Message, pack, pack_apart, read
+from ferrorpc.pipeline.schedules.lowering import Way
+from ferrorpc.pipeline.wire import Sort, Wire
 from ferrorpc.work import Work
 
-if TYPE_CHECKING:
-    from ferrorpc.group import ProcessGroup
-
+NO_LANES: Final[Mapping[Way, ProcessGroup]] = {}
+NO_ORDERS: Final[Mapping[int, Iterable[Wire]]] = {}
 AHEAD: Final = 2
 """Messages that are expected before their turn: long ones then travel while the rank computes."""
-PATIENCE_SECONDS: Final = 30 * 24 * 3600.0
-"""Deadline of the sends themselves. A rank that waits does so with its own, shorter one."""
 
 
 class Exchange:
@@ -36,6 +36,8 @@ class Exchange:
         pipeline: names the pipeline in messages.
         step: counts the pipeline's steps.
         seconds: how long one message may be waited for.
+        lanes: for arrays between GPUs, to and from this rank.
+        orders: by the rank that sends, what comes on its lane, in the order in which it sends it.
     """
 
     def __init__(
@@ -46,6 +48,8 @@ class Exchange:
         pipeline: str,
         step: int,
         seconds: float,
+        lanes: Mapping[Way, ProcessGroup] = NO_LANES,
+        orders: Mapping[int, Iterable[Wire]] = NO_ORDERS,
     ) -> None:
         self._group = group
         self._placement = placement
@@ -55,15 +59,22 @@ class Exchange:
         self._waiting = deque(arrivals)
         self._expected: dict[Wire, Expected] = {}
         self._sends: list[tuple[Wire, Work[Any]]] = []
+        self._outgoing = {target: lane for (_, target), lane in lanes.items() if target != group.rank}
+        self._incoming = {
+            source: direct.Incoming(lane, orders[source]) for (source, _), lane in lanes.items() if source != group.rank
+        }
         self._expect()
 
     def send(self, wire: Wire, value: Any) -> None:
         """Sends a value on its way; it is copied, so it may change at once."""
-        message = pack(self._letter(wire), value)
         target, tag = self._placement[wire.target], wire.tag(len(self._placement))
-        work = self._group.send(message, target, tag, async_op=True, timeout=PATIENCE_SECONDS)
-        if not work.done():
-            self._sends.append((wire, _seen(work)))
+        lane = None if wire.sort is Sort.TIED else self._outgoing.get(target)
+        letter = self._letter(wire)
+        message, arrays = (pack(letter, value), None) if lane is None else pack_apart(letter, value)
+        works = [self._group.send(message, target, tag, async_op=True, timeout=direct.PATIENCE_SECONDS)]
+        if lane is not None and arrays is not None:
+            works.append(direct.send(lane, arrays))
+        self._sends += [(wire, _seen(work)) for work in works if not work.done()]
 
     def receive(self, wire: Wire, kind: ArrayKind) -> Any:
         """The value of a wire, with arrays of this kind. Wires are received in the order that was announced.
@@ -73,34 +84,43 @@ class Exchange:
             CollectiveMismatchError: what came belongs to another step or pipeline.
         """
         source = self._placement[wire.source]
+        incoming = None if wire.sort is Sort.TIED else self._incoming.get(source)
+        if incoming is None:
+            message, work = self._read(wire), None
+        else:
+            message, work = incoming.reach(wire, kind, self._read)
+        if work is None:
+            return message.value(message.data, kind)
+        return message.value(self._awaited(work, f"{wire} of rank {self._group.world_ranks[source]}", source), kind)
+
+    def _read(self, wire: Wire) -> Message:
+        """The message of a wire."""
+        source = self._placement[wire.source]
+        if wire not in self._expected:  # a sender's order is another one than that of use
+            self._waiting.remove(wire)
+            self._expected[wire] = self._expect_one(wire)
         expected = self._expected.pop(wire)
         try:
-            message = expected.take(self._seconds)
+            raw = expected.take(self._seconds)
         except CollectiveTimeoutError as error:
             if not expected.may_come:
                 raise
             raise self._late(f"{wire} of rank {self._group.world_ranks[source]}", source) from error
         self._expect()
-        letter, value = unpack(message, kind)
-        wanted = self._letter(wire)
-        if letter != wanted:
+        message, wanted = read(raw), self._letter(wire)
+        if message.letter != wanted:
             ranks = self._group.world_ranks
-            signatures = {ranks[self._group.rank]: f"waits for {_told(wanted)}", ranks[source]: _told(letter)}
+            signatures = {ranks[self._group.rank]: f"waits for {_told(wanted)}", ranks[source]: _told(message.letter)}
             mismatch = CollectiveMismatchError(signatures)
             expected.refuse(mismatch)
             raise mismatch
-        return value
+        return message
 
     def finish(self) -> None:
         """Returns when everything that was sent has left. Raises CollectiveTimeoutError."""
         for wire, work in self._sends:
             target = self._placement[wire.target]
-            try:
-                work.wait(self._seconds)
-            except CollectiveTimeoutError as error:
-                if work.done():
-                    raise
-                raise self._late(f"rank {self._group.world_ranks[target]} to take {wire}", target) from error
+            self._awaited(work, f"rank {self._group.world_ranks[target]} to take {wire}", target)
 
     def abandon(self) -> None:
         """The step failed: nobody takes what is still expected."""
@@ -110,7 +130,18 @@ class Exchange:
     def _expect(self) -> None:
         while self._waiting and len(self._expected) < AHEAD:
             wire = self._waiting.popleft()
-            self._expected[wire] = self._group.expect(self._placement[wire.source], wire.tag(len(self._placement)))
+            self._expected[wire] = self._expect_one(wire)
+
+    def _expect_one(self, wire: Wire) -> Expected:
+        return self._group.expect(self._placement[wire.source], wire.tag(len(self._placement)))
+
+    def _awaited(self, work: Work[Any], what: str, peer: int) -> Any:
+        try:
+            return work.wait(self._seconds)
+        except CollectiveTimeoutError as error:
+            if work.done():
+                raise
+            raise self._late(what, peer) from error
 
     def _letter(self, wire: Wire) -> Letter:
         return Letter(self._pipeline, self._step, str(wire))

@@ -15,8 +15,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from ferrorpc.arrays.base import Kind
-from ferrorpc.arrays.kinds import laid_out, view
+from ferrorpc.arrays.base import Kind, View
+from ferrorpc.arrays.device import is_host
+from ferrorpc.arrays.kinds import laid_out, on_one_device, view
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, TensorSpec
 
@@ -73,6 +74,23 @@ def _read(text: bytes) -> _Form:
 _read_before = lru_cache(_FORMS)(_read)
 
 
+class Message(NamedTuple):
+    """What came."""
+
+    letter: Letter
+    form: _Form
+    data: Array | None
+    """The arrays' bytes; None where they come by another way."""
+
+    def value(self, data: Any, kind: Kind) -> Any:
+        """The value with arrays of this kind. Where these and `data` (the arrays' bytes) are on the host, they share memory."""
+        values = [
+            None if spec is None else _array(data[place], spec, kind)
+            for spec, place in zip(self.form.specs, self.form.places, strict=True)
+        ]
+        return tuple(values) if self.form.several else values[0]
+
+
 def pack(letter: Letter, value: Any) -> Any:
     """The message's bytes; on a GPU where all of its arrays are, for who sends it to take them from there.
 
@@ -82,39 +100,59 @@ def pack(letter: Letter, value: Any) -> Any:
     Raises:
         TensorMismatchError: an array's dtype cannot be sent.
     """
+    form, parts = _parts(value)
+    return laid_out(parts, form.end, _tail(letter, form))
+
+
+def pack_apart(letter: Letter, value: Any) -> tuple[Any, Any]:
+    """As `pack`, in two: a message without the arrays' bytes, and these. Unless all are on one GPU: the message, and None."""
+    form, parts = _parts(value)
+    tail = _tail(letter, form)
+    if not form.end or not on_one_device([part for _, part in parts]):
+        return laid_out(parts, form.end, tail), None
+    return tail, laid_out(parts, form.end)
+
+
+def _parts(value: Any) -> tuple[_Form, list[tuple[slice, View]]]:
     several = isinstance(value, tuple)
     views = [None if item is None else view(item, near=True) for item in (value if several else (value,))]
     form = _form(several, tuple([None if each is None else each.spec for each in views]))
+    return form, [(place, each) for place, each in zip(form.places, views, strict=True) if each is not None]
+
+
+def _tail(letter: Letter, form: _Form) -> Array:
     about = b"\0".join((form.text, letter.wire.encode(), b"%d" % letter.step, letter.pipeline.encode()))
-    tail = np.frombuffer(about + len(about).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
-    parts = [(place, each) for place, each in zip(form.places, views, strict=True) if each is not None]
-    return laid_out(parts, form.end, tail)
+    return np.frombuffer(about + len(about).to_bytes(_LENGTH_BYTES, "little"), np.uint8)
+
+
+def read(message: Array) -> Message:
+    """What a message is about, and holds. Raises CodecError: it is no such message."""
+    try:
+        last = message.size - _LENGTH_BYTES
+        length = int.from_bytes(message[max(last, 0) :].tobytes(), "little")
+        text, wire, step, pipeline = message[max(last - length, 0) : last].tobytes().split(b"\0")
+        form = (_read_before if len(text) <= _FORM_BYTES_MAX else _read)(text)
+        if last - length not in (0, form.end):
+            raise ValueError(f"{message.size} bytes where {form.end + length + _LENGTH_BYTES} are announced")
+        letter = Letter(pipeline.decode(), int(step), wire.decode())
+    except (ValueError, TypeError, IndexError) as problem:
+        raise CodecError(f"a message between stages of {message.size} bytes is none: {problem}") from None
+    return Message(letter, form, message if last - length == form.end else None)
 
 
 def unpack(message: Array, kind: Kind) -> tuple[Letter, Any]:
     """What a message is about, and its value with arrays of this kind, which share its memory where they are on the host.
 
     Raises:
-        CodecError: it is no such message.
+        CodecError: it is no such message, or one without its arrays.
     """
-    try:
-        last = message.size - _LENGTH_BYTES
-        length = int.from_bytes(message[max(last, 0) :].tobytes(), "little")
-        text, wire, step, pipeline = message[max(last - length, 0) : last].tobytes().split(b"\0")
-        form = (_read_before if len(text) <= _FORM_BYTES_MAX else _read)(text)
-        if form.end + length != last:
-            raise ValueError(f"{message.size} bytes where {form.end + length + _LENGTH_BYTES} are announced")
-        letter = Letter(pipeline.decode(), int(step), wire.decode())
-    except (ValueError, TypeError, IndexError) as problem:
-        raise CodecError(f"a message between stages of {message.size} bytes is none: {problem}") from None
-    values = [
-        None if spec is None else _array(message[place], spec, kind)
-        for spec, place in zip(form.specs, form.places, strict=True)
-    ]
-    return letter, tuple(values) if form.several else values[0]
+    found = read(message)
+    if found.data is None:
+        raise CodecError(f"a message between stages of {message.size} bytes has no room for {found.form.end} bytes of arrays")
+    return found.letter, found.value(found.data, kind)
 
 
-def _array(raw: Array, spec: TensorSpec, kind: Kind) -> Any:
+def _array(raw: Any, spec: TensorSpec, kind: Kind) -> Any:
     data = raw.view(spec.dtype.storage).reshape(spec.shape)
-    shared = kind.alias(data, spec)
+    shared = kind.alias(data, spec) if is_host(data) else None
     return kind.wrap(data, spec) if shared is None else shared

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -14,6 +14,7 @@ from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, seconds_of
 from ferrorpc.pipeline.actions import Action, Kind, action
 from ferrorpc.pipeline.batch import cut, join, rows, shares, split
+from ferrorpc.pipeline.direct import lanes_of
 from ferrorpc.pipeline.ends import Ends, Inference, LossFunction, Training
 from ferrorpc.pipeline.exchange import Exchange
 from ferrorpc.pipeline.performer import Performer
@@ -24,7 +25,7 @@ from ferrorpc.pipeline.schedules.schedule import Schedule
 from ferrorpc.pipeline.schedules.simulation import PipelineTimeline
 from ferrorpc.pipeline.stage import Piece
 from ferrorpc.pipeline.ties import Ties
-from ferrorpc.pipeline.wire import Wire, arrivals
+from ferrorpc.pipeline.wire import Wire, arrivals, departures, ways
 from ferrorpc.plans.timeline import Span
 
 MICROBATCHES = 8
@@ -84,12 +85,15 @@ class Pipeline:
         self._group = group
         self._clock = clock
         self._pieces = {number: Piece(each, number) for number, each in zip(numbers, stages, strict=True)}
-        self._actions = self.schedule.with_messages().actions[group.rank]
+        self._rows = self.schedule.with_messages().actions
         self._is_first = 0 in numbers
         self._is_last = self.schedule.virtual_stages - 1 in numbers
         ties = [names if isinstance(names, str) else list(names) for names in tied]
         self._name = _agreed(self.schedule, ties, group)
         self._ties = Ties(ties, self._pieces, self.schedule.placement, group)
+        self._lanes = lanes_of(
+            group, ways(self.schedule.placement, self.schedule.edges), [piece.kind for piece in self._pieces.values()]
+        )
         self._steps = 0
         self._spans: list[Span] = []
         self._peak = 0
@@ -150,7 +154,7 @@ class Pipeline:
             targets = split(target, self.schedule.microbatches, "target")
             ends.expect(targets, shares(targets, reduction, weight), loss_fn)
         self._begin(awaits_backward=False)
-        self._run(self._actions, ends, True, timeout, on_gradients or _nothing)
+        self._run(_any, ends, True, timeout, on_gradients or _nothing)
         return ends.loss
 
     def forward(self, x: Any = None, *, timeout: float | None = None) -> Any:
@@ -167,7 +171,7 @@ class Pipeline:
         ends = Inference(split(x, self.schedule.microbatches, "x") if self._is_first else [])
         keeps = self.schedule.is_forward_first
         self._begin(awaits_backward=keeps)
-        self._run([each for each in self._actions if _is_forward(each)], ends, keeps, timeout)
+        self._run(_is_forward, ends, keeps, timeout)
         if not self._is_last:
             return None
         outputs = [ends.outputs[microbatch] for microbatch in sorted(ends.outputs)]
@@ -210,7 +214,7 @@ class Pipeline:
                     raise UsageError(f"{what} must have the {sum(counts)} rows that forward returned")
             ends.grads = cut(grads, counts)
         self._awaits_backward = False
-        self._run([each for each in self._actions if not _is_forward(each)], ends, True, timeout, on_gradients or _nothing)
+        self._run(_is_backward, ends, True, timeout, on_gradients or _nothing)
 
     def recorded(self) -> PipelineTimeline:
         """What all ranks did in their last step, in seconds from its start. Every rank calls it.
@@ -237,16 +241,20 @@ class Pipeline:
 
     def _run(
         self,
-        actions: Sequence[Action],
+        chosen: Callable[[Action], bool],
         ends: Ends,
         keeps: bool,
         timeout: float | None,
         on_gradients: Callable[[int], None] | None = None,
     ) -> None:
-        """Performs actions; with backwards among them if there is an `on_gradients`."""
+        """Performs the chosen actions; with backwards among them if there is an `on_gradients`."""
         trains = on_gradients is not None
-        coming = arrivals(actions, self.schedule.placement, self.schedule.edges) + self._ties.arrivals() * trains
-        exchange = self._exchange(coming, timeout)
+        rows = [list(filter(chosen, row)) for row in self._rows]
+        actions, placement, edges = rows[self._group.rank], self.schedule.placement, self.schedule.edges
+        coming = arrivals(actions, placement, edges) + self._ties.arrivals() * trains
+        sources = [source for source, _ in self._lanes]
+        orders = {source: departures(rows[source], placement, edges, self._group.rank) for source in sources}
+        exchange = self._exchange(coming, timeout, orders)
 
         def completed(piece: int) -> None:
             self._ties.complete(piece, exchange)
@@ -276,9 +284,11 @@ class Pipeline:
         self._ties.spread(exchange)
         exchange.finish()
 
-    def _exchange(self, coming: Sequence[Wire], timeout: float | None) -> Exchange:
-        seconds = seconds_of(timeout, self._group.timeout)
-        return Exchange(self._group, self.schedule.placement, coming, self._name, self._steps, seconds)
+    def _exchange(
+        self, coming: Sequence[Wire], timeout: float | None, orders: Mapping[int, Iterable[Wire]] | None = None
+    ) -> Exchange:
+        seconds, lanes = seconds_of(timeout, self._group.timeout), {} if orders is None else self._lanes
+        return Exchange(self._group, self.schedule.placement, coming, self._name, self._steps, seconds, lanes, orders or {})
 
     def __repr__(self) -> str:
         pieces = ", ".join(str(number) for number in self._pieces)
@@ -316,6 +326,14 @@ def _agreed(schedule: Schedule, ties: Sequence[str | Sequence[str]], group: Proc
 
 def _nothing(piece: int) -> None:
     """For those who need not know when gradients are complete."""
+
+
+def _any(each: Action) -> bool:
+    return True
+
+
+def _is_backward(each: Action) -> bool:
+    return not _is_forward(each)
 
 
 def _is_forward(each: Action) -> bool:

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from ferrorpc.pipeline.actions import Action, Kind
 from ferrorpc.pipeline.schedules.edges import Edges
-from ferrorpc.pipeline.schedules.lowering import sources_of, takers_of
+from ferrorpc.pipeline.schedules.lowering import Way, sources_of, takers_of
 
 TAGS_FROM: Final = 1 << 61
 """Pipelines' tags begin here, out of the way of the user's own."""
@@ -70,3 +70,14 @@ def arrivals(actions: Sequence[Action], placement: Sequence[int], edges: Edges) 
         for wire in wires_in(each, edges)
         if placement[wire.source] != placement[wire.target]
     ]
+
+
+def departures(actions: Sequence[Action], placement: Sequence[int], edges: Edges, target: int) -> list[Wire]:
+    """What these actions of one rank send to rank `target`, in the order in which they send it."""
+    return [wire for each in actions if each.kind.sends for wire in wires_out(each, edges) if placement[wire.target] == target]
+
+
+def ways(placement: Sequence[int], edges: Edges) -> set[Way]:
+    """Between which ranks anything is sent, by edges: forward, and gradients back."""
+    there = {(placement[source], placement[target]) for source, target in edges.pairs}
+    return {way for source, target in there if source != target for way in ((source, target), (target, source))}

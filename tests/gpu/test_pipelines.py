@@ -16,10 +16,13 @@ import pytest
 
 from ferrorpc import schedules
 from ferrorpc.arrays import staging
+from ferrorpc.arrays.cupy_device import CupyDevice
 from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
+from ferrorpc.errors import FerroError, GroupAbortedError
 from ferrorpc.group import ProcessGroup
+from ferrorpc.pipeline.direct import lanes_of
 from ferrorpc.pipeline.exchange import Exchange
 from ferrorpc.pipeline.messages import Letter, pack, unpack
 from ferrorpc.pipeline.runtime import Pipeline
@@ -27,6 +30,7 @@ from ferrorpc.pipeline.wire import Sort, Wire
 from ferrorpc.testing import run_groups
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.contract.test_pipelines import SCHEDULES
+from tests.gpu.shared_worlds import ipc_backends
 from tests.gpu.worlds import host_lanes, nccl_backends
 from tests.integration.test_grpc_backend import GrpcWorld
 from tests.unit.pipeline.models import Joint, edges_of, one_process, stage_of, ties_of, whole_model
@@ -36,7 +40,7 @@ RANKS = 3
 MICROBATCHES = 7
 STEPS = 3
 ROWS = 2 * MICROBATCHES + 3
-LANES = ["simulated", "grpc", "nccl", "hybrid"]
+LANES = ["simulated", "grpc", "nccl", "hybrid", "cuda_ipc"]
 
 
 @contextmanager
@@ -45,11 +49,20 @@ def groups(cupy: StandIn, lanes: str) -> Iterator[list[ProcessGroup]]:
         with GrpcWorld(RANKS) as world:
             yield [ProcessGroup(backend) for backend in world.backends]
         return
+    if lanes == "cuda_ipc":
+        with ipc_backends(cupy, RANKS) as backends:
+            yield [ProcessGroup(backend) for backend in backends]
+        return
     if lanes == "simulated":
         yield [ProcessGroup(backend) for backend in host_lanes(RANKS)]
         return
     kind = {"nccl": NcclBackend, "hybrid": HybridBackend}[lanes]
     yield [ProcessGroup(backend) for backend in nccl_backends(cupy, RANKS, kind=kind)]
+
+
+def gpu_of(cupy: StandIn, lanes: str, rank: int) -> Any:
+    """A rank's own; where memory is shared, that of all."""
+    return cupy.cuda.Device(0 if lanes == "cuda_ipc" else rank)
 
 
 def order(name: str) -> schedules.Schedule:
@@ -84,7 +97,7 @@ def test_every_schedule_has_the_bits_of_one_process(cupy: StandIn, lanes: str, n
     pieces = schedule.virtual_stages
 
     def body(group: ProcessGroup) -> Any:
-        with cupy.cuda.Device(group.rank), cupy.cuda.Stream(non_blocking=True):
+        with gpu_of(cupy, lanes, group.rank), cupy.cuda.Stream(non_blocking=True):
             stages = {number: moved(cupy, stage_of(number, pieces)) for number in schedule.pieces(group.rank)}
             pipe = Pipeline(list(stages.values()), group, schedule, edges=edges_of(pieces), tied=ties_of(pieces))
             for step in range(STEPS):
@@ -107,7 +120,7 @@ def test_forward_and_backward_called_apart_give_arrays_on_the_gpu(cupy: StandIn,
     schedule = order("gpipe")
 
     def body(group: ProcessGroup) -> Any:
-        with cupy.cuda.Device(group.rank):
+        with gpu_of(cupy, lanes, group.rank):
             stage = moved(cupy, stage_of(group.rank, RANKS))
             pipe = Pipeline(stage, group, schedule, edges=edges_of(RANKS), tied=ties_of(RANKS))
             x, target = (cupy.asarray(each) for each in batch(ROWS))
@@ -133,9 +146,10 @@ def test_a_stage_goes_on_while_its_gpu_has_not_made_what_it_sends(
 
     def body(group: ProcessGroup) -> Any:
         arrivals = wires if group.rank == 1 else []
-        exchange = Exchange(group, range(RANKS), arrivals, "gpipe", 0, 20.0)
         released: list[bool] = []
-        with cupy.cuda.Device(group.rank), cupy.cuda.Stream(non_blocking=True) as stream:
+        with gpu_of(cupy, lanes, group.rank), cupy.cuda.Stream(non_blocking=True) as stream:
+            direct = lanes_of(group, {(0, 1)}, [kind_of(cupy.zeros(1))])
+            exchange = Exchange(group, range(RANKS), arrivals, "gpipe", 0, 20.0, direct, {0: wires})
             if group.rank == 0:
                 stream.fake.enqueue(lambda: bool(released))  # what the stage computes takes long
                 y = cupy.asarray(np.zeros(5000))
@@ -152,6 +166,66 @@ def test_a_stage_goes_on_while_its_gpu_has_not_made_what_it_sends(
         for number, (y, nothing) in enumerate(run_groups(world, body)[1], 1):
             np.testing.assert_array_equal(y, np.full(5000, number))
             assert nothing is None
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_where_a_backend_moves_arrays_from_gpu_to_gpu_stages_send_nothing_through_the_host(
+    cupy: StandIn, lanes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_step: list[int] = []
+    through_host: list[int] = []
+    download = CupyDevice.download
+
+    def noted(self: CupyDevice, target: Any, source: Any, stream: Any) -> None:
+        through_host.extend(source.nbytes for _ in in_step)
+        download(self, target, source, stream)
+
+    def body(group: ProcessGroup) -> None:
+        with gpu_of(cupy, lanes, group.rank), cupy.cuda.Stream(non_blocking=True) as stream:
+            stage = moved(cupy, stage_of(group.rank, RANKS))
+            pipe = Pipeline(stage, group, order("1f1b"), edges=edges_of(RANKS))
+            group.barrier()
+            in_step.append(group.rank)
+            pipe.step(*(cupy.asarray(each) for each in batch(ROWS)), loss_fn=half_square)
+            stream.synchronize()
+
+    monkeypatch.setattr(CupyDevice, "download", noted)
+    with groups(cupy, lanes) as world:
+        run_groups(world, body)
+    assert bool(through_host) == (lanes in ("simulated", "grpc"))
+
+
+class Failing(Joint):
+    """A stage that fails at its third microbatch."""
+
+    left = 2
+
+    def forward(self, x: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise ArithmeticError("no more")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("lanes", ["nccl", "hybrid", "cuda_ipc"])
+@pytest.mark.parametrize("failing", range(RANKS))
+def test_a_stage_that_fails_ends_the_step_of_all(cupy: StandIn, lanes: str, failing: int) -> None:
+    def body(group: ProcessGroup) -> type[BaseException]:
+        with gpu_of(cupy, lanes, group.rank), cupy.cuda.Stream(non_blocking=True) as stream:
+            stage = moved(cupy, stage_of(group.rank, RANKS))
+            if group.rank == failing:
+                stage.__class__ = Failing
+            pipe = Pipeline(stage, group, order("1f1b"), edges=edges_of(RANKS))
+            group.barrier()
+            with pytest.raises((ArithmeticError, FerroError)) as caught:
+                pipe.step(*(cupy.asarray(each) for each in batch(ROWS)), loss_fn=half_square)
+            stream.synchronize()  # nothing waits on the GPU for what does not come any more
+            return caught.type
+
+    with groups(cupy, lanes) as world:
+        found = run_groups(world, body)
+    assert found[failing] is ArithmeticError
+    assert all(issubclass(each, GroupAbortedError) for rank, each in enumerate(found) if rank != failing)
 
 
 def test_arrays_of_several_gpus_and_of_the_host_go_in_one_message(cupy: StandIn) -> None:

@@ -105,7 +105,7 @@ class NcclBackend(RawOperations, Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(device_arrays=True)
+        return Capabilities(device_arrays=True, device_moves=True)
 
     def prepare(self, call: Call) -> Prepared:
         if call.operation is Operation.BARRIER:

@@ -23,11 +23,13 @@ class Sharing:
 
     Args:
         gpu: says which GPU is the calling thread's.
+        gone: raises what the runtime does for a handle whose memory or event is not there any more.
     """
 
-    def __init__(self, machine: Machine, gpu: Callable[[], Gpu]) -> None:
+    def __init__(self, machine: Machine, gpu: Callable[[], Gpu], gone: Callable[[], None]) -> None:
         self._machine = machine
         self._gpu = gpu
+        self._gone = gone
         self._events: dict[int, FakeEvent] = {}
         self._numbers = itertools.count(0x7000)
         self._opened: Counter[int] = Counter()
@@ -66,6 +68,8 @@ class Sharing:
 
     def open_memory(self, handle: bytes) -> int:
         address = int.from_bytes(handle, "little")
+        if address not in self._machine.shared:
+            self._gone()
         self._opened[address] += 1
         return address
 
@@ -80,7 +84,11 @@ class Sharing:
         return self._known(FakeEvent(self._machine))
 
     def open_event(self, handle: bytes) -> int:
-        return self._known(self._events[int.from_bytes(handle, "little")])
+        event = self._events.get(int.from_bytes(handle, "little"))
+        if event is None:
+            self._gone()
+            raise AssertionError("that raises")
+        return self._known(event)
 
     def _known(self, event: FakeEvent) -> int:
         number = next(self._numbers)
