@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -67,3 +70,11 @@ def test_buckets(cupy: StandIn) -> None:
     backend = one_rank.backend_of_one(device_of(cupy, 0), FakeNccl(cupy.machine).api(0))
     with ProcessGroup(backend) as group:
         assert all(np.isfinite(seconds) for seconds in buckets.measure(cupy, group, 1 << 14, 1).values())
+
+
+def test_a_killed_peer() -> None:
+    """With arrays of the host: the processes, the kill and the verdict are real."""
+    command = [sys.executable, "-m", "benchmarks.gpu.killed_peer", "--host", "--backends", "grpc", "--mib", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"grpc +PeerLostError +\d+\.\d", done.stdout)

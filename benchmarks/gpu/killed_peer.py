@@ -1,0 +1,136 @@
+"""One of two processes that share a GPU is killed in the middle of an all_reduce: how long until the other one knows.
+
+    python -m benchmarks.gpu.killed_peer [--backends grpc cuda_ipc] [--mib 16] [--host]
+
+Needs a GPU and CuPy; with --host arrays are NumPy's, and it needs neither (over grpc alone). Nobody reports the death: the two
+are started without `ferrorpc run`, so the coordinator sees a stream end, and waits for its grace. The time is from SIGKILL to
+PeerLostError in the survivor, which then uses its GPU again. Exit code 1 where it took 5 s or more, or ended otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.turns import judged
+from ferrorpc.cli.table import table
+
+SECONDS_MAX = 5.0
+PATIENCE_SECONDS = 120.0
+"""How long the whole may take, the start of two processes with CUDA included."""
+KILLED_AFTER_SECONDS = 1.0
+"""So that all_reduces are well under way."""
+
+
+def survive(backend: str, size_bytes: int, on_host: bool, folder: Path) -> None:
+    """The body of both ranks. Rank 1 is killed; rank 0 writes down what became of it."""
+    import ferrorpc
+
+    device = None if on_host else 0
+    with ferrorpc.init_process_group(backend=backend, device=device) as group:
+        x, settle = arrays(size_bytes, on_host)
+        killed_at = folder / "killed_at"
+        group.all_reduce(x, out=x)
+        settle()
+        if group.rank == 1:
+            threading.Timer(KILLED_AFTER_SECONDS, kill_oneself, (killed_at,)).start()
+        try:
+            while True:
+                group.all_reduce(x, op="mean", out=x)
+                settle()
+        except ferrorpc.FerroError as error:
+            told_at = time.time()
+            found = {"error": type(error).__name__, "seconds": told_at - float(killed_at.read_text())}
+    y, settle = arrays(size_bytes, on_host)
+    y += 1
+    settle()
+    (folder / "found").write_text(json.dumps(found))
+
+
+def arrays(size_bytes: int, on_host: bool) -> tuple[Any, Any]:
+    """An array of so many bytes, and what waits for the GPU."""
+    zeros = np.zeros(size_bytes // 4, np.float32)
+    if on_host:
+        return zeros, lambda: None
+    import cupy
+
+    return cupy.asarray(zeros), cupy.cuda.get_current_stream().synchronize
+
+
+def kill_oneself(killed_at: Path) -> None:
+    """Now, and says when."""
+    killed_at.write_text(repr(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def measure(backend: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the survivor wrote down: "error" and "seconds"; without seconds where it wrote nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        ports = free_ports(2)
+        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ports[0], "FERRORPC_PORT": ports[1]}
+        command = [sys.executable, "-m", "benchmarks.gpu.killed_peer", "--backends", backend, "--mib", f"{arguments.mib:g}"]
+        command += ["--folder", folder, *["--host"] * arguments.host]
+        ranks = [
+            subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(2)
+        ]
+        try:
+            ranks[0].wait(PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return {"error": f"nothing in {PATIENCE_SECONDS:g} s"}
+        finally:
+            for each in ranks:
+                each.kill()
+                each.wait()
+        found = Path(folder, "found")
+        if not found.exists():
+            return {"error": f"the survivor ended with {ranks[0].returncode}"}
+        outcome: dict[str, Any] = json.loads(found.read_text())
+        return outcome
+
+
+def free_ports(count: int) -> list[str]:
+    """That nobody listens on now."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [str(each.getsockname()[1]) for each in listeners]
+    finally:
+        for each in listeners:
+            each.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="How long a killed peer holds up the survivor.")
+    parser.add_argument("--backends", nargs="+", default=["grpc", "cuda_ipc"])
+    parser.add_argument("--mib", type=float, default=16)
+    parser.add_argument("--host", action="store_true", help="arrays of NumPy's, and no GPU")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.folder is not None:
+        survive(arguments.backends[0], int(arguments.mib * (1 << 20)), arguments.host, arguments.folder)
+        return
+    found = {backend: measure(backend, arguments) for backend in arguments.backends}
+    rows = [[backend, each["error"], f"{each['seconds']:.2f}" if "seconds" in each else "-"] for backend, each in found.items()]
+    print(table(["a peer killed", "the survivor's error", "s"], rows, right=frozenset("s")))
+    targets = {
+        f"the survivor on {backend} has PeerLostError within {SECONDS_MAX:g} s": each["error"] == "PeerLostError"
+        and each.get("seconds", SECONDS_MAX) < SECONDS_MAX
+        for backend, each in found.items()
+    }
+    sys.exit(judged(targets))
+
+
+if __name__ == "__main__":
+    main()
