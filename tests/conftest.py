@@ -1,6 +1,7 @@
 """ferrorpc comes first: it sets what gRPC reads when it is imported, and tests import gRPC in any order."""
 
 import gc
+import os
 import signal
 
 import pytest
@@ -16,6 +17,10 @@ for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
 
+
+# Threads of OpenBLAS spin for a while after they are made, and after each product, before they sleep; at once is soon enough.
+# Of the processor time of `import numpy` on four cores that was two thirds, in each of the processes that tests start.
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
 # Machines are slow at times: that fails no test.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

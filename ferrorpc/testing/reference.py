@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from importlib.util import find_spec
+from math import prod
 from typing import Any, Final
 
 import numpy as np
@@ -41,7 +42,12 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def values(dtype: DType, shape: int | tuple[int, ...], rank: int, salt: int = 0) -> Array:
-    """An array that is different for every rank and salt, and the same whenever it is asked for."""
+    """An array that is different for every rank and salt, and the same whenever it is asked for; the caller's own."""
+    count = shape if isinstance(shape, int) else prod(shape)
+    return (_seldom_drawn if count > _MANY else _often_drawn)(dtype, shape, rank, salt).copy()
+
+
+def _drawn(dtype: DType, shape: int | tuple[int, ...], rank: int, salt: int) -> Array:
     chance = np.random.default_rng([rank, salt, int(dtype)])
     target = numpy_dtype(dtype)
     if dtype is DType.BOOL:
@@ -53,6 +59,12 @@ def values(dtype: DType, shape: int | tuple[int, ...], rank: int, salt: int = 0)
     if dtype.is_complex:
         return (real + 1j * chance.standard_normal(shape)).astype(target)
     return real.astype(target)
+
+
+_MANY: Final = 4096
+"""Elements. Of larger arrays fewer are kept."""
+_often_drawn = lru_cache(4096)(_drawn)
+_seldom_drawn = lru_cache(16)(_drawn)
 
 
 def reduced(arrays: Sequence[Array], op: ReduceOp, dtype: DType) -> Array:

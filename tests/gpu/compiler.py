@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from functools import cache
 from typing import Any, Final
 
 import pytest
@@ -13,8 +14,9 @@ _SECTION_HEADER: Final = struct.Struct("<IIQQQQ")
 """Of ELF64: name, type, flags, address, offset, size; more follows."""
 
 
+@cache
 def compiled(architecture: str, *more: str, text: str | None = None) -> bytes:
-    """A cubin of the library's kernels, or of another text, for an architecture such as "sm_90".
+    """A cubin of the library's kernels, or of another text, for an architecture such as "sm_90". Seconds, the first time.
 
     Skips the test where there is no NVRTC, and fails it with NVRTC's words.
     """
