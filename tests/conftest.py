@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -39,6 +40,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    settle()
+    gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """What a file has imported stays, too: it would be searched in every later test that collects garbage."""
+    done = yield
+    if nextitem is not None and nextitem.path != item.path:
+        settle()
+    return done
+
+
+def settle() -> None:
+    """Garbage goes; what is left is not searched again."""
     gc.collect()
     gc.freeze()
-    gc.enable()

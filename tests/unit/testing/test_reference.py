@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ferrorpc.testing.reference import check_list, check_near, check_same
+from ferrorpc.testing.reference import check_list, check_near, check_same, values
+from ferrorpc.types import DType
 
 ONES = np.ones(3, np.float32)
 
@@ -35,3 +36,12 @@ def test_a_list_is_as_long_as_expected_and_says_which_item_differs():
             check_list(wrong, [ONES, ONES])
     with pytest.raises(AssertionError, match="item 1"):
         check_list([ONES, ONES + 1], [ONES, ONES])
+
+
+@pytest.mark.parametrize("count", [3, 10_000])
+def test_arrays_are_the_callers_own_and_the_same_whenever_asked_for(count: int) -> None:
+    first = values(DType.FLOAT32, count, rank=1)
+    as_drawn = first.copy()
+    first[...] = 0
+    check_same(values(DType.FLOAT32, count, rank=1), as_drawn)
+    assert as_drawn.tobytes() != values(DType.FLOAT32, count, rank=2).tobytes()

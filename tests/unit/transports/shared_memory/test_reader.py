@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -57,6 +58,15 @@ class Ends:
             self.thread.join(SECONDS)
         self.reader.close()
         self.other.close()
+
+
+@pytest.fixture
+def _many_switches() -> Iterator[None]:
+    """Threads interrupt each other often, and none waits long for the interpreter."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture
@@ -151,6 +161,7 @@ def test_one_who_attends_does_not_do_so_for_ever() -> None:
         assert 1 <= len(ends.heard) <= 4
 
 
+@pytest.mark.usefixtures("_many_switches")
 def test_several_who_wait_and_the_reader_thread_hand_on_everything_in_order(ends: Ends) -> None:
     count = 3000
     ends.thread.start()
