@@ -43,7 +43,7 @@ def test_torch_weights_are_those_of_one_process(name: str, ranks: int, lane: str
     finally:
         torch.set_num_threads(threads)
     pipelined = {number: block for blocks in held for number, block in blocks.items()}
-    for number, block in enumerate(one_torch_process(schedule, 17, schedule.microbatches, steps=2)):
+    for number, block in enumerate(one_torch_process(schedule.virtual_stages, 17, schedule.microbatches, steps=2)):
         for found, wanted in zip(pipelined[number].parameters(), block.parameters(), strict=True):
             assert (found - wanted).norm() <= 1e-6 * wanted.norm()
             assert (found.grad - wanted.grad).norm() <= 1e-6 * wanted.grad.norm()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from ferrorpc import schedules
@@ -52,9 +54,10 @@ def batch(rows: int, seed: int):
 loss_of = nn.functional.mse_loss
 
 
-def one_process(schedule, rows: int, microbatches: int, steps: int) -> nn.Sequential:
-    """Microbatches one after the other, the loss of each by its share of the batch."""
-    alone = nn.Sequential(*(Block(number) for number in range(schedule.virtual_stages)))
+@cache
+def one_process(blocks: int, rows: int, microbatches: int, steps: int) -> nn.Sequential:
+    """Microbatches one after the other, the loss of each by its share of the batch. Schedules of as many stages share it."""
+    alone = nn.Sequential(*(Block(number) for number in range(blocks)))
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.02)
     for step in range(steps):
         optimizer.zero_grad()
@@ -85,7 +88,7 @@ def test_steps_are_those_of_one_process(name: str, stages: int):
     results = run_world(stages, body, faults=FaultPlan(delay_seconds=(0.0, 0.05)))
     pipelined = {number: block for blocks in results for number, block in blocks.items()}
     for microbatches, tolerance in ((schedule.microbatches, 1e-6), (1, 1e-4)):
-        for number, block in enumerate(one_process(schedule, 17, microbatches, STEPS[stages])):
+        for number, block in enumerate(one_process(schedule.virtual_stages, 17, microbatches, STEPS[stages])):
             for found, wanted in zip(pipelined[number].parameters(), block.parameters(), strict=True):
                 assert (found - wanted).norm() <= tolerance * wanted.norm()
                 assert (found.grad - wanted.grad).norm() <= tolerance * wanted.grad.norm()
