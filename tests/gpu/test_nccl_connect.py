@@ -199,6 +199,29 @@ def test_subgroups_and_streams_are_split_off_without_an_id(cupy: StandIn) -> Non
     assert nccl.minted == 1
 
 
+@pytest.mark.parametrize("meets", ["at once", "in its wait"])
+def test_a_division_that_the_end_of_the_generation_meets_raises_its_cause(
+    cupy: StandIn, meets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The communicator is aborted then, and NCCL says no more than that."""
+    backend, _ = nccl_backends(cupy, 2)
+    parent = backend.site.program.communicator
+
+    def end() -> None:
+        if not parent.aborted:
+            parent.abort()
+            backend.latch.trip(PeerLostError(1, "its session ended"))
+
+    if meets == "at once":
+        end()
+    else:
+        state = parent.state
+        monkeypatch.setattr(parent, "state", lambda: (end(), state())[1])
+    connector = Connector(backend.api, backend.session, contextlib.nullcontext, INIT, VERDICT)
+    with pytest.raises(PeerLostError):
+        connector.split(parent, "subgroup 5", [0, 1], 0)
+
+
 def test_where_the_library_cannot_split_subgroups_get_an_id_of_their_own(cupy: StandIn) -> None:
     nccl = FakeNccl(cupy.machine, version=21700)
     backends = nccl_backends(cupy, 2, nccl)

@@ -98,15 +98,18 @@ class Connector:
 
         Raises:
             NcclError: it did not come about in time, or NCCL refused.
+            FerroError: the cause that ended the generation.
         """
-        with self._on_device():
-            child = parent.split(None if group_rank is None else 0, group_rank or 0)
+        child = None
         try:
+            with self._on_device():
+                child = parent.split(None if group_rank is None else 0, group_rank or 0)
             self._await(parent, label)
             if child is not None:
                 self._await(child, f"{label} of ranks {list(ranks)}")
         except FerroError:
             self.give_up(child)
+            self._session.membership.latch.check()  # a communicator that was aborted says only that
             raise
         return child
 
