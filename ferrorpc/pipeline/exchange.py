@@ -58,7 +58,7 @@ class Exchange:
         self._seconds = seconds
         self._waiting = deque(arrivals)
         self._expected: dict[Wire, Expected] = {}
-        self._sends: list[tuple[Wire, Work[Any]]] = []
+        self._sends: deque[tuple[Wire, Work[Any]]] = deque()
         self._outgoing = {target: lane for (_, target), lane in lanes.items() if target != group.rank}
         self._incoming = {
             source: direct.Incoming(lane, orders[source]) for (source, _), lane in lanes.items() if source != group.rank
@@ -75,6 +75,8 @@ class Exchange:
         if lane is not None and arrays is not None:
             works.append(direct.send(lane, arrays))
         self._sends += [(wire, _seen(work)) for work in works if not work.done()]
+        while self._sends and self._sends[0][1].done():  # which keeps what it sent
+            self._sends.popleft()
 
     def receive(self, wire: Wire, kind: ArrayKind) -> Any:
         """The value of a wire, with arrays of this kind. Wires are received in the order that was announced.
@@ -90,7 +92,7 @@ class Exchange:
         else:
             message, work = incoming.reach(wire, kind, self._read)
         if work is None:
-            return message.value(message.data, kind)
+            return message.value(message.whole, kind)
         return message.value(self._awaited(work, f"{wire} of rank {self._group.world_ranks[source]}", source), kind)
 
     def _read(self, wire: Wire) -> Message:

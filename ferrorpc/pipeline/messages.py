@@ -82,6 +82,13 @@ class Message(NamedTuple):
     data: Array | None
     """The arrays' bytes; None where they come by another way."""
 
+    @property
+    def whole(self) -> Array:
+        """The arrays' bytes, of a message that has to hold them. Raises CodecError."""
+        if self.data is None:
+            raise CodecError(f"a message between stages, of {self.letter.wire}, lacks its {self.form.end} bytes of arrays")
+        return self.data
+
     def value(self, data: Any, kind: Kind) -> Any:
         """The value with arrays of this kind. Where these and `data` (the arrays' bytes) are on the host, they share memory."""
         values = [
@@ -147,9 +154,7 @@ def unpack(message: Array, kind: Kind) -> tuple[Letter, Any]:
         CodecError: it is no such message, or one without its arrays.
     """
     found = read(message)
-    if found.data is None:
-        raise CodecError(f"a message between stages of {message.size} bytes has no room for {found.form.end} bytes of arrays")
-    return found.letter, found.value(found.data, kind)
+    return found.letter, found.value(found.whole, kind)
 
 
 def _array(raw: Any, spec: TensorSpec, kind: Kind) -> Any:

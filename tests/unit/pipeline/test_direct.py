@@ -10,8 +10,9 @@ import pytest
 
 from ferrorpc import schedules
 from ferrorpc.arrays.kinds import NUMPY
+from ferrorpc.errors import CodecError
 from ferrorpc.pipeline.direct import Incoming, lanes_of
-from ferrorpc.pipeline.messages import Letter, Message, pack, pack_apart, read
+from ferrorpc.pipeline.messages import Letter, Message, pack, pack_apart, read, unpack
 from ferrorpc.pipeline.schedules.edges import Edges
 from ferrorpc.pipeline.wire import Sort, Wire, departures, ways
 from ferrorpc.testing import run_world
@@ -54,6 +55,12 @@ def test_everything_up_to_what_is_needed_is_begun_in_the_order_in_which_it_is_se
     assert incoming.reach(WIRES[1], NUMPY, read_one)[1] == "work 1"
     assert incoming.reach(WIRES[3], NUMPY, read_one)[1] == "work 3"
     assert asked == [0, 1, 2, 3]
+
+
+def test_a_message_without_its_arrays_is_refused_where_nothing_else_comes() -> None:
+    whole = pack(Letter("p", 1, "0SEND_F0"), np.zeros(3))
+    with pytest.raises(CodecError, match="0SEND_F0, lacks its 24 bytes"):
+        unpack(whole[24:], NUMPY)
 
 
 @pytest.mark.parametrize("value", [None, np.zeros(3), (np.zeros(3), None), np.zeros(0), ()])
