@@ -69,7 +69,9 @@ class Piece:
         parameters, first = getattr(self._stage, "parameters", None), getattr(self._stage, "like", None)
         if first is None and callable(parameters):
             first = next(iter(parameters()), None)
-        return NUMPY if first is None else kind_of(getattr(first, "data", first))
+        known = NUMPY if first is None else kind_of(first)
+        # Parameters have their array in `data`; so have arrays themselves, but there it is only their memory.
+        return kind_of(getattr(first, "data", None)) if known is NUMPY else known
 
     def named_parameters(self) -> dict[str, Any]:
         """Its parameters by name; by their place ("0", "1", ...) where the stage has only parameters(); none where it has

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.gpu import buckets, copies, one_rank, shared_gpu, staged_pair, turns
+from benchmarks.gpu import buckets, copies, one_rank, shared_gpu, stage_pair, staged_pair, turns
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -70,6 +70,20 @@ def test_buckets(cupy: StandIn) -> None:
     backend = one_rank.backend_of_one(device_of(cupy, 0), FakeNccl(cupy.machine).api(0))
     with ProcessGroup(backend) as group:
         assert all(np.isfinite(seconds) for seconds in buckets.measure(cupy, group, 1 << 14, 1).values())
+
+
+@pytest.mark.shared_memory
+@pytest.mark.parametrize("apart", [True, False], ids=["cuda_ipc", "host lanes"])
+def test_a_pair_of_stages(cupy: StandIn, apart: bool) -> None:
+    def body(group: ProcessGroup) -> float:
+        with cupy.cuda.Device(0), cupy.cuda.Stream(non_blocking=True):
+            return stage_pair.measure(cupy, group, 1 << 12, 3, 1)
+
+    if not apart:
+        assert min(run_world(2, body, clock=SYSTEM_CLOCK)) > 0
+        return
+    with ipc_backends(cupy, 2) as backends:
+        assert min(run_groups([ProcessGroup(backend) for backend in backends], body)) > 0
 
 
 def test_a_killed_peer() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from ferrorpc.pipeline.direct import lanes_of
 from ferrorpc.pipeline.exchange import Exchange
 from ferrorpc.pipeline.messages import Letter, pack, unpack
 from ferrorpc.pipeline.runtime import Pipeline
+from ferrorpc.pipeline.stage import Piece
 from ferrorpc.pipeline.wire import Sort, Wire
 from ferrorpc.testing import run_groups
 from ferrorpc.testing.gpu.stand_in import StandIn
@@ -237,3 +239,13 @@ def test_arrays_of_several_gpus_and_of_the_host_go_in_one_message(cupy: StandIn)
     assert found == letter
     for value, wanted in zip(values, (np.arange(3, dtype=np.int16), np.arange(7.0), here), strict=True):
         np.testing.assert_array_equal(value, wanted)
+
+
+@pytest.mark.parametrize("shown", ["like", "parameters", "parameters with data"])
+def test_a_stage_shows_on_which_gpu_it_computes(cupy: StandIn, shown: str) -> None:
+    array = cupy.zeros(3)
+    stage = Joint(0, 1, 1)
+    stage.parameters = lambda: iter([SimpleNamespace(data=array) if "data" in shown else array])
+    if shown == "like":
+        stage.like = array
+    assert Piece(stage, 0).kind is kind_of(array)
