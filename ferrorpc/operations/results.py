@@ -33,7 +33,7 @@ class Result(ABC):
 
     @abstractmethod
     def give(self, arrays: Sequence[Array], specs: Sequence[TensorSpec], label: object) -> Any:
-        """What the caller gets, from the arrays of a complete operation, which `label` becomes the name of where it is printed.
+        """What the caller gets, from the arrays of a complete operation. `label`: whose text names it, made only for an error.
 
         Raises:
             TensorMismatchError: what came does not fit `out`.

@@ -23,10 +23,10 @@ class Sharing:
 
     Args:
         gpu: says which GPU is the calling thread's.
-        gone: raises what the runtime does for a handle whose memory or event is not there any more.
+        gone: what the runtime raises for a handle whose memory or event is not there any more.
     """
 
-    def __init__(self, machine: Machine, gpu: Callable[[], Gpu], gone: Callable[[], None]) -> None:
+    def __init__(self, machine: Machine, gpu: Callable[[], Gpu], gone: Callable[[], Exception]) -> None:
         self._machine = machine
         self._gpu = gpu
         self._gone = gone
@@ -69,7 +69,7 @@ class Sharing:
     def open_memory(self, handle: bytes) -> int:
         address = int.from_bytes(handle, "little")
         if address not in self._machine.shared:
-            self._gone()
+            raise self._gone()
         self._opened[address] += 1
         return address
 
@@ -86,8 +86,7 @@ class Sharing:
     def open_event(self, handle: bytes) -> int:
         event = self._events.get(int.from_bytes(handle, "little"))
         if event is None:
-            self._gone()
-            raise AssertionError("that raises")
+            raise self._gone()
         return self._known(event)
 
     def _known(self, event: FakeEvent) -> int:
