@@ -132,8 +132,13 @@ class Kind(ABC):
         """The way of a device's arrays to the host and back."""
         raise AssertionError(f"{self.name} arrays are on the host already")
 
+    @property
+    def near(self) -> Kind:
+        """The kind as which arrays of this one are seen where they are: `view_near` and `out_near` give its arrays."""
+        return self
+
     def home(self, data: Any, spec: TensorSpec) -> np.ndarray[Any, Any]:
-        """A copy on the host of a device array of this kind, in storage dtype."""
+        """A copy on the host of a device array, as `view_near` gives them, in storage dtype."""
         raise AssertionError(f"{self.name} arrays are on the host already, {spec} too")
 
     @abstractmethod

@@ -3,6 +3,8 @@
 Written against CuPy 14 (`cupy.cuda.runtime.memcpyAsync`, `Stream`, `Event`, `alloc_pinned_memory`), some of whose ways decide
 how it has to be used. The null stream is 0 on every GPU, so who uses it says on which. `with stream:` forgets a stream that the
 program made current by `use()`. `Event.done` says no for ever once the GPU has failed.
+
+The caller's stream is CuPy's current one, or torch's where CuPy's is the null stream, in which it works unless told otherwise.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import numpy as np
 from ferrorpc.arrays.cupy_sharing import CupySharing
 from ferrorpc.arrays.device import DeviceArray, Event, Stream
 from ferrorpc.arrays.staging import Staging
+from ferrorpc.arrays.torch_stream import current_of_torch
 from ferrorpc.errors import BackendUnavailableError, UsageError
 from ferrorpc.kernels.cuda.folds import Folds
 from ferrorpc.kernels.cuda.launcher import DeviceKernels
@@ -145,8 +148,17 @@ class CupyDevice:
         """CuPy's events of this GPU that mark nothing."""
 
     def here(self) -> Any:
-        """A context in which it is the current device: none where it is so already, as CuPy's costs more than most calls."""
+        """A context in which it is the current device: none where it is so already, as CuPy's costs more than most calls.
+        torch's stream, where that is the caller's, is current there in CuPy too."""
+        followed = current_of_torch(self.index)
+        if followed and not self.cupy.cuda.get_current_stream(self.index).ptr:
+            return self._following(followed)
         return _AS_IT_IS if self._current_index() == self.index else self.cupy.cuda.Device(self.index)
+
+    @contextmanager
+    def _following(self, pointer: int) -> Iterator[None]:
+        with self.cupy.cuda.Device(self.index), _as_current(self.adopt(pointer)):
+            yield
 
     def event(self) -> CupyEvent:
         """One that marks nothing yet, and streams of this GPU alone."""
@@ -228,6 +240,21 @@ class CupyDevice:
         """As `Device.empty`."""
         with self.here(), nullcontext() if stream is None else _as_current(stream):
             return self.cupy.empty(tuple(shape), storage)
+
+    def over(
+        self, address: int, shape: Sequence[int], storage: np.dtype[Any], strides: Sequence[int], owner: object
+    ) -> DeviceArray:
+        """An array over memory of this GPU that something else owns, and which is kept as long as the array.
+
+        Args:
+            strides: in bytes, none of them negative.
+        """
+        shape, cuda = tuple(shape), self.cupy.cuda
+        if 0 in shape:
+            return self.empty(shape, storage)
+        extent = storage.itemsize + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
+        memory = cuda.UnownedMemory(address, extent, owner, self.index)
+        return self.cupy.ndarray(shape, storage, cuda.MemoryPointer(memory, 0), tuple(strides))
 
     def pointer(self, array: DeviceArray) -> int:
         """As `Device.pointer`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -66,15 +67,13 @@ class CupyKind(Kind):
         fit(self.spec(x), spec)
 
         def store(data: np.ndarray[Any, Any]) -> None:
-            self._assign(x, self.staging.up(data), spec)
+            self.assign(_stored(x, spec.dtype), self.staging.up(data))
 
         return Out(x, spec, None, store)
 
     def out_near(self, x: Any, spec: TensorSpec) -> Out:
         fit(self.spec(x), spec)
-        if x.size and any(stride == 0 and count > 1 for stride, count in zip(x.strides, x.shape, strict=True)):
-            raise TensorMismatchError("out has elements that share memory (it was broadcast)", hint="pass a copy of it")
-        return NearOut(self, x, spec)
+        return NearOut(self, x, _stored(x, spec.dtype), spec)
 
     def wrap(self, data: Any, spec: TensorSpec) -> Any:
         near = self.staging.up(data) if isinstance(data, np.ndarray) else data
@@ -90,21 +89,38 @@ class CupyKind(Kind):
         """A copy on the host of an array of this device, in storage dtype."""
         return self.staging.down(data).reshape(spec.shape)
 
-    def _assign(self, x: Any, data: DeviceArray, spec: TensorSpec) -> None:
+    def assign(self, target: DeviceArray, data: DeviceArray) -> None:
+        """target[...] = data, as many elements of one storage dtype, in the current stream."""
         with self.device.here():
-            _stored(x, spec.dtype)[...] = data.reshape(spec.shape)
+            target[...] = data.reshape(target.shape)
+
+
+@lru_cache(maxsize=64)
+def cupy_kind(device: int) -> CupyKind:
+    """The kind of the arrays on the GPU with this number; the same object each time."""
+    return CupyKind(device)
 
 
 class NearOut(Out):
-    """A CuPy array that results are written to where it is."""
+    """An array of a GPU that results are written to where it is.
 
-    __slots__ = ("_home", "_kind")
+    Args:
+        given: the caller's.
+        stored: the same memory, as a CuPy array of `kind`'s in storage dtype.
 
-    def __init__(self, kind: CupyKind, given: Any, spec: TensorSpec) -> None:
+    Raises:
+        TensorMismatchError: its elements cannot be written each on its own.
+    """
+
+    __slots__ = ("_home", "_kind", "_stored")
+
+    def __init__(self, kind: CupyKind, given: Any, stored: Any, spec: TensorSpec) -> None:
+        if stored.size and any(stride == 0 and count > 1 for stride, count in zip(stored.strides, stored.shape, strict=True)):
+            raise TensorMismatchError("out has elements that share memory (it was broadcast)", hint="pass a copy of it")
         self.given = given
         self.spec = spec
         self._kind = kind
-        stored = _stored(given, spec.dtype)
+        self._stored = stored
         self._home = None if stored.flags.c_contiguous else kind.device.current()
         """Where `data` is a scratch: the stream that its memory goes back to."""
         self.data = stored if self._home is None else kind.device.empty(spec.shape, spec.dtype.storage, self._home)
@@ -112,7 +128,7 @@ class NearOut(Out):
     def commit(self) -> Any:
         """Brings what was written to `data` into the caller's array, in the current stream."""
         if self._home is not None:
-            self._kind._assign(self.given, self.data, self.spec)
+            self._kind.assign(self._stored, self.data)
             stream = self._kind.device.current()
             if stream.pointer != self._home.pointer:
                 self._home.wait(stream.record())
@@ -120,7 +136,7 @@ class NearOut(Out):
 
     def touches(self, view: View) -> bool:
         """As `Out.touches`."""
-        theirs, mine = view.device_origin, self.given
+        theirs, mine = view.device_origin, self._stored
         if theirs is None or not mine.size or not theirs.size:
             return False
         (low, high), (first, last) = _extent(mine), _extent(theirs)
@@ -128,7 +144,7 @@ class NearOut(Out):
 
     def shares(self, view: View) -> bool:
         """Whether this is exactly the memory of `view`. Raises UsageError when it overlaps that in part."""
-        theirs, mine = view.device_origin, self.given
+        theirs, mine = view.device_origin, self._stored
         if theirs is None:
             return False
         if (mine.data.ptr, mine.strides, mine.shape) == (theirs.data.ptr, theirs.strides, theirs.shape):

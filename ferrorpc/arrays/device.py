@@ -55,7 +55,7 @@ class Device(Protocol):
         """It is the calling thread's current device from now on."""
 
     def here(self) -> AbstractContextManager[Any]:
-        """A context in which it is the calling thread's current device."""
+        """A context in which it is the calling thread's current device, for what is done in the caller's stream."""
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """A context in which it is the calling thread's current device, and the stream its current one."""

@@ -1,8 +1,8 @@
 """The only place that tells NumPy, CuPy and torch apart.
 
 Everything a user passes goes in through `view` or `view_out` and comes back through the kind it came with. Other libraries'
-arrays that speak DLPack are read, and NumPy comes back. Neither torch nor CuPy is ever imported: an object of theirs shows
-that the caller has done so.
+arrays that speak DLPack are read, and NumPy comes back. Neither torch nor CuPy is imported unasked: an object of theirs shows
+that the caller has done so. But CuPy is where torch's tensors are on a GPU, which it sees for us.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any, Final
 import numpy as np
 
 from ferrorpc.arrays.base import Kind, Out, View
-from ferrorpc.arrays.cupy_kind import CupyKind, is_cupy_array
+from ferrorpc.arrays.cupy_kind import CupyKind, cupy_kind, is_cupy_array
 from ferrorpc.arrays.device import is_host
 from ferrorpc.arrays.numpy_kind import NUMPY
 from ferrorpc.arrays.staging import Staging
+from ferrorpc.arrays.torch_gpu_kind import gpu_kind_of
 from ferrorpc.arrays.torch_kind import TorchKind, is_tensor
 from ferrorpc.errors import UsageError
 from ferrorpc.types import TensorSpec, dtype_of
@@ -31,6 +32,7 @@ __all__ = [
     "copy_into",
     "copy_of",
     "given_back",
+    "gpu_of",
     "kind_of",
     "laid_out",
     "on_one_device",
@@ -51,8 +53,14 @@ def kind_of(x: Any) -> Kind:
     if is_tensor(x):
         return _torch_kind(x.device)
     if is_cupy_array(x):
-        return _cupy_kind(x.device.id)
+        return cupy_kind(x.device.id)
     return NUMPY
+
+
+def gpu_of(x: Any) -> CupyKind | None:
+    """The kind of CuPy arrays as which x is seen where it is, if that is a GPU; None where it is on the host."""
+    near = kind_of(x).near
+    return near if isinstance(near, CupyKind) else None
 
 
 def view(x: Any, near: bool = False) -> View:
@@ -127,7 +135,7 @@ def given_back(kind: Kind, data: Any, spec: TensorSpec) -> Any:
     if isinstance(data, np.ndarray):
         return kind.wrap(data, spec)
     where = kind_of(data)
-    return kind.wrap(data if where is kind else where.home(data, spec), spec)
+    return kind.wrap(data if where is kind.near else where.home(data, spec), spec)
 
 
 def copy_into(target: Any, source: Any) -> None:
@@ -156,9 +164,4 @@ def spec_of(x: Any) -> TensorSpec:
 
 @lru_cache(maxsize=64)
 def _torch_kind(device: Any) -> TorchKind:
-    return TorchKind(device)
-
-
-@lru_cache(maxsize=64)
-def _cupy_kind(device: int) -> CupyKind:
-    return CupyKind(device)
+    return gpu_kind_of(device) or TorchKind(device)

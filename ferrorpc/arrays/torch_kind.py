@@ -1,7 +1,7 @@
 """PyTorch tensors. torch is never imported here: who passes a tensor has done so.
 
-Host tensors are read and written in place; tensors on a device are copied through the host. bfloat16, which NumPy lacks, is
-seen through a 16-bit view.
+Host tensors are read and written in place; tensors elsewhere are copied through the host, by torch, unless they are where CuPy
+can see them (torch_gpu_kind.py). bfloat16, which NumPy lacks, is seen through a 16-bit view.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class TorchKind(Kind):
 
     def out(self, x: Any, spec: TensorSpec) -> Out:
         fit(self.spec(x), spec)
-        if x.is_conj() or x.is_neg():
-            raise TensorMismatchError("out is a lazily conjugated or negated view", hint="pass x.resolve_conj().resolve_neg()")
+        check_writable(x)
         if not self._on_host:
             return Out(x, spec, None, lambda data: x.copy_(_tensor(data, spec)))
         origin = _host_array(x)
@@ -84,6 +83,12 @@ class TorchKind(Kind):
     def empty_beside(self, x: Any, spec: TensorSpec) -> Any:
         torch = sys.modules["torch"]
         return torch.empty_like(x.detach(), dtype=getattr(torch, spec.dtype.label))
+
+
+def check_writable(x: Any) -> None:
+    """Raises TensorMismatchError where what is written to a tensor's memory is not what is read from it."""
+    if x.is_conj() or x.is_neg():
+        raise TensorMismatchError("out is a lazily conjugated or negated view", hint="pass x.resolve_conj().resolve_neg()")
 
 
 def _host_array(x: Any) -> np.ndarray[Any, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ferrorpc.arrays.cupy_device import CupyDevice, open_device
+from ferrorpc.arrays.torch_stream import uses_gpus
 from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
@@ -40,12 +41,12 @@ def device_for(asked: int | None, local_rank: int | None) -> CupyDevice:
 
 
 def take(asked: int | None, local_rank: int | None) -> None:
-    """Makes this rank's GPU CuPy's current one, in programs that have imported CuPy, whatever carries its arrays.
+    """Makes this rank's GPU the current one, in programs that work on GPUs, whatever carries their arrays.
 
     Raises:
         BackendUnavailableError: there is no such GPU, and it was asked for.
     """
-    if "cupy" not in sys.modules:
+    if not _works_on_gpus():
         return
     try:
         device_for(asked, local_rank).make_current()
@@ -57,14 +58,14 @@ def take(asked: int | None, local_rank: int | None) -> None:
 def said_at_join(backend: str, asked: int | None, local_rank: int | None) -> dict[str, str]:
     """What a member says of its GPU, as labels: nothing where it will not use one.
 
-    "auto" looks for a GPU only in programs that have imported CuPy: others have no arrays for it.
+    "auto" looks for a GPU only in programs that work on GPUs: others have no arrays for it.
 
     Raises:
         BackendUnavailableError: the backend needs a GPU, and what is missing is named with the command that installs it.
     """
     if backend == "cuda_ipc":
         return {_GPU: device_for(asked, local_rank).uuid}
-    if backend not in NEEDING and not (backend == "auto" and "cupy" in sys.modules):
+    if backend not in NEEDING and not (backend == "auto" and _works_on_gpus()):
         return {}
     try:
         return {_GPU: device_for(asked, local_rank).uuid, _NCCL: str(open_nccl().version)}
@@ -75,12 +76,17 @@ def said_at_join(backend: str, asked: int | None, local_rank: int | None) -> dic
         return {}
 
 
+def _works_on_gpus() -> bool:
+    """Whether the program has imported CuPy, or begun to use a GPU through torch."""
+    return "cupy" in sys.modules or uses_gpus()
+
+
 def why_not(peers: Sequence[Peer]) -> str:
     """Why these members cannot use NCCL together, in words; empty where they can."""
     labels = [dict(peer.labels) for peer in peers]
     without = [str(rank) for rank, label in enumerate(labels) if _GPU not in label]
     if without:
-        return f"ranks {', '.join(without)} have no GPU that CuPy and NCCL can use, or have not imported CuPy"
+        return f"ranks {', '.join(without)} have no GPU that CuPy and NCCL can use, or had not begun to use one"
     try:
         judge(
             [

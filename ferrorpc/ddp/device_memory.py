@@ -36,7 +36,7 @@ class Gpu:
     """What the buckets on one GPU have in common.
 
     Args:
-        kind: of the arrays there.
+        kind: of CuPy arrays there.
         clock: what waits for the GPU go through.
     """
 
@@ -233,7 +233,7 @@ class DeviceMemory(Memory):
         return self._storage[slot.start : slot.stop]
 
     def alias(self, slot: Slot, kind: Kind) -> Any | None:
-        return kind.wrap(self.place(slot), slot.spec) if kind is self._gpu.kind else None
+        return kind.wrap(self.place(slot), slot.spec) if kind.near is self._gpu.kind else None
 
     def read(self, slots: Sequence[Slot], targets: Sequence[Any]) -> None:
         filled = [(slot, target) for slot, target in zip(slots, targets, strict=True) if slot.start < slot.stop]
@@ -249,7 +249,7 @@ class DeviceMemory(Memory):
     def copies(self, slots: Sequence[Slot], kinds: Mapping[str, Kind]) -> list[Any]:
         found = [self._gpu.device.empty(slot.spec.shape, slot.spec.dtype.storage) for slot in slots]
         self.read(slots, found)
-        return [self._gpu.kind.wrap(each, slot.spec) for each, slot in zip(found, slots, strict=True)]
+        return [kinds[slot.name].wrap(each, slot.spec) for each, slot in zip(found, slots, strict=True)]
 
     def keep(self, slot: Slot) -> DeviceArray:
         with self._gpu.device.here():

@@ -22,7 +22,7 @@ class Fleet:
         layout: the same on all ranks.
         group: the ranks; every one makes its fleet at the same point of its program.
         hook: how buckets of float32 and of half types are summed; None for as they are.
-        kind: of the arrays of the GPU where the buckets are to lie; None for the host.
+        kind: of CuPy arrays on the GPU where the buckets are to lie; None for the host.
 
     Attributes:
         memory: of each bucket.

@@ -12,17 +12,16 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.arrays.cupy_kind import CupyKind
-from ferrorpc.arrays.kinds import NUMPY, kind_of, view, view_out
+from ferrorpc.arrays.kinds import NUMPY, gpu_of, view, view_out
 from ferrorpc.ddp.bucket import Bucket
 from ferrorpc.errors import TensorMismatchError
 from ferrorpc.types import TensorSpec
 
 
 def common_gpu(arrays: Mapping[str, Any]) -> CupyKind | None:
-    """The kind of the arrays where all of them are CuPy arrays on one GPU, else None."""
-    kinds = {kind_of(array) for array in arrays.values()}
-    found = kinds.pop() if len(kinds) == 1 else NUMPY
-    return found if isinstance(found, CupyKind) else None
+    """The kind of CuPy arrays where all of the arrays are on one GPU, else None."""
+    kinds = {gpu_of(array) for array in arrays.values()}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def current(kind: CupyKind | None) -> AbstractContextManager[Any]:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ferrorpc.arrays.cupy_kind import CupyKind
-from ferrorpc.arrays.kinds import kind_of
+from ferrorpc.arrays.kinds import gpu_of
 from ferrorpc.ddp.hooks.base import Hook, check_hook
 from ferrorpc.errors import TensorMismatchError
 
 
 def bucket_kind(arrays: Mapping[str, Any], hook: Hook | None) -> CupyKind | None:
-    """The kind of the arrays where all of them are CuPy arrays on one GPU, so that buckets for their gradients lie there.
+    """The kind of CuPy arrays where all of the arrays are on one GPU, so that buckets for their gradients lie there.
 
     Returns:
         None where none is, and with a hook that works on the host.
@@ -29,10 +29,10 @@ def bucket_kind(arrays: Mapping[str, Any], hook: Hook | None) -> CupyKind | None
             f"a bucket lies on one device, but these parameters do not: {where}",
             hint="move all to one GPU, or average each device's with a synchroniser of its own",
         )
-    kinds = [kind_of(array) for array in arrays.values()]
-    return kinds[0] if kinds and isinstance(kinds[0], CupyKind) else None
+    return next((gpu_of(array) for array in arrays.values()), None)
 
 
 def place_of(array: Any) -> str:
-    """Where an array is, for people. What is no CuPy array counts as on the host, whence it is read."""
-    return f"GPU {array.device.id}" if isinstance(kind_of(array), CupyKind) else "the host"
+    """Where an array is, for people. What CuPy cannot see counts as on the host, whence it is read."""
+    gpu = gpu_of(array)
+    return "the host" if gpu is None else f"GPU {gpu.device.index}"

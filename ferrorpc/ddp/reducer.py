@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ferrorpc.agreement import agree
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.cupy_kind import CupyKind
-from ferrorpc.arrays.kinds import kind_of, view
+from ferrorpc.arrays.kinds import gpu_of, view
 from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.fleet import Fleet
 from ferrorpc.ddp.hooks.base import Hook, check_hook
@@ -51,7 +51,7 @@ class Reducer(Fleet):
         order: names in the order in which gradients are expected; None for the reverse of registration.
         hook: how buckets of float32 and of half types are summed; None for as they are. With a hook, rounds without a weight
             weigh 1.
-        kind: of the arrays of the GPU where the buckets are to lie; None for the host.
+        kind: of CuPy arrays on the GPU where the buckets are to lie; None for the host.
 
     Raises:
         UsageError: a bad cap or order.
@@ -95,12 +95,12 @@ class Reducer(Fleet):
         if self.kind is None:
             with Named(what):
                 return view(gradient)
-        if kind_of(gradient) is not self.kind:
+        if gpu_of(gradient) is not self.kind:
             raise TensorMismatchError(
                 f"{what} is on {place_of(gradient)}, but its bucket is on GPU {self.kind.device.index}",
                 hint="compute it there, or give all as arrays on the host from the beginning",
             )
-        return self.kind.view_near(gradient)
+        return view(gradient, near=True)
 
     def begin(self, weight: float | None = None) -> Round:
         """The next round. Every rank begins the same rounds in the same order, all with a weight or all without.

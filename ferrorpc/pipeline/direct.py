@@ -51,7 +51,7 @@ def lanes_of(group: ProcessGroup, ways: Iterable[Way], kinds: Iterable[Kind]) ->
         if way not in lanes and near[way[0]] and near[way[1]]:
             lanes[way] = lane = group.subgroup(way)
             if lane is not None:  # NCCL connects two ranks at their first operation, for which both have to be there
-                lane.broadcast(own[0].empty((1,), DType.UINT8), SENDER)
+                lane.broadcast(own[0].near.empty((1,), DType.UINT8), SENDER)
     return {way: lane for way, lane in lanes.items() if lane is not None and near[way[0]] and near[way[1]]}
 
 
@@ -83,7 +83,7 @@ class Incoming:
         return self._coming.pop(wire)
 
     def _begin(self, message: Message, kind: Kind) -> Work[Any]:
-        place = kind.empty((message.form.end,), DType.UINT8)
+        place = kind.near.empty((message.form.end,), DType.UINT8)
         return self._lane.broadcast(None, SENDER, out=place, async_op=True, timeout=PATIENCE_SECONDS)
 
 

@@ -92,7 +92,7 @@ class NcclPrepared(Prepared):
                 own = self.site.device.index
                 raise TensorMismatchError(
                     f"the array is on GPU {array.device.id}, but this rank's communicator is on GPU {own}",
-                    hint="make arrays under `with cupy.cuda.Device(...)` of this rank's GPU, or copy it there",
+                    hint="make arrays on this rank's GPU, which FERRORPC_DEVICE names, or copy them there",
                 )
         return NcclExecution(self, key, inputs, outputs, guard)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.device import DeviceArray
-from ferrorpc.arrays.kinds import kind_of
+from ferrorpc.arrays.kinds import gpu_of
 from ferrorpc.ddp.memory import Array
 from ferrorpc.kernels.cuda.codecs import DeviceCodec
 from ferrorpc.types import DType
@@ -124,5 +124,5 @@ HOST = HostValues()
 
 def values_like(array: Any) -> Values:
     """What works where an array is."""
-    kind = kind_of(array)
-    return DeviceValues(kind) if isinstance(kind, CupyKind) else HOST
+    kind = gpu_of(array)
+    return HOST if kind is None else DeviceValues(kind)

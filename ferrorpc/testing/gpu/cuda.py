@@ -53,6 +53,10 @@ class Driver:
         current = self.thread.current.get(self.thread.device)
         return self.gpu.default if current is None else current.fake
 
+    def current(self, device: int) -> int:
+        """The number of a device, which is the calling thread's for -1."""
+        return self.thread.device if device < 0 else device
+
     def query(self, event: int) -> int:
         """The status of an event, which is that of the GPU where it has failed."""
         if self.machine.failure:
@@ -72,6 +76,29 @@ class Pinned:
     def __del__(self) -> None:
         with self._machine.lock:
             self._machine.pinned.free(self.ptr)
+
+
+class _Unowned:
+    """`cupy.cuda.UnownedMemory`: memory of a GPU that something else has, and keeps as long as this."""
+
+    driver: Driver
+
+    def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
+        self.gpu = self.driver.machine.gpus[self.driver.current(device_id)]
+        self.ptr = ptr
+        self._owner = owner
+
+
+class MemoryPointer:
+    """`cupy.cuda.MemoryPointer`: a place in memory, which it keeps."""
+
+    def __init__(self, mem: Any, offset: int) -> None:
+        self.mem = mem
+        self.ptr = mem.ptr + offset
+        self.device_id = mem.gpu.index
+
+    def __add__(self, offset: int) -> MemoryPointer:
+        return MemoryPointer(self.mem, self.ptr - self.mem.ptr + offset)
 
 
 class _Device:
@@ -195,7 +222,9 @@ def cuda(driver: Driver) -> SimpleNamespace:
     }
     return SimpleNamespace(
         **classes,
-        get_current_stream=lambda: driver.thread.current.get(driver.thread.device) or stream(null=True),
+        get_current_stream=lambda device=-1: driver.thread.current.get(driver.current(device)) or stream(null=True),
+        UnownedMemory=type("UnownedMemory", (_Unowned,), own),
+        MemoryPointer=MemoryPointer,
         get_elapsed_time=_elapsed,
         alloc_pinned_memory=lambda size_bytes: Pinned(driver.machine, size_bytes),
         runtime=_runtime(driver),

@@ -18,9 +18,10 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
+from numpy.lib.stride_tricks import as_strided
 
 from ferrorpc.arrays.cupy_device import forget
-from ferrorpc.testing.gpu.cuda import Driver, cuda
+from ferrorpc.testing.gpu.cuda import Driver, MemoryPointer, cuda
 from ferrorpc.testing.gpu.kernels import raw_module
 from ferrorpc.testing.gpu.machine import FakeStream, Gpu, GpuFault, Machine
 
@@ -58,18 +59,31 @@ class Array(NDArrayOperatorsMixin):
 
     cupy: StandIn
 
-    def __init__(self, block: _Block, address: int, layout: np.ndarray[Any, Any]) -> None:
+    def __init__(self, shape: Any, dtype: Any, memptr: Any, strides: Any = None) -> None:
+        self._lie(memptr.mem, memptr.ptr, as_strided(np.empty(1, dtype), shape, strides))
+
+    @classmethod
+    def lying(cls, block: Any, address: int, layout: np.ndarray[Any, Any]) -> Array:
+        """One over a block of memory.
+
+        Args:
+            layout: an array of its shape, dtype and strides, whose own memory is never touched.
+        """
+        found = cls.__new__(cls)
+        found._lie(block, address, layout)
+        return found
+
+    def _lie(self, block: Any, address: int, layout: np.ndarray[Any, Any]) -> None:
         self._block = block
         self._address = address
         self._layout = layout
-        """An array of this shape, dtype and strides, whose own memory is never touched."""
-        self.data = SimpleNamespace(ptr=address, device_id=block.gpu.index)
+        self.data = MemoryPointer(block, address - block.ptr)
         self.device = SimpleNamespace(id=block.gpu.index)
         self.shape, self.dtype, self.strides = layout.shape, layout.dtype, layout.strides
         self.size, self.nbytes, self.ndim, self.flags = layout.size, layout.nbytes, layout.ndim, layout.flags
 
     def _derived(self, layout: np.ndarray[Any, Any]) -> Array:
-        return type(self)(self._block, self._address + layout.ctypes.data - self._layout.ctypes.data, layout)
+        return self.lying(self._block, self._address + layout.ctypes.data - self._layout.ctypes.data, layout)
 
     def view(self, dtype: Any) -> Array:
         """The same memory in another dtype of as many bytes."""
@@ -183,7 +197,7 @@ class StandIn(ModuleType):
         super().__init__("cupy")
         self.machine = machine
         self._driver = Driver(machine)
-        self.ndarray = type("ndarray", (Array,), {"cupy": self})
+        self.ndarray: Any = type("ndarray", (Array,), {"cupy": self})
         self.cuda = cuda(self._driver)
         self.RawModule = raw_module(self._driver)
         self.tanh, self.exp, self.log = map(_of_arrays, (np.tanh, np.exp, np.log))
@@ -205,7 +219,7 @@ class StandIn(ModuleType):
     def _laid_out(self, layout: np.ndarray[Any, Any]) -> Any:
         """An array of this shape, dtype and order. As CuPy's, one without elements is nowhere."""
         block = _Block(self._driver, layout.nbytes)
-        return self.ndarray(block, block.ptr if layout.nbytes else 0, layout)
+        return self.ndarray.lying(block, block.ptr if layout.nbytes else 0, layout)
 
     def zeros(self, shape: Any, dtype: Any = "float64") -> Any:
         """As `cupy.zeros`."""
@@ -318,8 +332,8 @@ def _place(x: Any) -> Callable[[], Any]:
     if not isinstance(x, Array):
         return lambda: x
     gpu, address, layout = x._block.gpu, x._address, x._layout
-    block = SimpleNamespace(gpu=gpu)
-    return lambda: Array(block, address, layout).seen()  # type: ignore[arg-type]
+    block = SimpleNamespace(gpu=gpu, ptr=0)
+    return lambda: Array.lying(block, address, layout).seen()
 
 
 @contextmanager

@@ -1,0 +1,102 @@
+"""PyTorch tensors in a GPU's memory, seen as CuPy arrays: the same memory in both libraries, so nothing is copied.
+
+What goes in is seen by its address, what comes out by DLPack. So everything that is written for CuPy arrays (NCCL, CUDA IPC,
+pinned memory, kernels, buckets) serves these tensors. Streams are torch's: `CupyDevice` follows them. New results lie in memory
+of CuPy's pool, which has it back when the tensor goes.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, Final
+
+import numpy as np
+
+from ferrorpc.arrays.base import Out, View, fit
+from ferrorpc.arrays.cupy_device import open_device
+from ferrorpc.arrays.cupy_kind import CupyKind, NearOut, cupy_kind
+from ferrorpc.arrays.device import DeviceArray
+from ferrorpc.arrays.staging import Staging
+from ferrorpc.arrays.torch_kind import TorchKind, check_writable
+from ferrorpc.errors import BackendUnavailableError
+from ferrorpc.types import TensorSpec
+
+DEVICE_TYPE: Final = "cuda"
+_log = logging.getLogger("ferrorpc.arrays")
+
+
+class TorchGpuKind(TorchKind):
+    """Tensors on one GPU.
+
+    Args:
+        near: the kind of CuPy arrays there.
+    """
+
+    on_device = True
+
+    def __init__(self, device: Any, near: CupyKind) -> None:
+        super().__init__(device)
+        self._near = near
+
+    @property
+    def near(self) -> CupyKind:
+        """As `Kind.near`."""
+        return self._near
+
+    @property
+    def staging(self) -> Staging:
+        """As `Kind.staging`."""
+        return self._near.staging
+
+    def view(self, x: Any) -> View:
+        near = self.view_near(x)  # refused before anything is copied
+        return View(self, near.spec, self.staging.down(near.data), False, None)
+
+    def view_near(self, x: Any) -> View:
+        spec = self.spec(x)
+        seen = self._near.view_near(self._seen(x.detach().resolve_conj().resolve_neg(), spec))
+        return seen._replace(kind=self, spec=spec)
+
+    def out(self, x: Any, spec: TensorSpec) -> Out:
+        fit(self.spec(x), spec)
+        check_writable(x)
+        return Out(x, spec, None, lambda data: self._near.assign(self._seen(x, spec), self.staging.up(data)))
+
+    def out_near(self, x: Any, spec: TensorSpec) -> Out:
+        fit(self.spec(x), spec)
+        check_writable(x)
+        return NearOut(self._near, x, self._seen(x, spec), spec)
+
+    def wrap(self, data: Any, spec: TensorSpec) -> Any:
+        if not data.size:
+            return self.empty(spec.shape, spec.dtype)
+        near = self.staging.up(data) if isinstance(data, np.ndarray) else data
+        torch = sys.modules["torch"]
+        with self._near.device.here():  # or torch has its stream wait for the one that is CuPy's current one
+            raw = torch.from_dlpack(near.reshape(-1).view(np.uint8))
+        return raw.view(getattr(torch, spec.dtype.label)).reshape(spec.shape)
+
+    def home(self, data: DeviceArray, spec: TensorSpec) -> np.ndarray[Any, Any]:
+        """As `Kind.home`."""
+        return self._near.home(data, spec)
+
+    def _seen(self, x: Any, spec: TensorSpec) -> DeviceArray:
+        """The memory of a tensor as it lies, as a CuPy array in storage dtype, which keeps the tensor."""
+        itemsize = spec.dtype.itemsize
+        return self._near.device.over(x.data_ptr(), spec.shape, spec.dtype.storage, [itemsize * each for each in x.stride()], x)
+
+
+def gpu_kind_of(device: Any) -> TorchGpuKind | None:
+    """The kind of the tensors on one of torch's devices; None where that is no GPU, or CuPy cannot be had.
+
+    CuPy is imported here if it is installed: who has a tensor on a GPU works there.
+    """
+    if device.type != DEVICE_TYPE:
+        return None
+    try:
+        found = open_device(device.index)
+    except BackendUnavailableError as error:
+        _log.warning("torch's tensors on %s are copied through the host by torch: %s; %s", device, error.reason, error.hint)
+        return None
+    return TorchGpuKind(device, cupy_kind(found.index))
