@@ -17,7 +17,7 @@ from ferrorpc.group import ProcessGroup
 from ferrorpc.testing import BackendContract, run_groups
 from ferrorpc.testing.reference import operators
 from ferrorpc.types import DType, ReduceOp
-from tests.gpu.on_gpu import OnGpu
+from tests.gpu.on_gpu import Cupy, OnGpu
 from tests.gpu.shared_worlds import ipc_backends
 from tests.gpu.worlds import host_lanes
 
@@ -43,7 +43,7 @@ class OnDevice(BackendContract):
 
         def body(group: ProcessGroup) -> Any:
             with self.cupy.cuda.Device(0), self.cupy.cuda.Stream(non_blocking=True):
-                stand_for: Any = OnGpu(group, self.cupy)
+                stand_for: Any = OnGpu(group, Cupy(self.cupy))
                 return fn(stand_for)
 
         return run_groups(groups, body)

@@ -1,12 +1,12 @@
 """A group whose callers hold host arrays while the group gets arrays on a GPU: so suites for host arrays try GPU arrays too.
 
 The GPU is a fake one, or a real one through CuPy. Arrays keep their layout and what memory they share with each other within
-one call. What CuPy cannot hold stays on the host: read-only outputs, foreign byte order, objects, numbers.
+one call. What a GPU's library cannot hold stays on the host: read-only outputs, foreign byte order, objects, numbers.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,12 +15,44 @@ from ferrorpc.operations.stream import Stream
 from ferrorpc.work import Work
 
 
+class Library(Protocol):
+    """Whose arrays the group gets."""
+
+    def copied(self, flat: np.ndarray[Any, Any]) -> Any:
+        """A copy of a flat array, as something that `placed` takes; on the current GPU."""
+
+    def placed(self, block: Any, offset: int, like: np.ndarray[Any, Any]) -> Any:
+        """An array as `like`, over a copy's memory from a byte on. None where the library has no such arrays."""
+
+    def holds(self, x: Any) -> bool:
+        """Whether x is an array of this library's."""
+
+    def home(self, x: Any) -> np.ndarray[Any, Any]:
+        """A copy on the host."""
+
+
+class Cupy:
+    """CuPy's, or its stand-in's."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+        self.copied, self.home = cupy.asarray, cupy.asnumpy
+
+    def placed(self, block: Any, offset: int, like: np.ndarray[Any, Any]) -> Any:
+        """As `Library.placed`."""
+        return self._cupy.ndarray(like.shape, like.dtype, block.data + offset, like.strides)
+
+    def holds(self, x: Any) -> bool:
+        """As `Library.holds`."""
+        return isinstance(x, self._cupy.ndarray)
+
+
 class OnGpu:
     """Stands for a ProcessGroup, a Stream or a Work."""
 
-    def __init__(self, inner: Any, cupy: Any, outs: dict[int, tuple[Any, Any]] | None = None) -> None:
+    def __init__(self, inner: Any, library: Library, outs: dict[int, tuple[Any, Any]] | None = None) -> None:
         self._inner = inner
-        self._cupy = cupy
+        self._library = library
         self._outs = outs or {}
 
     def __getattr__(self, name: str) -> Any:
@@ -33,7 +65,7 @@ class OnGpu:
                 if name == "wait":
                     kwargs.setdefault("host", True)
                 return self._home(found(*args, **kwargs), self._outs)
-            there = _There(self._cupy)
+            there = _There(self._library)
             outs: dict[int, tuple[Any, Any]] = {}
             given = {key: there.out(value, outs) if key == "out" else there.take(value) for key, value in kwargs.items()}
             return self._home(found(*[there.take(each) for each in args], **given), outs)
@@ -46,23 +78,23 @@ class OnGpu:
     def _home(self, result: Any, outs: dict[int, tuple[Any, Any]]) -> Any:
         """The result as the caller knows it; what was written on the GPU is in the caller's `out` then."""
         if isinstance(result, ProcessGroup | Stream | Work):
-            return OnGpu(result, self._cupy, outs)
+            return OnGpu(result, self._library, outs)
         for host, near in outs.values():
             for one, other in zip(host, near, strict=True) if isinstance(host, list) else ((host, near),):
-                if isinstance(other, self._cupy.ndarray):
-                    one[...] = self._cupy.asnumpy(other)
+                if self._library.holds(other):
+                    one[...] = self._library.home(other)
         if id(result) in outs:
             return outs[id(result)][0]
         if isinstance(result, list):
             return [self._home(each, {}) for each in result]
-        return self._cupy.asnumpy(result) if isinstance(result, self._cupy.ndarray) else result
+        return self._library.home(result) if self._library.holds(result) else result
 
 
 class _There:
     """Host arrays of one call on the GPU."""
 
-    def __init__(self, cupy: Any) -> None:
-        self._cupy = cupy
+    def __init__(self, library: Library) -> None:
+        self._library = library
         self._roots: dict[int, Any] = {}
         self._taken: dict[int, tuple[Any, Any]] = {}
         """By the host array's id: itself, and the one GPU array for it."""
@@ -86,9 +118,9 @@ class _There:
         block = self._roots.get(id(root))
         if block is None:
             flat = np.lib.stride_tricks.as_strided(root, (root.size,), (root.itemsize,)) if root.size else root.reshape(-1)
-            block = self._roots[id(root)] = self._cupy.asarray(flat)
-        offset = value.ctypes.data - root.ctypes.data if value.size else 0
-        return self._cupy.ndarray(value.shape, value.dtype, block.data + offset, value.strides)
+            block = self._roots[id(root)] = self._library.copied(flat)
+        found = self._library.placed(block, value.ctypes.data - root.ctypes.data if value.size else 0, value)
+        return value if found is None else found
 
     def out(self, value: Any, outs: dict[int, tuple[Any, Any]]) -> Any:
         """As `take`, and remembered; read-only ones stay on the host."""

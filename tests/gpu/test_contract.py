@@ -22,7 +22,7 @@ from ferrorpc.testing.gpu.machine import Machine
 from ferrorpc.testing.gpu.stand_in import StandIn, stand_in
 from ferrorpc.testing.reference import operators
 from ferrorpc.types import DType, ReduceOp
-from tests.gpu.on_gpu import OnGpu
+from tests.gpu.on_gpu import Cupy, OnGpu
 from tests.gpu.worlds import host_lanes, nccl_backends
 
 
@@ -111,7 +111,7 @@ def with_gpu_arrays(cupy: StandIn, backends: Sequence[Backend], fn: Callable[[Pr
 
     def body(group: ProcessGroup) -> Any:
         with cupy.cuda.Device(group.rank):
-            stand_for: Any = OnGpu(group, cupy)
+            stand_for: Any = OnGpu(group, Cupy(cupy))
             return fn(stand_for)
 
     return run_groups([ProcessGroup(backend) for backend in backends], body)

@@ -33,7 +33,7 @@ from ferrorpc.testing.gpu.machine import Machine
 from ferrorpc.testing.gpu.stand_in import StandIn, stand_in
 from ferrorpc.types import Peer
 from tests.gpu.groups import SECONDS, end_of
-from tests.gpu.on_gpu import OnGpu
+from tests.gpu.on_gpu import Cupy, OnGpu
 from tests.gpu.operations import every_operation
 from tests.gpu.shared_worlds import ipc_backends
 from tests.gpu.worlds import host_lanes, sessions
@@ -51,7 +51,7 @@ class TestOnGpuArrays(BackendContract):
         with stand_in(Machine(1)) as cupy, ipc_backends(cupy, size) as backends:
 
             def body(group: ProcessGroup) -> Any:
-                stand_for: Any = OnGpu(group, cupy)
+                stand_for: Any = OnGpu(group, Cupy(cupy))
                 return fn(stand_for)
 
             return run_groups([ProcessGroup(backend) for backend in backends], body)
