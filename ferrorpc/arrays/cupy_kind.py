@@ -65,11 +65,12 @@ class CupyKind(Kind):
 
     def out(self, x: Any, spec: TensorSpec) -> Out:
         fit(self.spec(x), spec)
+        return self.landing(x, _stored(x, spec.dtype), spec)
 
-        def store(data: np.ndarray[Any, Any]) -> None:
-            self.assign(_stored(x, spec.dtype), self.staging.up(data))
-
-        return Out(x, spec, None, store)
+    def landing(self, given: Any, stored: DeviceArray, spec: TensorSpec) -> Out:
+        """As `out`, for whoever gave an array whose memory `stored` is, in storage dtype."""
+        _check_separate(stored)
+        return Out(given, spec, None, lambda data: self.assign(stored, self.staging.up(data)))
 
     def out_near(self, x: Any, spec: TensorSpec) -> Out:
         fit(self.spec(x), spec)
@@ -115,8 +116,7 @@ class NearOut(Out):
     __slots__ = ("_home", "_kind", "_stored")
 
     def __init__(self, kind: CupyKind, given: Any, stored: Any, spec: TensorSpec) -> None:
-        if stored.size and any(stride == 0 and count > 1 for stride, count in zip(stored.strides, stored.shape, strict=True)):
-            raise TensorMismatchError("out has elements that share memory (it was broadcast)", hint="pass a copy of it")
+        _check_separate(stored)
         self.given = given
         self.spec = spec
         self._kind = kind
@@ -152,6 +152,11 @@ class NearOut(Out):
         if self.touches(view):
             raise UsageError("out overlaps the input in part", hint="pass the input itself as out=, or an array of its own")
         return False
+
+
+def _check_separate(x: DeviceArray) -> None:
+    if x.size and any(stride == 0 and count > 1 for stride, count in zip(x.strides, x.shape, strict=True)):
+        raise TensorMismatchError("out has elements that share memory (it was broadcast)", hint="pass a copy of it")
 
 
 def _extent(x: Any) -> tuple[int, int]:

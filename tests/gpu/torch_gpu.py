@@ -39,7 +39,7 @@ class TorchGpus:
         waits: how often the host has waited for a GPU, by the operation that asked.
     """
 
-    active: TorchGpus
+    active: TorchGpus | None = None
 
     def __init__(self, cupy: StandIn) -> None:
         self.cupy = cupy
@@ -180,6 +180,8 @@ class FakeTensor(torch.Tensor):  # type: ignore[misc,name-defined]
         found = torch.Tensor._make_wrapper_subclass(
             cls, twin.size(), strides=twin.stride(), dtype=twin.dtype, device=torch.device(DEVICE, block.gpu.index)
         )
+        torch._C._set_conj(found, twin.is_conj())
+        torch._C._set_neg(found, twin.is_neg())
         found.twin, found.block, found.address = twin, block, address
         return found
 
@@ -191,7 +193,7 @@ class FakeTensor(torch.Tensor):  # type: ignore[misc,name-defined]
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return TorchGpus.active.perform(function, args, kwargs or {})
+        return _active().perform(function, args, kwargs or {})
 
 
 @contextmanager
@@ -209,23 +211,52 @@ def torch_on(cupy: StandIn) -> Iterator[TorchGpus]:
             yield found
         finally:
             kinds._torch_kind.cache_clear()
+            TorchGpus.active = None
 
 
 @cache
 def _register() -> Any:
-    importlib.import_module("torch.utils.backend_registration")._setup_privateuseone_for_python_backend(DEVICE)
+    registration = importlib.import_module("torch.utils.backend_registration")
+    registration._setup_privateuseone_for_python_backend(DEVICE, _module(), _hook(registration._DummyPrivateUse1Hook))
     library = torch.library.Library("aten", "IMPL")
 
     def empty(size: Any, *, dtype: Any = None, device: Any = None, **named: Any) -> Any:
-        return TorchGpus.active.empty(size, dtype or torch.get_default_dtype(), torch.device(device).index or 0)
+        return _active().empty(size, dtype or torch.get_default_dtype(), torch.device(device).index or 0)
 
     def empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **named: Any) -> Any:
         found = empty(size, dtype=dtype, device=device)
-        return TorchGpus.active.over(found.block, found.address, size, found.dtype, stride)
+        return _active().over(found.block, found.address, size, found.dtype, stride)
 
     library.impl("empty.memory_format", empty, "PrivateUse1")
     library.impl("empty_strided", empty_strided, "PrivateUse1")
     return library  # the device is there as long as this
+
+
+def _active() -> TorchGpus:
+    assert TorchGpus.active is not None, "a tensor outlived the GPUs of its test"
+    return TorchGpus.active
+
+
+def _module() -> Any:
+    """What `torch.fakegpu` is: torch asks whatever other device it was built with."""
+    return SimpleNamespace(
+        is_initialized=lambda: TorchGpus.active is not None,
+        is_available=lambda: TorchGpus.active is not None,
+        current_device=lambda: 0,
+        device_count=lambda: 0 if TorchGpus.active is None else len(TorchGpus.active.cupy.machine.gpus),
+        manual_seed_all=lambda seed: None,
+        _is_in_bad_fork=lambda: False,
+    )
+
+
+def _hook(base: Any) -> Any:
+    """Says, in the tests of a process that come later, that there is no such device."""
+
+    class Hook(base):  # type: ignore[misc]
+        def is_available(self) -> bool:
+            return TorchGpus.active is not None
+
+    return Hook()
 
 
 def _is_host(device: Any) -> bool:
