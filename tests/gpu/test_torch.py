@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ferrorpc
+import ferrorpc.testing
+import ferrorpc.torch
 from ferrorpc.arrays import kinds
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.arrays.kinds import given_back, gpu_of, kind_of, laid_out, view, view_out
@@ -24,7 +25,7 @@ from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.types import DType, TensorSpec
 from tests.gpu.shared_worlds import ipc_backends
 from tests.gpu.test_ddp import SHAPES, check, gradients
-from tests.gpu.torch_gpu import Tensors, TorchGpus, torch, torch_on
+from tests.gpu.torch_gpu import DEVICE, Tensors, TorchGpus, torch, torch_on
 from tests.gpu.worlds import host_lanes, nccl_backends
 
 LANES = ["simulated", "hybrid", pytest.param("cuda_ipc", marks=pytest.mark.shared_memory)]
@@ -36,13 +37,15 @@ def gpus(cupy: StandIn) -> Iterator[TorchGpus]:
         yield found
 
 
-def world(gpus: TorchGpus, lanes: str, size: int, fn: Callable[[ProcessGroup, int], Any]) -> list[Any]:
-    """fn(group, its GPU) on every rank, each in a stream of torch's own."""
+def world(gpus: TorchGpus, lanes: str, size: int, fn: Callable[[ProcessGroup, int], Any], autograd: bool = False) -> list[Any]:
+    """fn(group, its GPU) on every rank, each in a stream of torch's own; in the null stream where torch's autograd works, whose
+    threads do not take over streams of the tests' device."""
 
     def run(backends: Any, is_shared: bool = False) -> list[Any]:
         def body(group: ProcessGroup) -> Any:
             index = 0 if is_shared else group.rank
-            with gpus.cupy.cuda.Device(index), gpus.on(gpus.cupy.machine.gpus[index].new_stream(non_blocking=True)):
+            device = gpus.cupy.machine.gpus[index]
+            with gpus.cupy.cuda.Device(index), gpus.on(device.default if autograd else device.new_stream(non_blocking=True)):
                 return fn(group, index)
 
         return run_groups([ProcessGroup(backend) for backend in backends], body)
@@ -214,3 +217,25 @@ def test_auto_looks_for_a_gpu_where_torch_has_begun_to_use_one(
     assert gpu.said_at_join("auto", None, 1)["gpu"] == device_of(cupy, 1).uuid
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert gpu.said_at_join("auto", None, 1) == {}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb1p"])
+@pytest.mark.parametrize("lanes", ["simulated", pytest.param("cuda_ipc", marks=pytest.mark.shared_memory)])
+def test_stages_of_torch_on_one_gpu_have_the_bits_of_the_host(gpus: TorchGpus, lanes: str, name: str) -> None:
+    """One GPU for all, because torch's autograd has a thread for each that a device of the tests' kind does not get."""
+    tensors = {part: np.random.default_rng(part).standard_normal((7, 4)).astype(np.float32) for part in range(2)}
+    begins = [torch.nn.Linear(4, 4).state_dict() for rank in range(2)]
+
+    def step(group: ProcessGroup, device: str) -> list[Any]:
+        linear = torch.nn.Linear(4, 4)
+        linear.load_state_dict(begins[group.rank])
+        module = torch.nn.Sequential(linear, torch.nn.Tanh()).to(device)
+        pipe = ferrorpc.Pipeline(ferrorpc.torch.Stage(module), group, schedule=name, num_microbatches=3)
+        x, target = (torch.from_numpy(tensors[part]).to(device) for part in range(2))
+        loss = pipe.step(x, target, ferrorpc.torch.with_gradient(torch.nn.functional.mse_loss))
+        found = [each.grad for each in module.parameters()] + [each for each in [loss] if each is not None]
+        assert {str(each.device) for each in found} == {device}
+        return [each.detach().cpu().numpy().tobytes() for each in found]
+
+    expected = ferrorpc.testing.run_world(2, lambda group: step(group, "cpu"))
+    assert world(gpus, lanes, 2, lambda group, index: step(group, f"{DEVICE}:0"), autograd=True) == expected
