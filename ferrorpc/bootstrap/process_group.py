@@ -44,8 +44,9 @@ def init_process_group(
     Args:
         backend: who performs operations: "auto", "grpc", "nccl" (arrays on GPUs, by NCCL), "hybrid" (those by NCCL, the
             others as with "grpc"), "cuda_ipc" (likewise, by reading each other's GPU memory, for ranks that share a GPU), or a
-            name that `ferrorpc.backends.registry.register` was given. In programs that have imported CuPy "auto" is "hybrid"
-            where every rank has a GPU of its own, and "cuda_ipc" where ranks of one host share one; else it is "grpc".
+            name that `ferrorpc.backends.registry.register` was given. In programs that have imported CuPy, or begun to use a
+            GPU through torch, "auto" is "hybrid" where every rank has a GPU of its own, and "cuda_ipc" where ranks of one host
+            share one; else it is "grpc".
         transport: how tensors travel: "auto" (through memory between ranks of one host, else over gRPC), "grpc", or
             "shared_memory" where all ranks must be on one host.
         timeout: seconds for the rendezvous and for each operation; None for FERRORPC_TIMEOUT, else 60.

@@ -6,14 +6,19 @@ No framework is assumed. A module has `parameters()`, `named_parameters()`, `for
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, Self
 
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.ddp.wrapper import Wrapper
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
+
+PASSES_UNTIL_WARNED: Final = 100
+"""After so many forward passes without a mean it is likely that nobody will ask for one."""
+_log = logging.getLogger("ferrorpc.ddp")
 
 
 class Trainable(Protocol):
@@ -59,7 +64,7 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
 
     For torch modules, `ferrorpc.torch.DistributedDataParallel` averages while the backward pass still runs.
 
-    Where all parameters are CuPy arrays of one GPU the buckets lie there, and gradients have to be there too.
+    Where all parameters are on one GPU (CuPy's arrays or torch's) the buckets lie there, and gradients have to be there too.
 
     Args:
         module: kept as `.module`; its parameters are updated in place, never replaced, so optimizers may hold them.
@@ -93,6 +98,7 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
         gradient_as_bucket_view: bool = False,
     ) -> None:
         self.module: Module = module
+        self._passes = 0
         group = group_given(group)
         self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook, check_every)
 
@@ -109,8 +115,20 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As calling the object. The module is called itself where it can be, so that its own hooks run."""
+        self._passes += 1
+        if self._passes == PASSES_UNTIL_WARNED:
+            self._look_for_means()
         run: Callable[..., Any] = self.module if callable(self.module) else self.module.forward
         return run(*args, **kwargs)
+
+    def _look_for_means(self) -> None:
+        """Says so where nothing was averaged yet: in torch's own wrapper `backward()` does it."""
+        if self._replica.rounds == 0 and self._replica.group.size > 1 and getattr(self.module, "training", True):
+            _log.warning(
+                "%d forward passes and no sync_gradients() yet, so every rank trains alone: call it before each step of the "
+                "optimizer, or use ferrorpc.torch.DistributedDataParallel, which averages during backward()",
+                self._passes,
+            )
 
     def train(self, mode: bool = True) -> Self:
         """Puts the module into training mode."""

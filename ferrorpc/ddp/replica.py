@@ -75,7 +75,8 @@ class Replica:
         self._is_uneven = False
         self._weights_differ = False
         """Whether a rank may have stopped following, so that there is nothing to compare."""
-        self._rounds = 0
+        self.rounds = 0
+        """How many means were begun."""
         if init_sync:
             self.share(0)
 
@@ -138,7 +139,7 @@ class Replica:
         """The next mean of all gradients. Raises TensorMismatchError, before it has begun, as `Buffers.pack`."""
         buffers = None if self._is_uneven else self._buffers.pack()
         current = self.reducer.begin(weight)
-        self._rounds += 1
+        self.rounds += 1
         if buffers is not None:
             self._buffers.begin(buffers)
         return current
@@ -239,14 +240,14 @@ class Replica:
                 self._compare_in_turn(current)
                 follow()
 
-        first = self._rounds
+        first = self.rounds
         self._is_uneven, self._weights_differ = True, follow is None
         try:
             with self.reducer.uneven(followed):
                 yield
         finally:
             self._is_uneven = self._weights_differ = False
-        counts = self.group.all_gather(np.int64(self._rounds - first))
+        counts = self.group.all_gather(np.int64(self.rounds - first))
         root = int(np.argmax([int(count) for count in counts]))
         if follow is None:
             self.share(root)

@@ -48,8 +48,8 @@ class GradientSynchronizer(Generic[Tree]):
 
     Args:
         like: a tree (dicts, lists, tuples, named tuples) of arrays or `TensorSpec`s, as the gradients will be; the weights will
-            do. A spec's dtype may be a name. Leaves are named by their paths: "layer3/weight". Where all are CuPy arrays of one
-            GPU the buckets lie there, else on the host.
+            do. A spec's dtype may be a name. Leaves are named by their paths: "layer3/weight". Where all are on one GPU (CuPy's
+            arrays or torch's) the buckets lie there, else on the host.
         group: every rank constructs its synchroniser at the same point of its program, with the same tree.
         bucket_cap_mb: how many MiB of gradients a bucket may hold; the first one holds at most 1 MiB.
         order: paths in the order in which gradients become ready; None for the reverse of the tree's.

@@ -17,7 +17,7 @@ from ferrorpc.group import ProcessGroup
 from ferrorpc.testing import BackendContract, run_groups
 from ferrorpc.testing.reference import operators
 from ferrorpc.types import DType, ReduceOp
-from tests.gpu.on_gpu import Cupy, OnGpu
+from tests.gpu.on_gpu import Cupy, Library, OnGpu, Tensors
 from tests.gpu.shared_worlds import ipc_backends
 from tests.gpu.worlds import host_lanes
 
@@ -42,11 +42,19 @@ class OnDevice(BackendContract):
         """fn on every rank, with a group that puts every array on the GPU first."""
 
         def body(group: ProcessGroup) -> Any:
-            with self.cupy.cuda.Device(0), self.cupy.cuda.Stream(non_blocking=True):
-                stand_for: Any = OnGpu(group, Cupy(self.cupy))
+            with self.cupy.cuda.Device(0), self.stream():
+                stand_for: Any = OnGpu(group, self.library())
                 return fn(stand_for)
 
         return run_groups(groups, body)
+
+    def stream(self) -> Any:
+        """A context in which one of the arrays' library is current."""
+        return self.cupy.cuda.Stream(non_blocking=True)
+
+    def library(self) -> Library:
+        """Whose arrays they are."""
+        return Cupy(self.cupy)
 
 
 class TestStaged(OnDevice):
@@ -74,6 +82,29 @@ class TestHybridAlone(OnDevice):
         if size > 1:
             pytest.skip("NCCL takes one rank a GPU")
         return [ProcessGroup(self.kind(host_lanes(1)[0], device_of(self.cupy, 0), open_nccl()))]
+
+
+class OnTensors(OnDevice):
+    """Every array is a tensor of torch's, in streams of torch's own."""
+
+    def stream(self) -> Any:
+        torch = pytest.importorskip("torch")
+        return torch.cuda.stream(torch.cuda.Stream())
+
+    def library(self) -> Library:
+        return Tensors("cuda:0")
+
+
+class TestStagedTensors(OnTensors, TestStaged):
+    """By the host lanes."""
+
+
+class TestSharedTensors(OnTensors, TestShared):
+    """Ranks that read each other's GPU memory."""
+
+
+class TestHybridAloneOnTensors(OnTensors, TestHybridAlone):
+    """NCCL with one rank."""
 
 
 class TestNcclAlone(TestHybridAlone):

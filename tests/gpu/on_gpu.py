@@ -9,7 +9,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import numpy as np
+import pytest
 
+from ferrorpc.arrays.kinds import NUMPY, spec_of
+from ferrorpc.arrays.torch_kind import _host_array
 from ferrorpc.group import ProcessGroup
 from ferrorpc.operations.stream import Stream
 from ferrorpc.work import Work
@@ -45,6 +48,41 @@ class Cupy:
     def holds(self, x: Any) -> bool:
         """As `Library.holds`."""
         return isinstance(x, self._cupy.ndarray)
+
+
+class Tensors:
+    """torch's.
+
+    Args:
+        device: as torch names it.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._torch = pytest.importorskip("torch")
+        self._device = device
+
+    def copied(self, flat: np.ndarray[Any, Any]) -> Any:
+        """As `Library.copied`."""
+        return self._torch.from_numpy(flat.view(np.uint8).copy()).to(self._device)
+
+    def placed(self, block: Any, offset: int, like: np.ndarray[Any, Any]) -> Any:
+        """As `Library.placed`: torch has no negative strides."""
+        dtype, strides = getattr(self._torch, like.dtype.name), [step // like.itemsize for step in like.strides]
+        if not like.size:
+            return self._torch.empty(like.shape, dtype=dtype, device=self._device)
+        if min(strides, default=0) < 0:
+            return None
+        count = 1 + sum((size - 1) * step for size, step in zip(like.shape, strides, strict=True))
+        return block[offset : offset + count * like.itemsize].view(dtype).as_strided(like.shape, strides)
+
+    def holds(self, x: Any) -> bool:
+        """As `Library.holds`."""
+        return isinstance(x, self._torch.Tensor)
+
+    def home(self, x: Any) -> np.ndarray[Any, Any]:
+        """As `Library.home`."""
+        x = x.detach()
+        return NUMPY.typed(_host_array(x.cpu()), spec_of(x))
 
 
 class OnGpu:

@@ -23,9 +23,10 @@ from ferrorpc.testing import run_groups
 from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
 from ferrorpc.types import DType, TensorSpec
+from tests.gpu.on_gpu import Tensors
 from tests.gpu.shared_worlds import ipc_backends
 from tests.gpu.test_ddp import SHAPES, check, gradients
-from tests.gpu.torch_gpu import DEVICE, Tensors, TorchGpus, torch, torch_on
+from tests.gpu.torch_gpu import DEVICE, TorchGpus, torch, torch_on
 from tests.gpu.worlds import host_lanes, nccl_backends
 
 LANES = ["simulated", "hybrid", pytest.param("cuda_ipc", marks=pytest.mark.shared_memory)]
@@ -174,7 +175,7 @@ def test_means_of_gradients_have_the_bits_of_one_process(
                 step.ready(name)
         found.append(step.grads)
         assert all(each.device == mine["bias"].device for tree in found for each in tree.values())
-        return [{name: Tensors(gpus, index).home(each) for name, each in tree.items()} for tree in found]
+        return [{name: Tensors(DEVICE).home(each) for name, each in tree.items()} for tree in found]
 
     results = world(gpus, lanes, 2, body)
     for turn in range(2):

@@ -11,9 +11,9 @@ from ferrorpc.group import ProcessGroup
 from ferrorpc.testing import BackendContract, run_groups
 from ferrorpc.testing.gpu.machine import Machine
 from ferrorpc.testing.gpu.stand_in import stand_in
-from tests.gpu.on_gpu import OnGpu
+from tests.gpu.on_gpu import OnGpu, Tensors
 from tests.gpu.test_contract import TestHybrid as Hybrid
-from tests.gpu.torch_gpu import Tensors, TorchGpus, torch_on
+from tests.gpu.torch_gpu import DEVICE, TorchGpus, torch_on
 from tests.gpu.worlds import host_lanes, nccl_backends
 
 World = Callable[[ProcessGroup], Any]
@@ -42,7 +42,7 @@ def with_tensors(gpus: TorchGpus, backends: Sequence[Backend], fn: World) -> lis
 
     def body(group: ProcessGroup) -> Any:
         with gpus.cupy.cuda.Device(group.rank), gpus.on(gpus.cupy.machine.gpus[group.rank].new_stream(non_blocking=True)):
-            stand_for: Any = OnGpu(group, Tensors(gpus, group.rank))
+            stand_for: Any = OnGpu(group, Tensors(f"{DEVICE}:{group.rank}"))
             return fn(stand_for)
 
     return run_groups([ProcessGroup(backend) for backend in backends], body)

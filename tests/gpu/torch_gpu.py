@@ -19,8 +19,6 @@ import numpy as np
 import pytest
 
 from ferrorpc.arrays import kinds, torch_gpu_kind
-from ferrorpc.arrays.numpy_kind import NUMPY
-from ferrorpc.arrays.torch_kind import _host_array
 from ferrorpc.testing.gpu.machine import FakeStream
 from ferrorpc.testing.gpu.stand_in import StandIn, _Block
 
@@ -134,39 +132,6 @@ class TorchGpus:
             return True
 
         self.stream(index).enqueue(run)
-
-
-class Tensors:
-    """torch's tensors, for suites that hold host arrays (on_gpu.py).
-
-    Args:
-        index: of the GPU.
-    """
-
-    def __init__(self, gpus: TorchGpus, index: int) -> None:
-        self._gpus = gpus
-        self._index = index
-
-    def copied(self, flat: np.ndarray[Any, Any]) -> Any:
-        """As `Library.copied`."""
-        target = self._gpus.empty((flat.nbytes,), torch.uint8, self._index)
-        return target.copy_(torch.from_numpy(flat.view(np.uint8).copy()))
-
-    def placed(self, block: Any, offset: int, like: np.ndarray[Any, Any]) -> Any:
-        """As `Library.placed`: torch has no negative strides."""
-        if any(step < 0 for step in like.strides):
-            return None
-        dtype, strides = getattr(torch, like.dtype.name), [step // like.itemsize for step in like.strides]
-        return self._gpus.over(block.block, block.address + offset, like.shape, dtype, strides)
-
-    def holds(self, x: Any) -> bool:
-        """As `Library.holds`."""
-        return isinstance(x, FakeTensor)
-
-    def home(self, x: Any) -> np.ndarray[Any, Any]:
-        """As `Library.home`."""
-        spec = kinds.spec_of(x.detach())
-        return NUMPY.typed(_host_array(x.detach().cpu()), spec)
 
 
 class FakeTensor(torch.Tensor):  # type: ignore[misc,name-defined]

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ferrorpc.ddp.module import DistributedDataParallel
+from ferrorpc.ddp.module import PASSES_UNTIL_WARNED, DistributedDataParallel
 from ferrorpc.ddp.parameter import Parameter
 from ferrorpc.ddp.replica import named_parameters
 from ferrorpc.errors import CollectiveMismatchError, TensorMismatchError, UsageError
@@ -356,3 +356,23 @@ def test_an_unknown_mode_of_buffers_is_refused():
             DistributedDataParallel(Plain(), group, buffers="sometimes")
 
     run_world(1, body)
+
+
+def test_passes_whose_gradients_nobody_averages_are_noticed(caplog):
+    """A script for torch's own wrapper averages nothing with this one, and nothing else says so."""
+
+    def body(group, training, syncs):
+        module = plain(0)
+        module.training = training
+        ddp = DistributedDataParallel(module, group)
+        if syncs:
+            ddp.sync_gradients()
+        for _ in range(2 * PASSES_UNTIL_WARNED):
+            assert ddp(1) == 1
+
+    for size, training, syncs, warnings in ((2, True, False, 2), (1, True, False, 0), (2, False, False, 0), (2, True, True, 0)):
+        caplog.clear()
+        run_world(size, lambda group, training=training, syncs=syncs: body(group, training, syncs))
+        found = [record.message for record in caplog.records if "sync_gradients" in record.message]
+        assert len(found) == warnings, (size, training, syncs)
+        assert all("ferrorpc.torch.DistributedDataParallel" in message for message in found)
