@@ -2,7 +2,7 @@
 
 Everything a user passes goes in through `view` or `view_out` and comes back through the kind it came with. Other libraries'
 arrays that speak DLPack are read, and NumPy comes back. Neither torch nor CuPy is imported unasked: an object of theirs shows
-that the caller has done so. But CuPy is where torch's tensors are on a GPU, which it sees for us.
+that the caller has done so. Only where a tensor of torch's is on a GPU is CuPy imported, as which it is seen.
 """
 
 from __future__ import annotations
