@@ -3,6 +3,8 @@
 Its text is the standard library's own source, which lies on every machine that can run it. Every process has the whole model
 and draws its own pieces of the text; gradients are averaged while the backward pass still runs. At the end the ranks compare
 their weights, and rank 0 writes a few lines and draws the loss.
+
+With `--device gpu` each rank's model is on a GPU (its own, where there are as many), and its gradients become means there.
 """
 
 from __future__ import annotations
@@ -51,6 +53,17 @@ class Characters(nn.Module):
         return outputs
 
 
+def place(device: str) -> torch.device:
+    """Where the model is to be: the host, or this rank's GPU."""
+    if device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise SystemExit("--device gpu needs a GPU that torch can use; try: --device cpu")
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.init()  # so that backend "auto" looks for GPUs
+    return torch.device("cuda")
+
+
 def source_text(group: ferrorpc.ProcessGroup) -> torch.Tensor:
     """The first megabytes of the standard library, its modules in order of their names. Rank 0 reads them for all."""
     letters: NDArray[np.uint8] | None = None
@@ -97,9 +110,9 @@ def train(
 def written(model: nn.Module, beginning: str, count: int) -> str:
     """What the model writes on, letter by letter, by chance."""
     random = torch.Generator().manual_seed(0)
-    text = torch.tensor([list(beginning.encode())])
+    text, where = torch.tensor([list(beginning.encode())]), next(model.parameters()).device
     for _ in range(count):
-        chances = torch.softmax(model(text[:, -CONTEXT:])[:, -1] / 0.7, dim=-1)
+        chances = torch.softmax(model(text[:, -CONTEXT:].to(where))[:, -1] / 0.7, dim=-1).cpu()
         text = torch.cat([text, torch.multinomial(chances, 1, generator=random)], dim=1)
     return bytes(text[0].tolist()).decode("ascii")
 
@@ -128,15 +141,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="train a small transformer on Python's own source text, data-parallel")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate of the schedule")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where the model is: gpu needs CuPy, too")
     parser.add_argument("--out", type=Path, default=Path("out/characters_loss.png"), help="where the loss curve goes")
     options = parser.parse_args()
 
     torch.set_num_threads(1)  # processes share the processors
     torch.manual_seed(0)
+    device = place(options.device)
     with ferrorpc.init_process_group() as group:
-        text = source_text(group)
+        text = source_text(group).to(device)
         cut = int(len(text) * (1 - TEST_SHARE))
-        ddp = DistributedDataParallel(Characters(), group)
+        ddp = DistributedDataParallel(Characters().to(device), group)
         mine = train(ddp, text[:cut], group, options.steps, options.rate)
         curve = group.all_reduce(np.asarray(mine), op="mean")
         ddp.check_weights()  # raises where ranks differ

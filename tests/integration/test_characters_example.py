@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
 
@@ -25,3 +25,10 @@ def test_it_learns_holds_equal_weights_and_draws_its_loss(tmp_path: Path) -> Non
     assert float(re.search(r"test loss ([0-9.]+) nats", result.stdout)[1]) < 3.2
     assert "identical weights on 2 ranks" in result.stdout
     assert picture.read_bytes().startswith(PNG_SIGNATURE)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_to_do() -> None:
+    script = [sys.executable, str(ROOT / "examples" / "characters_torch.py"), "--device", "gpu"]
+    result = subprocess.run(script, capture_output=True, text=True, timeout=100, check=False)
+    assert (result.returncode, result.stderr) == (1, "--device gpu needs a GPU that torch can use; try: --device cpu\n")
