@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from ferrorpc.arrays.kinds import kind_of, spec_of
+from ferrorpc.ddp.parcel import common_gpu
 from ferrorpc.ddp.shards import Shard, Shards, check_whose
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
@@ -32,14 +33,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
     same rank of a group of the same size; `gather_state_dict()` is that of torch's own optimizer, for groups of any size.
 
     Args:
-        parameters: tensors on the host, or torch's dicts of them. All ranks hold the same. Frozen ones are left as they are.
+        parameters: tensors, or torch's dicts of them. All ranks hold the same. Frozen ones are left as they are. Of tensors on
+            a GPU each rank's share comes to the host, where its optimizer works.
         optimizer: class of the optimizer that each rank runs on its shard.
         group: every rank constructs its optimizer at the same point of its program.
         bucket_cap_mb: how many MiB a message may hold.
         options: the optimizer's own, such as lr.
 
     Raises:
-        UsageError: parameters are not on the host, or one of torch's optimizers that does not treat every element alike.
+        UsageError: one of torch's optimizers that does not treat every element alike.
         CollectiveMismatchError: ranks gave different parameters; the message says where they differ.
     """
 
@@ -59,8 +61,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._trained = [_named(members) for members in self.param_groups]
         inner = []
         for number, (members, trained) in enumerate(zip(self.param_groups, self._trained, strict=True)):
-            specs = [(name, _spec(name, parameter)) for name, parameter in trained.items()]
-            shards = Shards(specs, group, bucket_cap_mb, f"{optimizer.__name__}, group {number}")
+            held = {name: parameter.detach() for name, parameter in trained.items()}
+            specs = [(name, spec_of(tensor)) for name, tensor in held.items()]
+            shards = Shards(specs, group, bucket_cap_mb, f"{optimizer.__name__}, group {number}", common_gpu(held))
             self._shards.append(shards)
             inner.append(_settings(members) | {"params": [_parameter(shard) for shard in shards.shards]})
         self._inner = optimizer(inner, **options)
@@ -204,12 +207,6 @@ def _check_frozen(group: dict[str, Any], trained: dict[str, torch.Tensor]) -> No
                 f"parameter {number} was frozen when this optimizer was made, but has a gradient now",
                 hint="make the optimizer again when parameters were thawed",
             )
-
-
-def _spec(name: str, parameter: torch.Tensor) -> TensorSpec:
-    if parameter.device.type != "cpu":
-        raise UsageError(f"{name} is on {parameter.device}", hint="this optimizer takes parameters on the host")
-    return spec_of(parameter.detach())
 
 
 def _parameter(shard: Shard) -> torch.nn.Parameter:

@@ -29,6 +29,7 @@ from tests.gpu.test_ddp import SHAPES, check, gradients
 from tests.gpu.torch_gpu import DEVICE, TorchGpus, torch, torch_on
 from tests.gpu.worlds import host_lanes, nccl_backends
 
+Array = np.ndarray[Any, Any]
 LANES = ["simulated", "hybrid", pytest.param("cuda_ipc", marks=pytest.mark.shared_memory)]
 
 
@@ -240,3 +241,23 @@ def test_stages_of_torch_on_one_gpu_have_the_bits_of_the_host(gpus: TorchGpus, l
 
     expected = ferrorpc.testing.run_world(2, lambda group: step(group, "cpu"))
     assert world(gpus, lanes, 2, lambda group, index: step(group, f"{DEVICE}:0"), autograd=True) == expected
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_an_optimizer_that_is_shared_out_has_the_bits_of_the_host(gpus: TorchGpus, lanes: str) -> None:
+    shapes = {"a": (70, 10), "b": (333,), "none": (0,), "c": (9, 2, 5)}
+
+    def steps(group: ProcessGroup, place: Callable[[Array], Any]) -> list[bytes]:
+        chance = np.random.default_rng(7)
+        drawn = {name: place(chance.standard_normal(shape).astype(np.float32)) for name, shape in shapes.items()}
+        weights = {name: each.requires_grad_() for name, each in drawn.items()}
+        optimizer = ferrorpc.torch.ZeroOptimizer(weights.values(), torch.optim.AdamW, group, lr=0.1, bucket_cap_mb=1e-3)
+        chance = np.random.default_rng([group.rank, 8])
+        for _ in range(2):
+            for name, each in weights.items():
+                each.grad = place(chance.standard_normal(shapes[name]).astype(np.float32)) if name != "c" else None
+            optimizer.step()
+        return [Tensors(DEVICE).home(each).tobytes() for each in weights.values()]
+
+    wanted = ferrorpc.testing.run_world(2, lambda group: steps(group, torch.from_numpy))
+    assert world(gpus, lanes, 2, lambda group, index: steps(group, lambda array: gpus.from_numpy(array, index))) == wanted
