@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,6 +40,7 @@ _SHARED_NUMBERS: Final = 2
 """Up to here a stream's number is that of every GPU's null stream, or of every thread's."""
 SPARE_EVENTS_MAX: Final = 256
 _AS_IT_IS: Final = nullcontext()
+_MODULES: Final = sys.modules
 
 
 class CupyEvent:
@@ -83,7 +85,7 @@ class CupyEvent:
 
 
 class CupyStream:
-    """One of CuPy's streams, on that GPU."""
+    """One of CuPy's streams, on that GPU, which only a null stream needs to be current: its number is the same on all."""
 
     __slots__ = ("_device", "own", "pointer")
 
@@ -95,22 +97,22 @@ class CupyStream:
     def record(self) -> Event:
         """As `Stream.record`."""
         event = self._device.event()
-        self._on_its_gpu(event.own.record, self.own)
+        if self.pointer > _SHARED_NUMBERS:
+            event.own.record(self.own)
+        else:
+            with self._device.here():
+                event.own.record(self.own)
         return event
 
     def wait(self, event: Event) -> None:
         """As `Stream.wait`."""
         if not isinstance(event, CupyEvent):
             raise AssertionError(f"{event!r} is no event of CuPy's")
-        self._on_its_gpu(self.own.wait_event, event.own)
-
-    def _on_its_gpu(self, act: Callable[[Any], object], subject: Any) -> None:
-        """Only a null stream needs that to be current: its number is the same on all."""
         if self.pointer > _SHARED_NUMBERS:
-            act(subject)
+            self.own.wait_event(event.own)
         else:
             with self._device.here():
-                act(subject)
+                self.own.wait_event(event.own)
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
@@ -141,6 +143,7 @@ class CupyDevice:
         self.runtime = cupy.cuda.runtime
         self._copy = self.runtime.memcpyAsync
         self._current_index = self.runtime.getDevice
+        self._current_stream = cupy.cuda.get_current_stream
         self._per_thread = int(self.runtime.streamPerThread)
         self.index = index
         self.uuid = _identity(self.runtime, index)
@@ -150,9 +153,10 @@ class CupyDevice:
     def here(self) -> Any:
         """A context in which it is the current device: none where it is so already, as CuPy's costs more than most calls.
         torch's stream, where that is the caller's, is current there in CuPy too."""
-        followed = current_of_torch(self.index)
-        if followed and not self.cupy.cuda.get_current_stream(self.index).ptr:
-            return self._following(followed)
+        if "torch" in _MODULES:
+            followed = current_of_torch(self.index)
+            if followed and not self._current_stream(self.index).ptr:
+                return self._following(followed)
         return _AS_IT_IS if self._current_index() == self.index else self.cupy.cuda.Device(self.index)
 
     @contextmanager
@@ -216,8 +220,12 @@ class CupyDevice:
         Raises:
             UsageError: it is CUDA's per-thread default stream, which other threads cannot name.
         """
-        with self.here():
-            stream = CupyStream(self, self.cupy.cuda.get_current_stream())
+        where = self.here()
+        if where is _AS_IT_IS:
+            stream = CupyStream(self, self._current_stream())
+        else:
+            with where:
+                stream = CupyStream(self, self._current_stream())
         if stream.pointer == self._per_thread:
             raise UsageError(
                 "the current stream is CUDA's per-thread default stream, which other threads cannot wait for",
