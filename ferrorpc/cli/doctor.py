@@ -252,21 +252,27 @@ def backend(config: Config, environment: Mapping[str, str]) -> Findings:
         yield Finding("note", "backend", f"{chosen!r} is none of {', '.join(known)}", fix)
 
 
+_GPU_PACKAGES: Final = "pip install 'ferrorpc[gpu]'"
+
+
 def gpu(config: Config, environment: Mapping[str, str]) -> Findings:
     """GPUs, and what would use them."""
+    backend = config["backend"]
+    needed, by_nccl = backend in ("nccl", "hybrid", "cuda_ipc"), backend in ("nccl", "hybrid")
     devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
-    needed = config["backend"] in ("nccl", "hybrid")
     if not devices:
         fix = "start the container with GPUs, or choose FERRORPC_BACKEND=grpc" if needed else ""
         yield Finding("bad" if needed else "ok", "GPU", "no NVIDIA device is visible", fix)
         return
-    has = importlib.util.find_spec("cupy") is not None or importlib.util.find_spec("torch") is not None
-    yield Finding("ok" if has else "note", "GPU", f"{', '.join(devices)}", "" if has else "pip install 'ferrorpc[gpu]'")
-    library = any((Path(place) / "nvidia" / "nccl").is_dir() for place in sys.path)
-    if library:
+    if importlib.util.find_spec("cupy") is not None:
+        yield Finding("ok", "GPU", ", ".join(devices))
+    else:
+        what = f"{', '.join(devices)}, but not CuPy, through which arrays and torch's tensors there are seen"
+        yield Finding("bad" if needed else "note", "GPU", what, _GPU_PACKAGES)
+    if any((Path(place) / "nvidia" / "nccl").is_dir() for place in sys.path):
         yield Finding("ok", "NCCL", "installed as a package")
     else:
-        yield Finding("bad" if needed else "note", "NCCL", "not installed", "pip install 'ferrorpc[gpu]'")
+        yield Finding("bad" if by_nccl else "note", "NCCL", "not installed", _GPU_PACKAGES)
 
 
 def tls(config: Config, environment: Mapping[str, str]) -> Findings:

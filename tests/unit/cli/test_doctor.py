@@ -1,6 +1,7 @@
 """What the doctor finds, on machines that are well and on such that are not."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -113,3 +114,27 @@ def test_certificates_are_looked_at(tmp_path):
     (tmp_path / "ours" / "worker-a" / "worker.key").chmod(0o644)
     assert states("TLS", job="a", **given) == ["ok", "bad"]
     assert states("TLS", job="a", **(given | {"tls_ca": str(tmp_path / "none")})) == ["bad"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "packages", "expected"),
+    [
+        ("grpc", (), [("GPU", "note"), ("NCCL", "note")]),
+        ("hybrid", (), [("GPU", "bad"), ("NCCL", "bad")]),
+        ("cuda_ipc", (), [("GPU", "bad"), ("NCCL", "note")]),
+        ("cuda_ipc", ("cupy",), [("GPU", "ok"), ("NCCL", "note")]),
+        ("nccl", ("cupy", "torch", "nvidia/nccl"), [("GPU", "ok"), ("NCCL", "ok")]),
+        ("nccl", ("torch",), [("GPU", "bad"), ("NCCL", "bad")]),
+    ],
+)
+def test_on_a_host_with_gpus_it_looks_for_what_sees_them(monkeypatch, tmp_path, backend, packages, expected):
+    """torch alone does not: ferrorpc sees its tensors there through CuPy."""
+    for package in packages:
+        (tmp_path / package).mkdir(parents=True)
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(doctor.sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name if name in packages else None)
+    monkeypatch.setattr(doctor, "Path", lambda place: tmp_path if place == "/dev" else Path(place))
+    told = list(doctor.gpu(Config({"backend": backend}, {}), {}))
+    assert [(one.topic, one.state) for one in told] == expected
+    assert all("ferrorpc[gpu]" in one.fix for one in told if one.state != "ok")
