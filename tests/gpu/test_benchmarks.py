@@ -53,6 +53,13 @@ def test_a_staged_pair(cupy: StandIn, wire: str | None) -> None:
     assert all(min(times) > 0 for times in run_world(2, body, clock=SYSTEM_CLOCK))
 
 
+def test_one_rank_beside_torch() -> None:
+    pytest.importorskip("torch")
+    (found,) = run_world(1, lambda group: one_rank.of_torch(group, 5, "cpu", "gloo"), clock=SYSTEM_CLOCK)
+    assert len(found) == 3
+    assert min(found.values()) > 0
+
+
 @pytest.mark.shared_memory
 def test_ranks_that_share_a_gpu(cupy: StandIn) -> None:
     def body(group: ProcessGroup) -> dict[str, float]:
