@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.gpu.torch_gpu import torch
-from tests.gpu.torch_trainer import batches, loss_of, model, optimizer
+from tests.gpu.torch_trainer import STEPS, batches, loss_of, model, optimizer
 from tests.integration.launching import run
 
 SIZE = 2
@@ -37,8 +37,9 @@ def test_a_module_on_a_gpu_gets_the_weights_of_one_process(tmp_path: Path, trans
     )
     assert result.returncode == 0, result.stderr
     expected = one_process()
-    for rank in range(SIZE):
-        found = np.load(tmp_path / f"weights.{rank}.npz")
-        assert found["waits"] == 0
-        for name, weights in expected.items():
-            assert found[name].tobytes() == weights.tobytes(), (rank, name)
+    first, second = (dict(np.load(tmp_path / f"weights.{rank}.npz")) for rank in range(SIZE))
+    assert first["waits"] == second["waits"] == 0
+    for name, weights in expected.items():
+        assert first[name].tobytes() == second[name].tobytes() == weights.tobytes(), name
+    assert first["1.batches"] == second["1.batches"] == STEPS
+    assert first["1.total"] == second["1.total"] != 0, "rank 0's"

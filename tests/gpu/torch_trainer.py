@@ -20,10 +20,26 @@ from tests.gpu.torch_gpu import DEVICE, TorchGpus, torch, torch_on
 STEPS = 5
 
 
+class Observer(torch.nn.Module):  # type: ignore[misc,name-defined]
+    """Has buffers: how many batches it has seen, and the sum of the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("total", torch.zeros(1))
+
+    def forward(self, x: Any) -> Any:
+        self.batches += 1
+        self.total = x.detach().sum().reshape(1)
+        return x
+
+
 def model() -> Any:
     """The same on every rank and in one process."""
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8), torch.nn.Linear(8, 2))
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 16), Observer(), torch.nn.Tanh(), torch.nn.Linear(16, 8), torch.nn.Linear(8, 2)
+    )
 
 
 def optimizer(module: Any) -> Any:
@@ -43,7 +59,7 @@ def loss_of(y: Any, target: Any) -> Any:
 
 
 def train(group: ferrorpc.ProcessGroup, gpus: TorchGpus) -> dict[str, Any]:
-    """The weights at the end, by name, and how often the host has waited for values meanwhile."""
+    """Weights and buffers at the end, by name, and how often the host has waited for values meanwhile."""
     module = model().to(f"{DEVICE}:0")
     ddp = ferrorpc.torch.DistributedDataParallel(module, group, bucket_cap_mb=4e-4)
     rule = optimizer(ddp)
@@ -54,7 +70,7 @@ def train(group: ferrorpc.ProcessGroup, gpus: TorchGpus) -> dict[str, Any]:
         assert all(gpu_of(each.grad) is not None for each in module.parameters())
         rule.step()
     waits = np.array(len(gpus.waits))
-    return {"waits": waits, **{name: each.detach().cpu().numpy() for name, each in module.named_parameters()}}
+    return {"waits": waits, **{name: each.cpu().numpy() for name, each in module.state_dict().items()}}
 
 
 def main() -> None:
