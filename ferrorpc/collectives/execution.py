@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.arrays.device import Device
-from ferrorpc.collectives.polling import Polling, Watching
+from ferrorpc.collectives.polling import NAP_SECONDS_MIN, Polling, Watching
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
@@ -48,6 +48,11 @@ class Execution(ABC):
 
     timeout_breaks = True
     """Whether its deadline ends the generation; a recv's does not."""
+
+    @property
+    def nap_seconds(self) -> float:
+        """How long the progress thread sleeps at least between two looks, where it polls."""
+        return NAP_SECONDS_MIN
 
     @abstractmethod
     def advance(self) -> bool:
@@ -116,3 +121,8 @@ class Prepared(ABC):
             outputs: C-contiguous arrays for the results, possibly the inputs themselves; None to allocate them.
             guard: deadline and latch.
         """
+
+
+def as_it_is(execution: Execution) -> Execution:
+    """What a Work holds where its result is made by who waits for it, from the complete execution."""
+    return execution

@@ -80,9 +80,9 @@ class Watching:
         return True
 
 
-def nap_seconds(waited_seconds: float) -> float:
+def nap_seconds(waited_seconds: float, least_seconds: float = NAP_SECONDS_MIN) -> float:
     """How long to sleep before the next look, after so long without progress."""
-    return min(max(waited_seconds / NAP_SHARE, NAP_SECONDS_MIN), NAP_SECONDS_MAX)
+    return min(max(waited_seconds / NAP_SHARE, least_seconds), NAP_SECONDS_MAX)
 
 
 def _processors() -> int:

@@ -275,9 +275,14 @@ class Progress:
                 self._guarded(heapq.heappop(self._timers)[2], self._fire)
             if not self._ready:
                 until = self._timers[0][0] if self._timers else FOREVER
-                self._parker.park(until if not self._polled else min(until, now + nap_seconds(now - self._moved_at)))
+                self._parker.park(min(until, self._next_look(now)))
             if self._polled:
                 self._look()
+
+    def _next_look(self, now: float) -> float:
+        """Clock time at which what nobody wakes is due."""
+        least_seconds = [entry.execution.nap_seconds for entry in self._polled if not entry.over]
+        return now + nap_seconds(now - self._moved_at, min(least_seconds, default=0.0)) if self._polled else FOREVER
 
     def _look(self) -> None:
         """Advances what nobody wakes."""

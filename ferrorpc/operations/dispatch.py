@@ -18,7 +18,7 @@ from ferrorpc.arrays.kinds import copy_of
 from ferrorpc.backends.base import Backend
 from ferrorpc.collectives.advancing import Advancing
 from ferrorpc.collectives.call import Call
-from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.collectives.execution import Execution, Prepared, as_it_is
 from ferrorpc.collectives.progress import verdict
 from ferrorpc.errors import FerroError, GroupAbortedError, GroupClosedError
 from ferrorpc.guard import FOREVER, Guard
@@ -196,7 +196,7 @@ class Dispatch:
         self._note(execution.label)
         ended = self._observed(execution)
         if result.on_device:
-            work = self.backend.submit(execution, _as_it_is)
+            work = self.backend.submit(execution, as_it_is)
             work.bring = result.of
             work.hand_over = hand_over
             work.settle = partial(settle, self.backend.clock)
@@ -275,8 +275,3 @@ class Dispatch:
 
 def _nobody() -> None:
     """The wake of an execution that nobody drives yet."""
-
-
-def _as_it_is(execution: Execution) -> Execution:
-    """For results that are made where they are waited for."""
-    return execution

@@ -31,7 +31,7 @@ from ferrorpc.backends.nccl.site import Site
 from ferrorpc.backends.nccl.work import DeviceWork
 from ferrorpc.collectives import select
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.collectives.execution import Execution, Prepared, as_it_is
 from ferrorpc.collectives.progress import progress_of
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, UsageError
@@ -150,6 +150,8 @@ class NcclBackend(RawOperations, Backend):
             return self.lanes.submit(execution, convert)
 
         def converted(execution: Execution) -> Any:
+            if convert is as_it_is:
+                return execution
             with self.site.homewards():
                 return convert(execution)
 

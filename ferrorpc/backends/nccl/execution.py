@@ -125,7 +125,7 @@ class NcclExecution(Airborne):
         self.specs: list[TensorSpec] = []
         self.until_done = True
         """Whether it is complete only when the GPU has come past the mark, or already with the mark."""
-        self.mark: Event | None = None
+        self.mark = None
         self.queued: Callable[[], None] | None = None
         """Told once the mark is there."""
         self._prepared = prepared
@@ -296,7 +296,7 @@ class NcclExecution(Airborne):
             return True
         if self._other is not None:
             return False
-        if self.mark is None or not self.mark.done:
+        if self.mark is None or not (self.is_past or self.mark.done):
             self.lineup.has_launched(self)
             return False
         with self._landing:

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from ferrorpc.arrays.device import Device
+from ferrorpc.arrays.device import Device, Event
 from ferrorpc.backends.nccl.api import State
 from ferrorpc.backends.nccl.lineup import Lineup
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.errors import FerroError, NcclError
+from ferrorpc.guard import FOREVER, Guard
 from ferrorpc.work import Work
 
+IDLE_SECONDS: Final = 1e-3
+"""Between two looks where nobody waits to be told, and memory alone is kept."""
+TELLING_SECONDS: Final = 200e-6
+"""The same where somebody may wait."""
+LINGER_SECONDS: Final = 5e-3
+"""How long a flight waits for others when all have landed."""
+EMPTY_SECONDS: Final = 3600.0
+"""Its deadline meanwhile: none that comes."""
 SUSPICION_SECONDS: Final = 5.0
 """How long the coordinator has to say who died where NCCL says that somebody, or the network, did; longer than its grace."""
 
@@ -24,11 +34,15 @@ class Airborne(Execution):
 
     Attributes:
         lineup: where it is launched.
+        mark: its end in its stream, once it is in there.
+        is_past: it is known already that the GPU has come past the mark.
         over: it holds nothing any more: it has landed, or failed. Another thread than the one that looks may have seen to that.
         told: of its landing, or of what ended its flight, where somebody wants to know.
     """
 
     lineup: Lineup
+    mark: Event | None = None
+    is_past = False
     over = False
     told: Callable[[FerroError | None], None] | None = None
     _met: Exception | None = None
@@ -74,50 +88,90 @@ class Airborne(Execution):
 
 
 class Flight(Execution):
-    """Drives what one lineup has launched, one operation after the other, to their landings: the GPU comes past their marks in
-    that order, so what is behind the first needs no look. Others join it while it lasts, and wake nobody."""
+    """Drives what one lineup has launched, one operation after the other, to their landings. Others join it while it lasts, and
+    wake nobody.
+
+    Every question to the GPU lets go of the interpreter, and so does waking the thread that asks; whoever launches the next
+    operation has to wait until it gets the interpreter back, which takes longer than all else that a launch does. So it is
+    asked seldom, and few questions: the GPU comes past marks in their order, so where it is past one it is past all before. And
+    a flight lasts a while longer than what is in it: what small operations leave has landed before the next is launched.
+    """
 
     def __init__(self, first: Airborne, device: Device) -> None:
         self.guard = first.guard
+        self.wake = _nobody
         self.polling = first.polling
         self.device = device
         self.results, self.specs = [], []
         self._lock = threading.Lock()
         self._is_over = False
         self._flying = deque([first])
+        self._empty_since = FOREVER
+        self._tells = first.told is not None
+        """Whether somebody may wait to be told of what joined last."""
 
     def join(self, execution: Airborne) -> bool:
         """Takes along what was launched after the others, unless this is over, or its deadline would not be the last."""
         with self._lock:
-            fits = not self._is_over and execution.guard.deadline >= self._flying[-1].guard.deadline
-            if fits:
-                self._flying.append(execution)
-            return fits
+            flying = self._flying
+            if self._is_over or (flying and execution.guard.deadline < flying[-1].guard.deadline):
+                return False
+            if not flying:
+                self.guard = execution.guard
+            tells, self._tells = self._tells, execution.told is not None
+            flying.append(execution)
+        if self._tells and not tells:
+            self.wake()  # it sleeps for longer
+        return True
 
     @property
     def label(self) -> str:
-        return self._flying[0].label
+        return self._flying[0].label if self._flying else "nothing in flight"
+
+    @property
+    def nap_seconds(self) -> float:
+        return TELLING_SECONDS if self._tells else IDLE_SECONDS
 
     def advance(self) -> bool:
-        while self._flying[0].land():
-            _tell(self._flying[0], None)
+        past = self._past()
+        while self._flying:
+            first = self._flying[0]
+            first.is_past = past > 0
+            if not first.land():
+                return False
+            past -= 1
+            _tell(first, None)
             self.position += 1
-            with self._lock:
-                self._flying.popleft()
-                self._is_over = not self._flying
-                if self._is_over:
-                    return True
+            self._leave_behind()
+        with self._lock:
+            self._is_over = not self._flying and self.guard.clock.now() >= self._empty_since + LINGER_SECONDS
+            return self._is_over
+
+    def _past(self) -> int:
+        """How many of them the GPU has come past, found by halves."""
+        with self._lock:
+            flying = list(self._flying)
+        return bisect_left(flying, True, key=lambda each: not (each.over or (each.mark is not None and each.mark.done)))
+
+    def _leave_behind(self) -> None:
+        """The first one has landed."""
+        with self._lock:
+            self._flying.popleft()
+            if self._flying:
                 self.guard = self._flying[0].guard
-        return False
+            else:
+                self.guard = Guard(self.guard.clock, self.guard.latch, EMPTY_SECONDS)
+                self._empty_since = self.guard.started
 
     def waiting_on(self) -> list[int]:
-        return self._flying[0].waiting_on()
+        return self._flying[0].waiting_on() if self._flying else []
 
     def probe(self) -> None:
-        self._flying[0].probe()
+        if self._flying:
+            self._flying[0].probe()
 
     def explain(self) -> str:
-        return self._flying[0].explain()
+        return self._flying[0].explain() if self._flying else self.label
 
     def timeout_error(self) -> FerroError:
         return self._flying[0].timeout_error()
@@ -129,9 +183,9 @@ class Flight(Execution):
             execution.release()
 
     def fail(self, error: FerroError) -> bool:
-        """What is left of it has ended with this error. Whether anybody was told."""
+        """What is left of it has ended with this error. Whether all who want to know of that were told."""
         left, self._flying = self._flying, deque()
-        return [_tell(execution, error.again()) for execution in left].count(True) > 0
+        return not left or [_tell(execution, error.again()) for execution in left].count(True) > 0
 
 
 class Arrival(Work[None]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ferrorpc.arrays.device import Event, Stream
+from ferrorpc.arrays.device import Stream
 from ferrorpc.backends.nccl.api import Communicator, DataType, NcclApi, Op, required
 from ferrorpc.backends.nccl.execution import first_cause
 from ferrorpc.backends.nccl.flight import Airborne
@@ -152,7 +152,7 @@ class RawExecution(Airborne):
         self.lineup.join(self)
         self._stream = self.lineup.stream if given is None else given
         self._launched = False
-        self.mark: Event | None = None
+        self.mark = None
         site.took_off(self)
 
     @property
@@ -182,7 +182,7 @@ class RawExecution(Airborne):
     @first_cause
     def land(self) -> bool:
         """Whether the GPU has come past it."""
-        if self.mark is not None and self.mark.done:
+        if self.mark is not None and (self.is_past or self.mark.done):
             self.release()
             return True
         self.lineup.has_launched(self)
