@@ -116,12 +116,14 @@ class NearOut(Out):
     __slots__ = ("_home", "_kind", "_stored")
 
     def __init__(self, kind: CupyKind, given: Any, stored: Any, spec: TensorSpec) -> None:
-        _check_separate(stored)
+        is_scratch = not stored.flags.c_contiguous
+        if is_scratch:
+            _check_separate(stored)
         self.given = given
         self.spec = spec
         self._kind = kind
         self._stored = stored
-        self._home = None if stored.flags.c_contiguous else kind.device.current()
+        self._home = kind.device.current() if is_scratch else None
         """Where `data` is a scratch: the stream that its memory goes back to."""
         self.data = stored if self._home is None else kind.device.empty(spec.shape, spec.dtype.storage, self._home)
 

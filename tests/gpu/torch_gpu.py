@@ -24,6 +24,9 @@ from ferrorpc.testing.gpu.stand_in import StandIn, _Block
 
 torch = pytest.importorskip("torch")
 pytree = importlib.import_module("torch.utils._pytree")
+registration = importlib.import_module("torch.utils.backend_registration")
+if not hasattr(registration, "_setup_privateuseone_for_python_backend"):
+    pytest.skip("this torch takes no devices that are written in Python", allow_module_level=True)
 
 DEVICE = "fakegpu"
 ASKING = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
@@ -181,7 +184,6 @@ def torch_on(cupy: StandIn) -> Iterator[TorchGpus]:
 
 @cache
 def _register() -> Any:
-    registration = importlib.import_module("torch.utils.backend_registration")
     registration._setup_privateuseone_for_python_backend(DEVICE, _module(), _hook(registration._DummyPrivateUse1Hook))
     library = torch.library.Library("aten", "IMPL")
 
