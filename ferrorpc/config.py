@@ -164,7 +164,7 @@ SETTINGS: Final = (
     Setting("rank_hint", None, whole_number, "the rank to give this member where it is free"),
     Setting("backend", "auto", str, "who performs operations: auto, grpc, simulated, nccl, hybrid, cuda_ipc or one registered"),
     Setting("transport", "auto", str, "how tensors travel between ranks", ("auto", "grpc", "shared_memory")),
-    Setting("device", None, whole_number, "number of this rank's GPU; default its number among its node's processes, if known"),
+    Setting("device", None, whole_number, "number of this rank's GPU; default torch's, or its own among its node's processes"),
     Setting("lanes", 1, lanes, "gRPC connections to each peer that the chunks of large messages are dealt out to, 1 to 16"),
     Setting("bind", "127.0.0.1", str, "address this worker listens on"),
     Setting(

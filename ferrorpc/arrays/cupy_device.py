@@ -25,7 +25,7 @@ import numpy as np
 from ferrorpc.arrays.cupy_sharing import CupySharing
 from ferrorpc.arrays.device import DeviceArray, Event, Stream
 from ferrorpc.arrays.staging import Staging
-from ferrorpc.arrays.torch_stream import current_of_torch
+from ferrorpc.arrays.torch_use import current_of_torch
 from ferrorpc.errors import BackendUnavailableError, UsageError
 from ferrorpc.kernels.cuda.folds import Folds
 from ferrorpc.kernels.cuda.launcher import DeviceKernels

@@ -55,7 +55,9 @@ class TorchGpuKind(TorchKind):
 
     def view_near(self, x: Any) -> View:
         spec = self.spec(x)
-        seen = self._near.view_near(self._seen(x.detach().resolve_conj().resolve_neg(), spec))
+        if x.is_conj() or x.is_neg():
+            x = x.resolve_conj().resolve_neg()
+        seen = self._near.view_near(self._seen(x, spec))
         return seen._replace(kind=self, spec=spec)
 
     def out(self, x: Any, spec: TensorSpec) -> Out:

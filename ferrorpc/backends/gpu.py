@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ferrorpc.arrays.cupy_device import CupyDevice, open_device
-from ferrorpc.arrays.torch_stream import uses_gpus
+from ferrorpc.arrays.torch_use import chosen_in_torch, uses_gpus
 from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
@@ -29,24 +29,26 @@ _log = logging.getLogger("ferrorpc.backends")
 
 
 def device_for(asked: int | None, local_rank: int | None) -> CupyDevice:
-    """This rank's GPU: the one asked for, else its number among the processes of its node, else CuPy's current one.
+    """This rank's GPU: the one asked for, else the one that torch was told to use, else its number among the processes of its
+    node, else CuPy's current one.
 
     Raises:
         BackendUnavailableError: there is no CuPy or no such GPU.
     """
-    device = open_device(asked)
-    if asked is None and local_rank is not None:
+    chosen = chosen_in_torch() if asked is None else asked
+    device = open_device(chosen)
+    if chosen is None and local_rank is not None:
         device = open_device(local_rank % device.count)
     return device
 
 
 def take(asked: int | None, local_rank: int | None) -> None:
-    """Makes this rank's GPU the current one, in programs that work on GPUs, whatever carries their arrays.
+    """Makes this rank's GPU CuPy's current one, in programs that have imported CuPy, whatever carries its arrays.
 
     Raises:
         BackendUnavailableError: there is no such GPU, and it was asked for.
     """
-    if not _works_on_gpus():
+    if "cupy" not in sys.modules:
         return
     try:
         device_for(asked, local_rank).make_current()

@@ -221,6 +221,18 @@ def test_auto_looks_for_a_gpu_where_torch_has_begun_to_use_one(
     assert gpu.said_at_join("auto", None, 1) == {}
 
 
+def test_a_ranks_gpu_is_the_one_that_torch_was_told_to_use(gpus: TorchGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [3]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    assert gpu.device_for(None, 1).index == 3
+    assert gpu.device_for(5, 1).index == 5
+    current[0] = 0  # nobody may have told it so
+    assert gpu.device_for(None, 1).index == 1
+    current[0] = 3
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert gpu.device_for(None, 1).index == 1
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zb1p"])
 @pytest.mark.parametrize("lanes", ["simulated", pytest.param("cuda_ipc", marks=pytest.mark.shared_memory)])
 def test_stages_of_torch_on_one_gpu_have_the_bits_of_the_host(gpus: TorchGpus, lanes: str, name: str) -> None:

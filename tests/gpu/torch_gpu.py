@@ -172,6 +172,7 @@ def torch_on(cupy: StandIn) -> Iterator[TorchGpus]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_gpu_kind, "DEVICE_TYPE", DEVICE)
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=found.stream(index).pointer))
         patch.setattr(torch, "from_dlpack", found.from_dlpack)
         kinds._torch_kind.cache_clear()

@@ -1,4 +1,4 @@
-"""Whether the program uses torch on GPUs, and in which stream. torch is never imported here."""
+"""Whether the program uses torch on GPUs, on which, and in which stream. torch is never imported here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ def uses_gpus() -> bool:
     """Whether the program has begun to use a GPU through torch."""
     is_initialized = getattr(getattr(sys.modules.get("torch"), "cuda", None), "is_initialized", None)
     return is_initialized is not None and bool(is_initialized())
+
+
+def chosen_in_torch() -> int | None:
+    """The number of the GPU that torch was told to use; None where it is the first, which it uses without being told."""
+    return (sys.modules["torch"].cuda.current_device() or None) if uses_gpus() else None
 
 
 def current_of_torch(index: int) -> int:
