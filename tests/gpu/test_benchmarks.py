@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.gpu import buckets, copies, one_rank, shared_gpu, stage_pair, staged_pair, turns
+from benchmarks.gpu import __main__ as everything, buckets, copies, one_rank, shared_gpu, stage_pair, staged_pair, turns
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -99,3 +101,32 @@ def test_a_killed_peer() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"grpc +PeerLostError +\d+\.\d", done.stdout)
+
+
+def test_all_that_wants_a_gpu_runs_to_its_end_whatever_becomes_of_the_others(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs = {"hangs": ("timeit", "-n1", "import time; time.sleep(60)"), "fails": ("no_such_module",), "works": ("this",)}
+    monkeypatch.setattr(everything, "RUNS", runs)
+    assert everything.main(["--seconds", "3"]) == 1
+    assert re.findall(r"^(\w+) +(given up|exit code 1|holds) ", capfd.readouterr().out, re.MULTILINE) == [
+        ("hangs", "given up"),
+        ("fails", "exit code 1"),
+        ("works", "holds"),
+    ]
+    assert everything.main(["--only", "works"]) == 0
+
+
+def test_what_is_run_of_all_that_wants_a_gpu_is_there() -> None:
+    for arguments in everything.RUNS.values():
+        for each in arguments:
+            if each.startswith("benchmarks."):
+                assert find_spec(each), each
+            if each.startswith(("examples/", "tests/")):
+                assert (Path(everything.__file__).parents[2] / each).exists(), each
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(SystemExit, match=r"needs a GPU: .*CuPy.*; try: pip install"):
+        everything.main([])
