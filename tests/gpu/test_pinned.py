@@ -186,6 +186,7 @@ def test_a_sum_takes_the_place_of_what_came_down(cupy: StandIn) -> None:
         for _ in range(3):
             same(cupy, group.all_reduce(there), np.arange(MIB, dtype=np.float32) * 3, "all_reduce")
             same(cupy, there, x, "the input")
+            group.barrier()  # until then the other rank may still look at what came down here
             gc.collect()
 
     world(2, cupy, body)
