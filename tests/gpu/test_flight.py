@@ -149,3 +149,13 @@ def test_it_is_looked_at_more_often_where_somebody_may_wait() -> None:
     assert (flight.nap_seconds, len(woken)) == (TELLING_SECONDS, 1)
     assert flight.join(another)
     assert len(woken) == 1
+
+
+def test_what_has_ended_otherwise_says_nothing_of_those_before_it() -> None:
+    clock = ManualClock()
+    planes = [Plane(clock) for _ in range(3)]
+    flight = flight_of(planes)
+    planes[1].release()
+    assert not flight.advance()
+    assert not planes[0].over
+    assert flight.position == 0

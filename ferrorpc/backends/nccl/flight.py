@@ -133,13 +133,11 @@ class Flight(Execution):
         return TELLING_SECONDS if self._tells else IDLE_SECONDS
 
     def advance(self) -> bool:
-        past = self._past()
+        self._ask()
         while self._flying:
             first = self._flying[0]
-            first.is_past = past > 0
             if not first.land():
                 return False
-            past -= 1
             _tell(first, None)
             self.position += 1
             self._leave_behind()
@@ -147,11 +145,12 @@ class Flight(Execution):
             self._is_over = not self._flying and self.guard.clock.now() >= self._empty_since + LINGER_SECONDS
             return self._is_over
 
-    def _past(self) -> int:
-        """How many of them the GPU has come past, found by halves."""
+    def _ask(self) -> None:
+        """Finds by halves what the GPU has come past."""
         with self._lock:
-            flying = list(self._flying)
-        return bisect_left(flying, True, key=lambda each: not (each.over or (each.mark is not None and each.mark.done)))
+            flying = [each for each in self._flying if not each.over]
+        for each in flying[: bisect_left(flying, True, key=lambda each: each.mark is None or not each.mark.done)]:
+            each.is_past = True
 
     def _leave_behind(self) -> None:
         """The first one has landed."""
