@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from typing import TYPE_CHECKING
 
 from ferrorpc.arrays.cupy_kind import CupyKind
@@ -13,6 +15,11 @@ from ferrorpc.ddp.memory import HostMemory, Memory
 
 if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
+
+
+_log = logging.getLogger("ferrorpc.ddp")
+_told = threading.Lock()
+"""Held once this process was told that gradients on a GPU go through the host."""
 
 
 class Fleet:
@@ -47,6 +54,12 @@ class Fleet:
     def _memory(self, group: ProcessGroup) -> list[Memory]:
         if self.kind is None:
             return [HostMemory(bucket, group) for bucket in self.layout.buckets]
+        if group.size > 1 and not group.capabilities.device_arrays and _told.acquire(blocking=False):
+            _log.warning(
+                "gradients are on a GPU, and backend %r takes them through the host; backend='hybrid' has NCCL, which 'auto' "
+                "chooses where the program has imported CuPy, or begun to use a GPU through torch, when it joins",
+                group.backend,
+            )
         gpu = Gpu(self.kind, self.clock)
         return [DeviceMemory(bucket, gpu) for bucket in self.layout.buckets]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 from functools import reduce
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import ferrorpc
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.arrays.kinds import kind_of, spec_of
+from ferrorpc.ddp import fleet
 from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.device_memory import DeviceMemory, Gpu
 from ferrorpc.errors import TensorMismatchError, UsageError
@@ -435,3 +437,19 @@ def test_ranks_with_and_without_a_gpu_average_over_host_lanes(cupy: StandIn) -> 
         return found if group.rank else at_home(cupy, found)
 
     check(world(cupy, "simulated", 2, body), per_rank, [1.0, 2.0])
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_buckets_on_gpus_that_go_through_the_host_are_told_of_once(
+    cupy: StandIn, lanes: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_told", threading.Lock())
+
+    def body(group: ProcessGroup) -> None:
+        for _ in range(2):
+            ferrorpc.GradientSynchronizer(on_gpu(cupy, {"a": np.zeros(3)}), group)
+
+    world(cupy, lanes, 2, body)
+    told = [record.message for record in caplog.records if "through the host" in record.message]
+    assert len(told) == (lanes == "simulated")
+    assert all("backend='hybrid'" in message for message in told)
