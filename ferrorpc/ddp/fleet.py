@@ -54,7 +54,7 @@ class Fleet:
     def _memory(self, group: ProcessGroup) -> list[Memory]:
         if self.kind is None:
             return [HostMemory(bucket, group) for bucket in self.layout.buckets]
-        if group.size > 1 and not group.capabilities.device_arrays and _told.acquire(blocking=False):
+        if group.size > 1 and not group.capabilities.device_moves and _told.acquire(blocking=False):
             _log.warning(
                 "gradients are on a GPU, and backend %r takes them through the host; backend='hybrid' has NCCL, which 'auto' "
                 "chooses where the program has imported CuPy, or begun to use a GPU through torch, when it joins",
