@@ -159,3 +159,16 @@ def test_what_has_ended_otherwise_says_nothing_of_those_before_it() -> None:
     assert not flight.advance()
     assert not planes[0].over
     assert flight.position == 0
+
+
+def test_of_what_is_in_a_stream_of_its_own_the_others_tell_nothing() -> None:
+    clock = ManualClock()
+    planes = [Plane(clock) for _ in range(3)]
+    planes[0].in_turn = False
+    planes[1].mark.passed = planes[2].mark.passed = True
+    flight = flight_of(planes)
+    assert not flight.advance()
+    assert not planes[0].over
+    planes[0].mark.passed = True
+    flight.advance()
+    assert all(plane.over for plane in planes)

@@ -239,6 +239,21 @@ def test_a_raw_form_is_in_flight_until_the_gpu_has_come_past_it(cupy: StandIn) -
     world(cupy, 2, body)
 
 
+def test_a_raw_form_in_a_stream_of_the_callers_is_not_through_when_a_later_one_is(cupy: StandIn) -> None:
+    """Operations in the communicator's stream come one after the other; this one's stream is late."""
+    backend: Any = nccl_backends(cupy, 1)[0]
+    late, released = cupy.cuda.Stream(non_blocking=True), []
+    late.fake.enqueue(lambda: bool(released))
+    x = cupy.asarray(np.ones(4))
+    backend.all_reduce_raw(x.data.ptr, x.data.ptr, 4, "float64", stream=late)
+    backend.all_reduce_raw(x.data.ptr, x.data.ptr, 4, "float64")
+    with pytest.raises(CollectiveTimeoutError, match="had not done all_reduce_raw"):
+        backend.synchronize(SYSTEM_CLOCK.now() + 0.05)
+    released.append(True)
+    backend.synchronize(SYSTEM_CLOCK.now() + 5)
+    backend.close()
+
+
 def test_grouped_sends_and_receives_may_cross(cupy: StandIn) -> None:
     def body(group: ProcessGroup) -> None:
         backend: Any = group._backend

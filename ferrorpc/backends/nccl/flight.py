@@ -35,6 +35,7 @@ class Airborne(Execution):
     Attributes:
         lineup: where it is launched.
         mark: its end in its stream, once it is in there.
+        in_turn: its mark is in the lineup's stream, so the GPU comes past it after those that were launched before.
         is_past: it is known already that the GPU has come past the mark.
         over: it holds nothing any more: it has landed, or failed. Another thread than the one that looks may have seen to that.
         told: of its landing, or of what ended its flight, where somebody wants to know.
@@ -42,6 +43,7 @@ class Airborne(Execution):
 
     lineup: Lineup
     mark: Event | None = None
+    in_turn = True
     is_past = False
     over = False
     told: Callable[[FerroError | None], None] | None = None
@@ -148,7 +150,7 @@ class Flight(Execution):
     def _ask(self) -> None:
         """Finds by halves what the GPU has come past."""
         with self._lock:
-            flying = [each for each in self._flying if not each.over]
+            flying = [each for each in self._flying if each.in_turn and not each.over]
         for each in flying[: bisect_left(flying, True, key=lambda each: each.mark is None or not each.mark.done)]:
             each.is_past = True
 

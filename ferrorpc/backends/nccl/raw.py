@@ -151,6 +151,7 @@ class RawExecution(Airborne):
         self.lineup = site.lineup(0)
         self.lineup.join(self)
         self._stream = self.lineup.stream if given is None else given
+        self.in_turn = given is None
         self._launched = False
         self.mark = None
         site.took_off(self)
