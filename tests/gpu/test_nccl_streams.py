@@ -11,6 +11,7 @@ import pytest
 
 from ferrorpc.backends.nccl.api import State
 from ferrorpc.backends.nccl.backend import NcclBackend
+from ferrorpc.backends.nccl.flight import Flight
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.progress import PROBE_SECONDS, Progress
 from ferrorpc.errors import CollectiveTimeoutError, NcclError, TensorMismatchError, UsageError
@@ -345,6 +346,27 @@ def test_a_rank_that_has_not_looked_yet_needs_nobody_for_what_is_complete(cupy: 
     assert backends[0].latch.cause is None
     assert executions[0].land()
     np.testing.assert_array_equal(cupy.asnumpy(executions[0].results[0]), np.full(4, 2.0, np.float32))
+
+
+def test_who_waits_on_the_host_looks_at_the_gpu_for_itself(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What watches the GPU for all looks seldom; here it sees nothing at all."""
+    backend: Any = nccl_backends(cupy, 1)[0]
+    with ProcessGroup(backend, timeout=backend.timeout) as group, cupy.cuda.Stream(non_blocking=True) as stream:
+        x = cupy.asarray(np.ones(4, np.float32))
+        group.all_reduce(x, async_op=True).wait(host=True)  # the first connects
+        with monkeypatch.context() as patch:
+            patch.setattr(Flight, "advance", lambda flight: False)
+            released: list[bool] = []
+            stream.fake.enqueue(lambda: bool(released))
+            work = group.all_reduce(x, out=x, async_op=True)
+            with pytest.raises(CollectiveTimeoutError, match="still runs after"):
+                work.wait(0.05, host=True)
+            assert not work.done()
+            released.append(True)
+            found = work.wait(5, host=True)
+            assert work.done()
+            assert found is x
+        assert cupy.asnumpy(x).tolist() == [1] * 4
 
 
 def test_what_is_launched_while_others_are_in_flight_wakes_nobody(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ferrorpc.arrays.device import DeviceArray, Event, is_host
+from ferrorpc.arrays.device import Device, DeviceArray, Event, is_host
 from ferrorpc.arrays.kinds import copy_into
 from ferrorpc.backends.nccl.announcement import DESCRIBED, Announced, announcing_call, key_beside, pack, unpack
 from ferrorpc.backends.nccl.api import DataType, Op
@@ -113,6 +113,8 @@ class NcclPrepared(Prepared):
 
 class NcclExecution(Airborne):
     """One run of a call."""
+
+    device: Device
 
     def __init__(
         self, prepared: NcclPrepared, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard

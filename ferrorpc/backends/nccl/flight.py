@@ -140,7 +140,7 @@ class Flight(Execution):
             first = self._flying[0]
             if not first.land():
                 return False
-            _tell(first, None)
+            tell(first, None)
             self.position += 1
             self._leave_behind()
         with self._lock:
@@ -186,7 +186,7 @@ class Flight(Execution):
     def fail(self, error: FerroError) -> bool:
         """What is left of it has ended with this error. Whether all who want to know of that were told."""
         left, self._flying = self._flying, deque()
-        return not left or [_tell(execution, error.again()) for execution in left].count(True) > 0
+        return not left or [tell(execution, error.again()) for execution in left].count(True) > 0
 
 
 class Arrival(Work[None]):
@@ -201,8 +201,9 @@ class Arrival(Work[None]):
             super().fail(error)
 
 
-def _tell(execution: Airborne, error: FerroError | None) -> bool:
-    told, execution.told = execution.told, None  # which refers to what holds the execution
+def tell(execution: Airborne, error: FerroError | None) -> bool:
+    """Tells who wants to know what became of an operation, once, whichever thread comes first. Whether that was here."""
+    told: Callable[[FerroError | None], None] | None = vars(execution).pop("told", None)
     if told is not None:
         told(error)
     return told is not None

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ferrorpc.backends.nccl.execution import NcclExecution
+from ferrorpc.backends.nccl.flight import TELLING_SECONDS, tell
+from ferrorpc.collectives.polling import nap_seconds
+from ferrorpc.errors import FerroError
 from ferrorpc.guard import Clock
 from ferrorpc.work import Work
 
@@ -20,6 +23,30 @@ class DeviceWork(Work[Any]):
         if execution.mark is None:
             self._queued = Work(clock, f"{execution.label}, until it is in its stream")
             execution.queued = self._is_queued
+
+    def _park(self, until: float, timeout: float | None) -> None:
+        """What watches the GPU looks seldom, to leave the interpreter to others; a thread that waits anyway looks itself."""
+        if self._execution.mark is not None:
+            parker = self._clock.parker()
+            self.on_done(parker.unpark)
+            began = now = self._clock.now()
+            while not self._done and now < until and not self._has_landed():
+                parker.park(min(until, now + min(nap_seconds(now - began), TELLING_SECONDS)))
+                now = self._clock.now()
+            self._forget(parker.unpark)
+        super()._park(until, timeout)
+
+    def _has_landed(self) -> bool:
+        """Whether this thread need not look again: it has landed, or whoever watches it will say what became of it."""
+        execution = self._execution
+        try:
+            with execution.device.here():
+                if not execution.land():
+                    return False
+                tell(execution, None)
+        except FerroError:
+            pass
+        return True
 
     def _is_queued(self) -> None:
         if self._queued is not None and not self._queued.done():
