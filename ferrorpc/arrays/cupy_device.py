@@ -325,8 +325,8 @@ def open_device(index: int | None = None) -> CupyDevice:
     """
     try:
         cupy = importlib.import_module("cupy")
-    except ImportError as missing:
-        raise BackendUnavailableError(f"GPU arrays need CuPy, which cannot be imported: {missing}", INSTALL) from None
+    except Exception as problem:  # noqa: BLE001  one that does not fit what is installed beside it may raise anything
+        raise BackendUnavailableError(f"GPU arrays need CuPy, which cannot be imported: {problem}", INSTALL) from None
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as problem:  # noqa: BLE001  CuPy's own error class is not known before it is imported

@@ -211,6 +211,21 @@ def test_where_cupy_cannot_be_had_torch_copies_them_and_the_log_says_so(
     assert (again.device, again.cpu().tolist()) == (x.device, [0, 1, 2, 3])
 
 
+def test_a_broken_cupy_leaves_torchs_tensors_to_torch(
+    gpus: TorchGpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that does not fit the NumPy beside it raises a ValueError, for instance."""
+
+    def broken(name: str) -> None:
+        raise ValueError("numpy.dtype size changed")
+
+    monkeypatch.setattr("ferrorpc.arrays.cupy_device.importlib.import_module", broken)
+    kinds._torch_kind.cache_clear()
+    x = gpus.from_numpy(np.arange(4, dtype=np.float32))
+    assert view(x).data.tolist() == [0, 1, 2, 3]
+    assert "numpy.dtype size changed" in caplog.text
+
+
 def test_auto_looks_for_a_gpu_where_torch_has_begun_to_use_one(
     gpus: TorchGpus, cupy: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
