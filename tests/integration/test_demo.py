@@ -41,10 +41,10 @@ def test_ctrl_c_ends_the_demo_without_a_word_of_its_workers(tmp_path):
     """On a terminal, where progress is shown at once."""
     terminal, other_end = pty.openpty()
     termios.tcsetwinsize(terminal, (25, 80))
+    quiet = environment() | {"NO_COLOR": "1", "FERRORPC_LOG_LEVEL": "ERROR"}  # on a slow machine waits are explained
     process = subprocess.Popen(
         [sys.executable, "-m", "ferrorpc.cli.main", "demo", "-n", "2", "--epochs", "100000", "--out", "loss.png"],
-        stdout=subprocess.DEVNULL, stderr=other_end, env=environment() | {"NO_COLOR": "1"}, cwd=tmp_path,
-        start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=other_end, env=quiet, cwd=tmp_path, start_new_session=True,
     )  # fmt: skip
     os.close(other_end)
     with open(terminal, "rb", buffering=0) as shown:
