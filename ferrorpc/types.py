@@ -174,6 +174,11 @@ class TensorSpec(NamedTuple):
         """Bytes of the array's elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def elements(self) -> int:
+        """How many it has."""
+        return math.prod(self.shape)
+
     def __str__(self) -> str:
         return _spelled(self.dtype, self.shape)
 

@@ -41,29 +41,30 @@ class Work(Generic[Result]):
     ended many operations, once, and not at all if another of them has shown it.
     """
 
+    locate: Callable[[BaseException], BaseException] | None = None
+    """For the driver, which sets it before it hands this out: what an error goes through before the caller sees it."""
+    meter: Meter | None = None
+    """For the driver, likewise: told of callers who wait."""
+    bring: Callable[[Any], Result] | None = None
+    """For the driver, likewise: makes the result of what the operation left, on the thread that waits first: arrays on a GPU
+    belong to a stream, and every thread has its own."""
+    hand_over: Callable[[Any], Callable[[], None]] | None = None
+    """For the driver, likewise: told of that result where it was made. What it returns makes the current stream of whoever
+    waits later go on after it."""
+    settle: Callable[[Any, float], None] | None = None
+    """For the driver, likewise: waits until a result that a GPU makes is there, or that clock time."""
+    _follow: Callable[[], None] | None = None
+    _done = False
+    _observed = False
+    _result: Result | None = None
+    _error: BaseException | None = None
+
     def __init__(self, clock: Clock, label: str) -> None:
         self.label = label
         self._clock = clock
         self._lock = threading.Lock()
         self._bringing = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
-        self._done = False
-        self._observed = False
-        self._result: Result | None = None
-        self._error: BaseException | None = None
-        self.locate: Callable[[BaseException], BaseException] | None = None
-        """For the driver, which sets it before it hands this out: what an error goes through before the caller sees it."""
-        self.meter: Meter | None = None
-        """For the driver, likewise: told of callers who wait."""
-        self.bring: Callable[[Any], Result] | None = None
-        """For the driver, likewise: makes the result of what the operation left, on the thread that waits first: arrays on a
-        GPU belong to a stream, and every thread has its own."""
-        self.hand_over: Callable[[Any], Callable[[], None]] | None = None
-        """For the driver, likewise: told of that result where it was made. What it returns makes the current stream of whoever
-        waits later go on after it."""
-        self._follow: Callable[[], None] | None = None
-        self.settle: Callable[[Any, float], None] | None = None
-        """For the driver, likewise: waits until a result that a GPU makes is there, or that clock time."""
 
     def done(self) -> bool:
         """Whether the operation has ended, well or badly."""
@@ -199,7 +200,7 @@ class Work(Generic[Result]):
                 _log.exception("%s is done, but one who was to be told of it failed", self.label)
 
     def __del__(self) -> None:
-        error = getattr(self, "_error", None)
+        error = self._error
         if error is None or self._observed or (isinstance(error, FerroError) and not error.see()):
             return
         _log.error("%s failed and nobody looked at it: %s", self.label, error)

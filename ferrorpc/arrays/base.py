@@ -156,6 +156,11 @@ class Kind(ABC):
         """Tells whether an alias is still where it was made: some libraries let an array be given other memory."""
         return 0
 
+    def address(self, x: Any) -> int:
+        """Where the elements of x lie, one after the other, in the memory of this kind's GPU; 0 where it is not so plain. x is
+        of this kind, but for the GPU, and its dtype can be sent."""
+        return 0
+
     def takes_any_order(self, x: Any) -> bool:
         """Whether x's library works alike on x and on arrays beside it (as its gradient) that lie in another order."""
         return True

@@ -220,12 +220,18 @@ class CupyDevice:
         Raises:
             UsageError: it is CUDA's per-thread default stream, which other threads cannot name.
         """
-        where = self.here()
-        if where is _AS_IT_IS:
-            stream = CupyStream(self, self._current_stream())
-        else:
-            with where:
-                stream = CupyStream(self, self._current_stream())
+        with self.here():
+            return self._current_here()
+
+    def marked(self) -> tuple[Stream, Event]:
+        """As `Device.marked`. Raises as `current`."""
+        with self.here():
+            stream, event = self._current_here(), self.event()
+            event.own.record(stream.own)
+        return stream, event
+
+    def _current_here(self) -> CupyStream:
+        stream = CupyStream(self, self._current_stream())
         if stream.pointer == self._per_thread:
             raise UsageError(
                 "the current stream is CUDA's per-thread default stream, which other threads cannot wait for",
@@ -246,7 +252,7 @@ class CupyDevice:
 
     def empty(self, shape: Sequence[int], storage: np.dtype[Any], stream: Stream | None = None) -> DeviceArray:
         """As `Device.empty`."""
-        with self.here(), nullcontext() if stream is None else _as_current(stream):
+        with self.here(), _AS_IT_IS if stream is None else _as_current(stream):
             return self.cupy.empty(tuple(shape), storage)
 
     def over(

@@ -83,8 +83,12 @@ class CupyKind(Kind):
     def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> None:
         return None
 
+    def address(self, x: Any) -> int:
+        memory = x.data
+        return int(memory.ptr) if memory.device_id == self._index and x.flags.c_contiguous else 0
+
     def empty(self, shape: Sequence[int], dtype: DType) -> Any:
-        return self.device.empty(shape, NUMPY.empty((), dtype).dtype)
+        return self.device.empty(shape, _in_numpy(dtype))
 
     def home(self, data: DeviceArray, spec: TensorSpec) -> np.ndarray[Any, Any]:
         """A copy on the host of an array of this device, in storage dtype."""
@@ -168,9 +172,15 @@ def _extent(x: Any) -> tuple[int, int]:
     return x.data.ptr + below, x.data.ptr + above + x.dtype.itemsize
 
 
+@lru_cache
+def _in_numpy(dtype: DType) -> np.dtype[Any]:
+    found: np.dtype[Any] = NUMPY.empty((), dtype).dtype
+    return found
+
+
 def _stored(x: Any, dtype: DType) -> Any:
     return x.view(np.uint16) if dtype is DType.BFLOAT16 else x
 
 
 def _typed(data: Any, spec: TensorSpec) -> Any:
-    return data.view(NUMPY.empty((), spec.dtype).dtype) if spec.dtype is DType.BFLOAT16 else data
+    return data.view(_in_numpy(spec.dtype)) if spec.dtype is DType.BFLOAT16 else data

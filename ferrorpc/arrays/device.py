@@ -86,6 +86,9 @@ class Device(Protocol):
     def current(self) -> Stream:
         """The stream that the calling thread works on now."""
 
+    def marked(self) -> tuple[Stream, Event]:
+        """That stream, and a mark of what it holds now."""
+
     def new_stream(self) -> Stream:
         """A stream of its own, of the highest priority, that does not wait for the legacy default stream."""
 

@@ -38,6 +38,7 @@ class TorchGpuKind(TorchKind):
     def __init__(self, device: Any, near: CupyKind) -> None:
         super().__init__(device)
         self._near = near
+        self._strided = sys.modules["torch"].strided
 
     @property
     def near(self) -> CupyKind:
@@ -78,6 +79,11 @@ class TorchGpuKind(TorchKind):
         with self._near.device.here():  # or torch has its stream wait for the one that is CuPy's current one
             raw = torch.from_dlpack(near.reshape(-1).view(np.uint8))
         return raw.view(getattr(torch, spec.dtype.label)).reshape(spec.shape)
+
+    def address(self, x: Any) -> int:
+        if x.layout is not self._strided or x.device != self._device or not x.is_contiguous():
+            return 0
+        return 0 if x.requires_grad or x.is_conj() or x.is_neg() else int(x.data_ptr())
 
     def home(self, data: DeviceArray, spec: TensorSpec) -> np.ndarray[Any, Any]:
         """As `Kind.home`."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ferrorpc.arrays.device import is_host
+from ferrorpc.arrays.device import Device, is_host
 from ferrorpc.backends.nccl.api import reduction
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.execution import Execution, Prepared
+from ferrorpc.collectives.execution import Bare, Execution, Prepared
 from ferrorpc.guard import Guard
 from ferrorpc.wire.frames import Key
 
@@ -69,6 +69,9 @@ class HybridPrepared(Prepared):
     def __init__(self, host: Prepared, near: Prepared | None) -> None:
         self.host = host
         self.near = near
+
+    def bare(self, device: Device) -> Bare | None:
+        return None if self.near is None else self.near.bare(device)
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
         if self.near is None or all(is_host(array) for array in inputs):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -100,8 +100,31 @@ class Execution(ABC):
         """Frees what the operation held, after success or failure. Idempotent."""
 
 
+class Bare(Protocol):
+    """A prepared all_reduce that takes addresses of a GPU's memory in place of arrays."""
+
+    def start_at(self, key: Key, source: int, target: int, keeps: object, guard: Guard) -> Execution:
+        """A new execution of this call, in program order, ordered after the caller's current stream.
+
+        Args:
+            key: as for `Prepared.start`.
+            source: where the elements to reduce lie, one after the other.
+            target: where results go: there, or where nothing of them is.
+            keeps: what has to live until the GPU is through.
+            guard: deadline and latch.
+        """
+
+    def ran(self, execution: Execution) -> bool:
+        """Whether such an execution was complete at once, so that the caller's stream goes on after it. Else a driver takes it
+        further, and raises what it has met."""
+
+
 class Prepared(ABC):
     """A call validated, its algorithm selected and laid out; started once per operation number."""
+
+    def bare(self, device: Device) -> Bare | None:
+        """The same for addresses on that GPU; None where this is not for such."""
+        return None
 
     @abstractmethod
     def start(

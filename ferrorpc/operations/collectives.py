@@ -74,6 +74,10 @@ class Collectives(Messages):
             found = self._shortcut.all_reduce(x, op, out)
             if found is not GENERAL:
                 return found
+        if self._device_shortcut is not None and wire is None and algorithm is None:
+            found = self._device_shortcut.all_reduce(x, op, out, async_op, timeout)
+            if found is not GENERAL:
+                return found
         source = self._given.view(x)
         result = self._given.one_result(out, source.kind, source.spec, [source])
         return self._reduction(Operation.ALL_REDUCE, [source], op, None, wire, algorithm, result, async_op, timeout)

@@ -10,7 +10,6 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any, Final, TypeAlias
 
 from ferrorpc.arrays.base import View
@@ -18,7 +17,7 @@ from ferrorpc.arrays.kinds import copy_of
 from ferrorpc.backends.base import Backend
 from ferrorpc.collectives.advancing import Advancing
 from ferrorpc.collectives.call import Call
-from ferrorpc.collectives.execution import Execution, Prepared, as_it_is
+from ferrorpc.collectives.execution import Bare, Execution, Prepared, as_it_is
 from ferrorpc.collectives.progress import verdict
 from ferrorpc.errors import FerroError, GroupAbortedError, GroupClosedError
 from ferrorpc.guard import FOREVER, Guard
@@ -53,6 +52,7 @@ class Dispatch:
         self._numbers = itertools.count(1)
         self._streams = 0
         self._flying: dict[int, Work[Any]] = {}
+        """Whatever is asked of it is one step of the interpreter's."""
         self._closing = GroupClosedError("the group was closed")
         self._is_part = backend.group_id != 0
         self._activity = None if backend.session is None else backend.session.activity
@@ -149,6 +149,19 @@ class Dispatch:
         self.run(execution)
         return result.of(execution)
 
+    def ran(self, bare: Bare, execution: Execution) -> bool:
+        """Whether an execution was complete at once: then no time went into it that anybody counts."""
+        if self.telemetry is not None:
+            return False
+        try:
+            if not bare.ran(execution):
+                return False
+        except KeyboardInterrupt:
+            self._interrupted(execution)
+            raise
+        self._note(execution.label)
+        return True
+
     def run(self, execution: Execution) -> None:
         """Drives an execution on this thread; errors are as this group's ranks see them."""
         backend, activity = self.backend, self._activity
@@ -166,14 +179,19 @@ class Dispatch:
                 raise self.located(error) from None
             raise
         except KeyboardInterrupt:
-            if execution.timeout_breaks:  # the others are in it, or will be, and this rank's part does not come
-                self.end(GroupAbortedError(backend.world_ranks[backend.rank], f"KeyboardInterrupt during {execution.label}"))
+            self._interrupted(execution)
             raise
         finally:
             if activity is not None:
                 activity.operated(backend.clock.now() - began)
             if ended is not None:
                 ended(failure)
+
+    def _interrupted(self, execution: Execution) -> None:
+        """The caller has stopped this rank in an operation that the others are in, or will be: its part does not come."""
+        if execution.timeout_breaks:
+            rank = self.backend.world_ranks[self.backend.rank]
+            self.end(GroupAbortedError(rank, f"KeyboardInterrupt during {execution.label}"))
 
     def _observed(self, execution: Execution) -> Callable[[str], None] | None:
         """Begins an operation's span where anybody wants it; what is returned ends it."""
@@ -199,7 +217,7 @@ class Dispatch:
             work = self.backend.submit(execution, as_it_is)
             work.bring = result.of
             work.hand_over = hand_over
-            work.settle = partial(settle, self.backend.clock)
+            work.settle = self._settle
         else:
             work = self.backend.submit(execution, result.of)
         if ended is not None:
@@ -207,8 +225,7 @@ class Dispatch:
         if self._is_part:
             work.locate = self.located
         work.meter = self._activity
-        with self._lock:
-            self._flying[id(work)] = work
+        self._flying[id(work)] = work
         work.on_done(lambda: self._landed(work))
         return work
 
@@ -241,20 +258,20 @@ class Dispatch:
         arrays = [source.data if into_own or not source.borrowed else copy_of(source.data) for source in sources]
         return result.give(arrays, [source.spec for source in sources], "an operation of one rank")
 
+    def _settle(self, result: Any, until: float) -> None:
+        settle(self.backend.clock, result, until)
+
     def _note(self, activity: str) -> None:
         if self._activity is not None:
             self._activity.note(activity)
 
     def _landed(self, work: Work[Any]) -> None:
-        with self._lock:
-            self._flying.pop(id(work), None)
+        self._flying.pop(id(work), None)
 
     def drain(self, until: float) -> bool:
         """Waits until nothing of this group is in flight, or clock time `until`. Whether that came first."""
         parker = self.backend.clock.parker()
-        with self._lock:
-            works = list(self._flying.values())
-        for work in works:
+        for work in list(self._flying.values()):
             work.on_done(parker.unpark)
             while not work.done():
                 if not parker.park(until) and not work.done():

@@ -11,6 +11,7 @@ from ferrorpc.backends.base import Backend
 from ferrorpc.collectives.endpoints import peer_of, tag_of
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.arguments import Arguments
+from ferrorpc.operations.device_shortcut import DeviceShortcut
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.expected import Expected
 from ferrorpc.operations.results import Into
@@ -34,6 +35,7 @@ class Messages:
         self._size = backend.size
         self._given = Arguments(backend.capabilities.device_arrays)
         self._shortcut = None if backend.arena is None else Shortcut(self._dispatch, backend.arena)
+        self._device_shortcut = DeviceShortcut(self._dispatch) if backend.capabilities.device_moves else None
 
     @property
     def timeout(self) -> float:

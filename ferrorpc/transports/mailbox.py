@@ -162,6 +162,16 @@ class Mailbox:
             self._report(box.refused)
         return box
 
+    def note(self, key: Key, signature: str) -> None:
+        """This rank has called an operation that awaits no message: what it was is all that peers may ask. It needs no box,
+        unless somebody's message is there already."""
+        with self._lock:
+            if key not in self._boxes:
+                self._remember(key, signature)
+                self._last[key.group, key.stream] = key.number, signature
+                return
+        self.enter(key, signature, _nobody)
+
     def look_elsewhere(self, group: int, entered: Callable[[Key], Entered]) -> None:
         """A group has operations that send no messages: this bound method tells what peers may ask of them.
 
@@ -176,9 +186,12 @@ class Mailbox:
             if box is not None:
                 self._unasked_bytes -= box.unasked_bytes
             if box is not None and box.signature is not None:
-                self._history[key] = box.signature
-                if len(self._history) > HISTORY:
-                    self._history.popitem(last=False)
+                self._remember(key, box.signature)
+
+    def _remember(self, key: Key, signature: str) -> None:
+        self._history[key] = signature
+        if len(self._history) > HISTORY:
+            self._history.popitem(last=False)
 
     def deliver(self, frame: Frame) -> bool:
         """A chunk arrived. Called by reader threads; never blocks. False, and reported, where it cannot be."""

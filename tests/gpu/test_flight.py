@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from ferrorpc.backends.nccl.flight import IDLE_SECONDS, LINGER_SECONDS, TELLING_SECONDS, Airborne, Flight
-from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError
+from ferrorpc.backends.nccl.airborne import Airborne, first_cause
+from ferrorpc.backends.nccl.api import State
+from ferrorpc.backends.nccl.flight import IDLE_SECONDS, LINGER_SECONDS, TELLING_SECONDS, Flight
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, NcclError
 from ferrorpc.guard import Guard, Latch
 from ferrorpc.testing import ManualClock
 
@@ -172,3 +174,17 @@ def test_of_what_is_in_a_stream_of_its_own_the_others_tell_nothing() -> None:
     planes[0].mark.passed = True
     flight.advance()
     assert all(plane.over for plane in planes)
+
+
+def test_what_was_let_go_of_because_the_generation_ended_has_not_landed() -> None:
+    """Another thread lets go of it while this one is told by NCCL that its communicator is gone."""
+
+    class Gone(Plane):
+        @first_cause
+        def land(self) -> bool:
+            self.guard.latch.trip(GroupAbortedError(1, "enough"))
+            self.release()
+            raise NcclError("the communicator is gone", status=State.INVALID_USAGE)
+
+    with pytest.raises(GroupAbortedError, match="enough"):
+        Gone(ManualClock()).land()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ferrorpc.backends.hybrid import HybridBackend
-from ferrorpc.backends.nccl import flight
+from ferrorpc.backends.nccl import airborne
 from ferrorpc.backends.nccl.api import State
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.errors import (
@@ -129,7 +129,7 @@ def test_an_operation_whose_peer_never_comes_ends_in_its_deadline_and_names_it(c
 def test_an_error_that_nccl_meets_in_the_background_ends_the_group_on_every_rank(
     cupy: StandIn, status: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flight, "SUSPICION_SECONDS", 0.05)
+    monkeypatch.setattr(airborne, "SUSPICION_SECONDS", 0.05)
     ranks = Ranks(cupy, 2)
 
     def body(group: ProcessGroup) -> FerroError:

@@ -14,7 +14,7 @@ from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.nccl.flight import Flight
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.progress import PROBE_SECONDS, Progress
-from ferrorpc.errors import CollectiveTimeoutError, NcclError, TensorMismatchError, UsageError
+from ferrorpc.errors import CollectiveTimeoutError, GroupAbortedError, NcclError, TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Guard
 from ferrorpc.testing import run_groups
@@ -367,6 +367,23 @@ def test_who_waits_on_the_host_looks_at_the_gpu_for_itself(cupy: StandIn, monkey
             assert work.done()
             assert found is x
         assert cupy.asnumpy(x).tolist() == [1] * 4
+
+
+def test_synchronize_does_not_take_the_end_of_the_generation_for_the_end_of_the_work(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was in flight is let go of when the generation ends, maybe while somebody looks."""
+    backend: Any = nccl_backends(cupy, 1)[0]
+    with ProcessGroup(backend) as group:
+        in_flight = backend.site.in_flight
+
+        def ended() -> list[Any]:
+            backend.latch.trip(GroupAbortedError(0, "enough"))
+            return [each for each in in_flight() if not each]
+
+        monkeypatch.setattr(backend.site, "in_flight", ended)
+        with pytest.raises(GroupAbortedError, match="enough"):
+            group.synchronize()
 
 
 def test_what_is_launched_while_others_are_in_flight_wakes_nobody(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -23,10 +24,12 @@ from ferrorpc.backends.nccl.barrier import SettledBarrier
 from ferrorpc.backends.nccl.connect import Connector
 from ferrorpc.backends.nccl.departures import LEAVE_SECONDS, Departures
 from ferrorpc.backends.nccl.ending import CLOSE_SECONDS, Ending, apart
-from ferrorpc.backends.nccl.execution import NcclExecution, NcclPrepared
+from ferrorpc.backends.nccl.execution import NcclPrepared
 from ferrorpc.backends.nccl.identity import exchange, own_identity
+from ferrorpc.backends.nccl.launched import Launched
 from ferrorpc.backends.nccl.lineup import Lineup, NumberedLineup
 from ferrorpc.backends.nccl.raw import RawOperations
+from ferrorpc.backends.nccl.reduction import NcclReduction
 from ferrorpc.backends.nccl.site import Site
 from ferrorpc.backends.nccl.work import DeviceWork
 from ferrorpc.collectives import select
@@ -117,7 +120,8 @@ class NcclBackend(RawOperations, Backend):
             )
         select.check(call)
         reduction = None if call.op is None else required(call.op, call.inputs[0].dtype, self.api.features)
-        return NcclPrepared(self.site, call, self.api.library, reduction, self.instead(call))
+        laid_out = NcclReduction if call.operation is Operation.ALL_REDUCE else NcclPrepared
+        return laid_out(self.site, call, self.api.library, reduction, self.instead(call))
 
     def instead(self, call: Call) -> Prepared | None:
         """What runs the call where the root announces that its arrays are on the host; None: they go to the GPU and back."""
@@ -136,44 +140,34 @@ class NcclBackend(RawOperations, Backend):
         return self.lanes.empty(spec)
 
     def run(self, execution: Execution) -> list[Any]:
-        if not isinstance(execution, NcclExecution):
+        if not isinstance(execution, Launched):
             return self.lanes.run(execution)
         execution.until_done = not execution.gives_device_arrays
         results = self.site.drive(execution)
         if not execution.until_done and execution.mark is not None:
-            execution.join()
+            execution.join(execution.caller)
             self.site.see_off(execution)
         return results
 
     def submit(self, execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
-        if not isinstance(execution, NcclExecution):
+        if not isinstance(execution, Launched):
             return self.lanes.submit(execution, convert)
 
-        def converted(execution: Execution) -> Any:
-            if convert is as_it_is:
-                return execution
-            with self.site.homewards():
-                return convert(execution)
-
+        if convert is not as_it_is:
+            convert = partial(self._converted, convert)
         execution.until_done = not execution.gives_device_arrays
         begun = not execution.until_done and execution.begin()
         execution.until_done = True
-        work = DeviceWork(self.clock, execution)
+        work = DeviceWork(self.clock, execution, convert)
         if not begun:
-            return progress_of(self.clock).submit(execution, self.abort, converted, work)
-
-        def told(error: FerroError | None) -> None:
-            if error is not None:
-                return work.fail(error)
-            try:
-                result = converted(execution)
-            except FerroError as problem:
-                return work.fail(problem)
-            return work.complete(result)
-
-        execution.told = told
+            return progress_of(self.clock).submit(execution, self.abort, convert, work)
+        execution.told = work.landed
         self.site.see_off(execution)
         return work
+
+    def _converted(self, convert: Callable[[Execution], Any], execution: Execution) -> Any:
+        with self.site.homewards():
+            return convert(execution)
 
     def start_send(self, data: Any, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
         """By the host lanes, whose messages have tags and wait for nobody; a GPU's array goes through pinned memory."""
@@ -205,8 +199,8 @@ class NcclBackend(RawOperations, Backend):
         """
         parker = self.clock.parker()
         for look in range(1 << 62):
-            self.latch.check()
             flying = self.site.in_flight()
+            self.latch.check()  # afterwards, for what has ended is not in flight either
             if not flying:
                 return
             for execution in flying:

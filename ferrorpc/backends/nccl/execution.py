@@ -12,53 +12,28 @@ Nothing here blocks: whoever drives it looks again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from ferrorpc.arrays.device import Device, DeviceArray, Event, is_host
+from ferrorpc.arrays.device import DeviceArray, is_host
 from ferrorpc.arrays.kinds import copy_into
+from ferrorpc.backends.nccl.airborne import first_cause, nobody
 from ferrorpc.backends.nccl.announcement import DESCRIBED, Announced, announcing_call, key_beside, pack, unpack
 from ferrorpc.backends.nccl.api import DataType, Op
-from ferrorpc.backends.nccl.flight import Airborne
 from ferrorpc.backends.nccl.launch import Launch, results_of
+from ferrorpc.backends.nccl.launched import Launched
 from ferrorpc.backends.nccl.lineup import NumberedLineup
 from ferrorpc.backends.nccl.site import Site
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.errors import FerroError, NcclError, TensorMismatchError
+from ferrorpc.errors import TensorMismatchError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
 
 Array = np.ndarray[Any, Any]
-
-
-Looker = TypeVar("Looker", bound=Airborne)
-
-
-def first_cause(look: Callable[[Looker], bool]) -> Callable[[Looker], bool]:
-    """Where a generation has ended, NCCL says only that its communicators are gone: the cause is raised instead.
-
-    NCCL may be the first to notice that a peer is gone. Then the cause is waited for a while. What another thread has brought
-    to its end during the look, and closed the group, has lost nothing.
-    """
-
-    @wraps(look)
-    def looking(execution: Looker) -> bool:
-        try:
-            return look(execution)
-        except NcclError as error:
-            if execution.over:
-                return True
-            execution.guard.latch.check()
-            if execution.suspects(error):
-                return False
-            raise
-
-    return looking
 
 
 class NcclPrepared(Prepared):
@@ -111,52 +86,40 @@ class NcclPrepared(Prepared):
         return prepared.start(key_beside(key), [] if message is None else [message], None, guard)
 
 
-class NcclExecution(Airborne):
+class NcclExecution(Launched):
     """One run of a call."""
-
-    device: Device
 
     def __init__(
         self, prepared: NcclPrepared, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard
     ) -> None:
         site = prepared.site
-        self.guard = guard
-        self.polling = site.polling
-        self.device = site.device
+        super().__init__(site, site.lineup(key.stream), guard)
         self.results: list[Any] = []
         self.specs: list[TensorSpec] = []
         self.until_done = True
-        """Whether it is complete only when the GPU has come past the mark, or already with the mark."""
-        self.mark = None
-        self.queued: Callable[[], None] | None = None
-        """Told once the mark is there."""
         self._prepared = prepared
-        self._site = site
         self._key = key
         self._outputs = outputs
         self._on_host = all(is_host(array) for array in (*inputs, *(outputs or ())))
-        self._caller = site.device.current()
+        self.gives_device_arrays = not self._on_host
+        self.caller = site.device.current()
         self._inputs = inputs
         stays = self._on_host and prepared.on_host is not None
         self._sources: list[DeviceArray] = [] if stays else [self._uploaded(array) for array in inputs]
-        self._after: list[Event] = []
-        """Once it is launched: until the GPU has come past these, it waits for what this rank has queued before it."""
-        self._was_held_up = False
         self._targets: list[DeviceArray] = []
         self._scratch: list[DeviceArray] = []
         self._everyones: list[Announced] = []
         if prepared.call.operation not in DESCRIBED:
             self._place()
-        self._begins = self._caller.record()
+        self._begins = self.caller.record()
         self._launch: Launch | None = None
         self._landing = threading.Lock()
         """One thread brings results home: they are the caller's once its driver is through."""
         self._diverted: Execution | None = None
         """The call by the host lanes, where it turned out to be one for them."""
-        self.lineup = site.lineup(key.stream)
         self._number = self.lineup.join(self)
         self._announcement = prepared.announce(key, self._number, self._on_host, guard)
-        site.lanes.transport.mailbox.enter(key, prepared.signature, _nobody)
+        site.lanes.transport.mailbox.enter(key, prepared.signature, nobody)
         site.took_off(self)
 
     def begin(self) -> bool:
@@ -164,16 +127,11 @@ class NcclExecution(Airborne):
         return self._announcement is None and super().begin()
 
     def _uploaded(self, array: Any) -> DeviceArray:
-        return self._site.device.staging.up(array) if is_host(array) else array
+        return self.site.device.staging.up(array) if is_host(array) else array
 
     @property
     def label(self) -> str:
         return f"{self._prepared.signature} #{self._key.number}"
-
-    @property
-    def gives_device_arrays(self) -> bool:
-        """Whether its results stay on the GPU."""
-        return not self._on_host
 
     @first_cause
     def advance(self) -> bool:
@@ -226,14 +184,14 @@ class NcclExecution(Airborne):
         with lineup.lock:
             if not lineup.is_next(self, self._number):
                 return False
-            call, site = self._prepared.call, self._site
+            call, site = self._prepared.call, self.site
             with site.device.here():
                 lineup.stream.wait(self._begins)
-                self._after = [self._begins] if lineup.latest is None else [self._begins, lineup.latest]
+                self.after = [self._begins] if lineup.latest is None else [self._begins, lineup.latest]
                 if call.operation in DESCRIBED and self._place():
-                    made = self._caller.record()
+                    made = self.caller.record()
                     lineup.stream.wait(made)  # in whose order their memory was given back before
-                    self._after.append(made)
+                    self.after = [*self.after, made]
                 self._launch = Launch(
                     lineup.communicator,
                     site.device,
@@ -251,7 +209,7 @@ class NcclExecution(Airborne):
 
     def _place(self) -> bool:
         """Where results go: where the caller wants them, as far as that is on the GPU and fits. Whether memory was made."""
-        call, site = self._prepared.call, self._site
+        call, site = self._prepared.call, self.site
         self.specs = results_of(call, site.rank, self._everyones)
         if self._everyones and call.root is not None and not self._sources:
             self._on_host = self._on_host and self._everyones[call.root].on_host
@@ -259,18 +217,18 @@ class NcclExecution(Airborne):
         fit = [item < len(wanted) and _fits(wanted[item], spec) for item, spec in enumerate(self.specs)]
         if len(self.specs) > 1 and not any(fit) and len(set(self.specs)) == 1:
             spec = self.specs[0]
-            whole = site.device.empty((len(self.specs), *spec.shape), spec.dtype.storage, self._caller)
+            whole = site.device.empty((len(self.specs), *spec.shape), spec.dtype.storage, self.caller)
             self._targets = [whole[item] for item in range(len(self.specs))]
             return True
         self._targets = [
-            wanted[item] if fit[item] else site.device.empty(spec.shape, spec.dtype.storage, self._caller)
+            wanted[item] if fit[item] else site.device.empty(spec.shape, spec.dtype.storage, self.caller)
             for item, spec in enumerate(self.specs)
         ]
         return not all(fit)
 
     def _room(self, size_bytes: int) -> DeviceArray:
         """Scratch memory, which only the communicator's stream uses."""
-        self._scratch.append(self._site.device.empty((size_bytes,), np.dtype(np.uint8), self.lineup.stream))
+        self._scratch.append(self.site.device.empty((size_bytes,), np.dtype(np.uint8), self.lineup.stream))
         return self._scratch[-1]
 
     def _settled(self) -> bool:
@@ -281,25 +239,20 @@ class NcclExecution(Airborne):
         with lineup.lock:
             if self.mark is None:
                 for target, source in launch.after:
-                    self._site.device.copy(target, source, lineup.stream)
+                    self.site.device.copy(target, source, lineup.stream)
                 mark = lineup.stream.record()
                 self.results = self._targets
                 self.mark = lineup.latest = mark
                 lineup.passed(self, self._number)
-        if self.queued is not None:
-            self.queued()
-            self.queued = None
+        self.was_queued()
         return True
 
     @first_cause
     def land(self) -> bool:
         """Whether the GPU has come past the mark; then results for the host are there. Raises what NCCL has met meanwhile."""
-        if self.over:
+        if self.is_over():
             return True
-        if self._other is not None:
-            return False
-        if self.mark is None or not (self.is_past or self.mark.done):
-            self.lineup.has_launched(self)
+        if self._other is not None or not self.is_through():
             return False
         with self._landing:
             if not self.over:
@@ -309,53 +262,27 @@ class NcclExecution(Airborne):
         return True
 
     def _bring_home(self) -> None:
-        down = self._site.device.staging.down
+        down = self.site.device.staging.down
         wanted = list(self._outputs or ())
         self.results = []
         for item, (target, spec) in enumerate(zip(self._targets, self.specs, strict=True)):
-            with self._site.homewards():
+            with self.site.homewards():
                 found = down(target).reshape(spec.shape)
             if item < len(wanted) and wanted[item].shape == spec.shape and wanted[item].dtype == spec.dtype.storage:
                 copy_into(wanted[item], found)
                 found = wanted[item]
             self.results.append(found)
 
-    def join(self) -> None:
-        """The calling thread's stream goes on after the mark."""
-        if self.mark is None:
-            raise AssertionError(f"{self.label} was not launched")
-        self._site.device.current().wait(self.mark)
-
     def waiting_on(self) -> list[int]:
-        if self._other is not None:
-            return self._other.waiting_on()
-        return list(self._site.others)
+        return super().waiting_on() if self._other is None else self._other.waiting_on()
 
     def probe(self) -> None:
-        """A rank that calls something else at this place says so, and the generation ends with both signatures."""
         if self._other is not None:
             self._other.probe()
-        if not self._needs_others():
-            return
-        if self.mark is not None:
-            self._site.ask(self._key, self._prepared.signature, self._number)
-            return
-        for rank in self.waiting_on():
-            self._site.lanes.transport.probe(rank, self._key, self._prepared.signature)
-
-    def _needs_others(self) -> bool:
-        """Unless it is known that this rank's own GPU alone holds it up, or did so at the last probe: others may be through."""
-        held_up = (self.mark is not None and self.mark.done) or not all(event.done for event in self._after)
-        before, self._was_held_up = self._was_held_up, held_up
-        return not (before or held_up)
+        self.ask(self._key, self._prepared.signature, self._number)
 
     def explain(self) -> str:
-        if self._other is not None:
-            return self._other.explain()
-        return self._site.sentence(self.label)
-
-    def timeout_error(self) -> FerroError:
-        return self._site.late(self)
+        return super().explain() if self._other is None else self._other.explain()
 
     def finish(self) -> None:
         """Its driver is through with it. What the GPU still needs stays until it has landed, or the communicator is gone."""
@@ -369,13 +296,9 @@ class NcclExecution(Airborne):
         self.over = True
         if self._other is not None:
             self._other.finish()
-        self._site.lanes.transport.mailbox.leave(self._key)
+        self.site.lanes.transport.mailbox.leave(self._key)
         self._sources, self._scratch, self._launch = [], [], None
-        self._site.landed(self)
-
-
-def _nobody() -> None:
-    """The wake of an operation that is looked at: it stands in the mailbox for those who ask where this rank is."""
+        self.site.landed(self)
 
 
 def _fits(wanted: Any, spec: TensorSpec) -> bool:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
 from typing import Final
 
-from ferrorpc.arrays.device import Device, Event
-from ferrorpc.backends.nccl.api import State
-from ferrorpc.backends.nccl.lineup import Lineup
+from ferrorpc.arrays.device import Device
+from ferrorpc.backends.nccl.airborne import Airborne, nobody, tell
 from ferrorpc.collectives.execution import Execution
-from ferrorpc.errors import FerroError, NcclError
+from ferrorpc.errors import FerroError
 from ferrorpc.guard import FOREVER, Guard
 from ferrorpc.work import Work
 
@@ -25,68 +22,6 @@ LINGER_SECONDS: Final = 5e-3
 """How long a flight waits for others when all have landed."""
 EMPTY_SECONDS: Final = 3600.0
 """Its deadline meanwhile: none that comes."""
-SUSPICION_SECONDS: Final = 5.0
-"""How long the coordinator has to say who died where NCCL says that somebody, or the network, did; longer than its grace."""
-
-
-class Airborne(Execution):
-    """An operation that a GPU may still be busy with when its driver is through.
-
-    Attributes:
-        lineup: where it is launched.
-        mark: its end in its stream, once it is in there.
-        in_turn: its mark is in the lineup's stream, so the GPU comes past it after those that were launched before.
-        is_past: it is known already that the GPU has come past the mark.
-        over: it holds nothing any more: it has landed, or failed. Another thread than the one that looks may have seen to that.
-        told: of its landing, or of what ended its flight, where somebody wants to know.
-    """
-
-    lineup: Lineup
-    mark: Event | None = None
-    in_turn = True
-    is_past = False
-    over = False
-    told: Callable[[FerroError | None], None] | None = None
-    _met: Exception | None = None
-    _verdict_by: float | None = None
-
-    def begin(self) -> bool:
-        """Does on the caller's thread what can be done at once: to wake another one costs more. Whether it is complete.
-
-        What it meets is kept for its driver, whose next `advance` raises it by `raise_met`.
-        """
-        self.wake = _nobody
-        try:
-            return self.advance()
-        except Exception as problem:  # noqa: BLE001  drivers know what to do about each kind
-            self._met = problem.with_traceback(None)  # which would refer to this execution
-            return False
-
-    def raise_met(self) -> None:
-        """Raises what `begin` met."""
-        if self._met is not None:
-            met, self._met = self._met, None
-            try:
-                raise met
-            finally:
-                del met
-
-    def suspects(self, error: NcclError) -> bool:
-        """Whether an error may be the death of a peer that the coordinator has not told of yet: NCCL does not know whose."""
-        if error.fields.get("status") != State.REMOTE_ERROR:
-            return False
-        now = self.guard.clock.now()
-        if self._verdict_by is None:
-            self._verdict_by = now + SUSPICION_SECONDS
-        return now < self._verdict_by
-
-    @abstractmethod
-    def land(self) -> bool:
-        """Whether the GPU has come past it. Raises what became of it otherwise."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Lets go of what it holds. Idempotent."""
 
 
 class Flight(Execution):
@@ -101,7 +36,7 @@ class Flight(Execution):
 
     def __init__(self, first: Airborne, device: Device) -> None:
         self.guard = first.guard
-        self.wake = _nobody
+        self.wake = nobody
         self.polling = first.polling
         self.device = device
         self.results, self.specs = [], []
@@ -199,15 +134,3 @@ class Arrival(Work[None]):
     def fail(self, error: BaseException) -> None:
         if not isinstance(error, FerroError) or not self._flight.fail(error):
             super().fail(error)
-
-
-def tell(execution: Airborne, error: FerroError | None) -> bool:
-    """Tells who wants to know what became of an operation, once, whichever thread comes first. Whether that was here."""
-    told: Callable[[FerroError | None], None] | None = vars(execution).pop("told", None)
-    if told is not None:
-        told(error)
-    return told is not None
-
-
-def _nobody() -> None:
-    """The wake of an operation that is looked at."""

@@ -12,11 +12,10 @@ from typing import Any
 
 from ferrorpc.arrays.device import Stream
 from ferrorpc.backends.nccl.api import Communicator, DataType, NcclApi, Op, required
-from ferrorpc.backends.nccl.execution import first_cause
-from ferrorpc.backends.nccl.flight import Airborne
 from ferrorpc.backends.nccl.launch import BYTES
+from ferrorpc.backends.nccl.launched import Immediate
 from ferrorpc.backends.nccl.site import Site
-from ferrorpc.errors import FerroError, InvalidRankError, SelfSendError
+from ferrorpc.errors import InvalidRankError, SelfSendError
 from ferrorpc.guard import Guard
 from ferrorpc.types import DType, ReduceOp, dtype_named
 
@@ -126,11 +125,13 @@ class RawOperations:
         given = None if stream is None else site.device.adopt(stream)
         execution = RawExecution(site, label, launch, given, lanes.guard(None))
         site.drive(execution)
+        if given is None:
+            execution.join(execution.caller)
         site.see_off(execution)
 
 
-class RawExecution(Airborne):
-    """One call, until it is in the stream."""
+class RawExecution(Immediate):
+    """One call, until the GPU has come past it."""
 
     def __init__(
         self,
@@ -140,74 +141,19 @@ class RawExecution(Airborne):
         given: Stream | None,
         guard: Guard,
     ) -> None:
-        self.guard = guard
-        self.polling = site.polling
-        self.results, self.specs = [], []
-        self._site = site
         self._say = label
         self._run = launch
-        self._given = given
-        self._caller = site.device.current()
-        self.lineup = site.lineup(0)
-        self.lineup.join(self)
-        self._stream = self.lineup.stream if given is None else given
-        self.in_turn = given is None
-        self._launched = False
-        self.mark = None
-        site.took_off(self)
+        super().__init__(site, guard, given)
 
     @property
     def label(self) -> str:
         return self._say()
 
-    @first_cause
-    def advance(self) -> bool:
-        self.raise_met()
-        lineup = self.lineup
-        with lineup.lock, self._site.device.here():
-            if not self._launched:
-                if not lineup.is_next(self, 0):
-                    return False
-                if self._given is None:
-                    self._stream.wait(self._caller.record())
-                self._run(lineup.communicator, self._stream.pointer)
-                self._launched = True
-            if not lineup.has_launched(self):
-                return False
-            self.mark = self._stream.record()
-            lineup.passed(self, 0)
-            if self._given is None:
-                self._caller.wait(self.mark)
-        return True
-
-    @first_cause
-    def land(self) -> bool:
-        """Whether the GPU has come past it."""
-        if self.mark is not None and (self.is_past or self.mark.done):
-            self.release()
-            return True
-        self.lineup.has_launched(self)
-        return False
-
-    def waiting_on(self) -> list[int]:
-        return list(self._site.others)
+    def launch(self, pointer: int) -> None:
+        self._run(self.lineup.communicator, pointer)
 
     def probe(self) -> None:
         """Raw calls have no key that others could be asked about."""
-
-    def explain(self) -> str:
-        return self._site.sentence(self.label)
-
-    def timeout_error(self) -> FerroError:
-        return self._site.late(self)
-
-    def finish(self) -> None:
-        """Its driver is through with it; it is in flight until it lands."""
-
-    def release(self) -> None:
-        """It holds nothing: it is only no longer in flight."""
-        self.over = True
-        self._site.landed(self)
 
 
 def _dtype(dtype: str | DType) -> DType:

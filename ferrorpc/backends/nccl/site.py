@@ -8,8 +8,9 @@ from typing import Any, Final
 
 from ferrorpc.arrays.device import Device
 from ferrorpc.backends.message import MessageBackend
+from ferrorpc.backends.nccl.airborne import Airborne
 from ferrorpc.backends.nccl.departures import Departures, Through
-from ferrorpc.backends.nccl.flight import Airborne, Arrival, Flight
+from ferrorpc.backends.nccl.flight import Arrival, Flight
 from ferrorpc.backends.nccl.lineup import Lineup, NumberedLineup
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import Polling
@@ -45,6 +46,7 @@ class Site:
         self.polling = Polling(1)
         self._lock = threading.Lock()
         self._flying: set[Airborne] = set()
+        """Whatever is asked of it is one step of the interpreter's."""
         self._flights: dict[Lineup, Flight] = {}
         """The latest of each lineup."""
         self.departures = departures
@@ -60,18 +62,15 @@ class Site:
 
     def took_off(self, execution: Airborne) -> None:
         """An operation was started."""
-        with self._lock:
-            self._flying.add(execution)
+        self._flying.add(execution)
 
     def landed(self, execution: Airborne) -> None:
         """It holds nothing any more."""
-        with self._lock:
-            self._flying.discard(execution)
+        self._flying.discard(execution)
 
     def in_flight(self) -> list[Airborne]:
         """What this rank has started that has not landed."""
-        with self._lock:
-            return list(self._flying)
+        return list(self._flying)
 
     def _through(self) -> Through | None:
         numbered = self.numbered
@@ -103,9 +102,11 @@ class Site:
 
     def see_off(self, execution: Airborne) -> None:
         """Its caller goes on; the progress thread waits until the GPU has come past it."""
+        latest = self._flights.get(execution.lineup)
+        if latest is not None and latest.join(execution):
+            return
         with self._lock:
-            latest = self._flights.get(execution.lineup)
-            if latest is not None and latest.join(execution):
+            if self._flights.get(execution.lineup) is not latest and self._flights[execution.lineup].join(execution):
                 return
             flight = self._flights[execution.lineup] = Flight(execution, self.device)
         progress_of(self.lanes.clock).submit(flight, self.lanes.abort, _nothing, Arrival(flight))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from ferrorpc.backends.nccl.execution import NcclExecution
-from ferrorpc.backends.nccl.flight import TELLING_SECONDS, tell
+from ferrorpc.backends.nccl.airborne import tell
+from ferrorpc.backends.nccl.flight import TELLING_SECONDS
+from ferrorpc.backends.nccl.launched import Launched
+from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import nap_seconds
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Clock
@@ -16,9 +19,10 @@ class DeviceWork(Work[Any]):
     """Done when the GPU is; but `wait` returns as soon as the operation is in the stream, and the current stream goes on after
     it. `wait(host=True)` returns when the result is there."""
 
-    def __init__(self, clock: Clock, execution: NcclExecution) -> None:
+    def __init__(self, clock: Clock, execution: Launched, convert: Callable[[Execution], Any]) -> None:
         super().__init__(clock, execution.label)
         self._execution = execution
+        self._convert = convert
         self._queued: Work[None] | None = None
         if execution.mark is None:
             self._queued = Work(clock, f"{execution.label}, until it is in its stream")
@@ -48,6 +52,15 @@ class DeviceWork(Work[Any]):
             pass
         return True
 
+    def landed(self, error: FerroError | None) -> None:
+        """For what watches the GPU: it has come past the operation, or this ended its flight."""
+        if error is None:
+            try:
+                return self.complete(self._convert(self._execution))
+            except FerroError as problem:
+                error = problem
+        return self.fail(error)
+
     def _is_queued(self) -> None:
         if self._queued is not None and not self._queued.done():
             self._queued.complete(None)
@@ -58,7 +71,7 @@ class DeviceWork(Work[Any]):
             return super().wait(timeout)
         if self._queued is not None:
             self._queued.wait(timeout)
-        if execution.mark is None:  # it failed
+        if execution.mark is None or execution.guard.latch.cause is not None:  # it failed, or may have
             return super().wait(timeout)
         execution.join()
         self._give(execution)

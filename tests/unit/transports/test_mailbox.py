@@ -130,6 +130,30 @@ def test_a_probe_is_answered_with_the_last_operation_whether_it_sent_messages_or
     assert box_of.standing(Key(0, 0, 9), "a()") == (ABSENT, "", *last)
 
 
+def test_of_a_call_that_awaits_no_message_only_its_signature_stays() -> None:
+    box_of, reported = mailbox()
+    for number in range(1, HISTORY + 3):
+        box_of.note(Key(0, 0, number), f"a({number})")
+    assert (len(box_of._boxes), len(box_of._history)) == (0, HISTORY)
+    assert box_of.standing(Key(0, 0, 9), "a(9)") == (FINISHED, "a(9)", HISTORY + 2, f"a({HISTORY + 2})")
+    assert box_of.standing(Key(0, 0, 9), "b()")[:2] == (DIFFERENT, "a(9)")
+    assert reported == []
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_message_for_a_call_that_awaits_none_is_a_difference(order: str) -> None:
+    box_of, reported = mailbox()
+    key = Key(0, 0, 7)
+    if order == "before":
+        box_of.deliver(frame(key, 0, signature="b()"))
+    box_of.note(key, "a()")
+    if order == "after":
+        box_of.deliver(frame(key, 0, signature="b()"))
+    (error,) = reported
+    assert isinstance(error, CollectiveMismatchError)
+    assert error.signatures == {0: "b()", 1: "a()"}
+
+
 def test_an_answer_that_differs_is_a_mismatch_although_no_frame_came() -> None:
     box_of, reported = mailbox()
     box_of.enter(Key(0, 0, 1), "a()", lambda: None)
