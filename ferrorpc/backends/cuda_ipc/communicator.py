@@ -187,9 +187,9 @@ class IpcCommunicator(Communicator):
                 return
             self._is_gone = True
             self._flying.clear()
-            self._table = None
         try:
             self._own.settle()
+            self._table = None
             for peer in self._peers:
                 peer.close()
             self._own.words[CLOSED] = 1

@@ -284,21 +284,16 @@ class NcclExecution(Launched):
     def explain(self) -> str:
         return super().explain() if self._other is None else self._other.explain()
 
-    def finish(self) -> None:
-        """Its driver is through with it. What the GPU still needs stays until it has landed, or the communicator is gone."""
-        if self.mark is None:
-            self.release()
+    def holdings(self) -> object:
+        if self._launch is None:
+            return None
+        return self._inputs, self._outputs, self._sources, self._targets, self._scratch, self._launch.after
 
-    def release(self) -> None:
-        """Lets go of all buffers but the results. Idempotent."""
-        if self.over:
-            return
-        self.over = True
+    def let_go(self) -> None:
         if self._other is not None:
             self._other.finish()
         self.site.lanes.transport.mailbox.leave(self._key)
         self._sources, self._scratch, self._launch = [], [], None
-        self.site.landed(self)
 
 
 def _fits(wanted: Any, spec: TensorSpec) -> bool:

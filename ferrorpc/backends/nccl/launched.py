@@ -88,8 +88,34 @@ class Launched(Airborne):
         if self.mark is None or not (self.is_past or self.mark.done):
             self.lineup.has_launched(self)
             return False
+        self.is_past = True
         self.guard.latch.check()
         return True
+
+    def holdings(self) -> object:
+        """What the GPU uses of this rank's memory; None where it holds nothing, or nothing was launched."""
+        return None
+
+    def release(self) -> None:
+        """It is no longer in flight. What the GPU may still use is kept until it has come past it. Idempotent."""
+        if self.over:
+            return
+        self.over = True
+        held = None if self.is_past else self.holdings()
+        if held is not None:
+            self.site.keep(self.lineup, self.mark, held)
+        if self.mark is None:
+            self.lineup.forget(self)
+        self.let_go()
+        self.site.landed(self)
+
+    def finish(self) -> None:
+        """Its driver is through with it; it is in flight until it lands, unless it has failed."""
+        if self.mark is None or self.guard.latch.cause is not None:
+            self.release()
+
+    def let_go(self) -> None:
+        """Lets go of what it holds, but the results."""
 
     def was_queued(self) -> None:
         """The mark is there."""
@@ -115,7 +141,7 @@ class Immediate(Launched):
             self.caller, self._begins = site.device.marked()
         else:
             self._stream = self.caller = stream
-        self._is_launched = False
+        self.is_launched = False
         self.number = self.lineup.join(self)
         site.took_off(self)
 
@@ -135,14 +161,14 @@ class Immediate(Launched):
         """Whether the whole of it is in the stream, with a mark behind it."""
         lineup, stream = self.lineup, self._stream
         with lineup.lock, self.device.here():
-            if not self._is_launched:
+            if not self.is_launched:
                 if not lineup.is_next(self, self.number):
                     return False
                 if self._begins is not None:
                     stream.wait(self._begins)
                     self.after = (self._begins,) if lineup.latest is None else (self._begins, lineup.latest)
                 self.launch(stream.pointer)
-                self._is_launched = True
+                self.is_launched = True
             if not lineup.has_launched(self):
                 return False
             mark = stream.record()
@@ -162,13 +188,3 @@ class Immediate(Launched):
             return False
         self.release()
         return True
-
-    def finish(self) -> None:
-        """Its driver is through with it; it is in flight until it lands."""
-        if self.mark is None:
-            self.release()
-
-    def release(self) -> None:
-        """It is no longer in flight."""
-        self.over = True
-        self.site.landed(self)

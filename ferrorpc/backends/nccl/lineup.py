@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from ferrorpc.arrays.device import Event, Stream
@@ -47,6 +48,11 @@ class Lineup:
     def passed(self, operation: Any, number: int) -> None:
         """It is in the stream, whole, or will not be launched at all. The lock is held."""
         self._waiting.remove(operation)
+
+    def forget(self, operation: Any) -> None:
+        """It has failed, wherever it stood."""
+        with self.lock, suppress(ValueError):
+            self._waiting.remove(operation)
 
     def has_launched(self, operation: Any) -> bool:
         """Whether NCCL has launched everything that it was given. Raises NcclError, of this operation, for what it has met."""

@@ -87,11 +87,10 @@ class Reduction(Immediate):
         else:
             self.ask(key, signature, self.number)
 
-    def release(self) -> None:
-        """Lets go of its arrays."""
-        if self.over:
-            return
-        super().release()
+    def holdings(self) -> object:
+        return self._keeps if self.is_launched else None
+
+    def let_go(self) -> None:
         if self._is_asking:
             self._mailbox.leave(self._key)
         self._keeps = None

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Final
 
-from ferrorpc.arrays.device import Device
+from ferrorpc.arrays.device import Device, Event
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.backends.nccl.airborne import Airborne
 from ferrorpc.backends.nccl.departures import Departures, Through
 from ferrorpc.backends.nccl.flight import Arrival, Flight
 from ferrorpc.backends.nccl.lineup import Lineup, NumberedLineup
+from ferrorpc.backends.nccl.wreck import Wreck
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import Polling
 from ferrorpc.collectives.progress import drive, progress_of
 from ferrorpc.errors import CollectiveTimeoutError, FerroError
 from ferrorpc.wire.frames import Key
 
+_log = logging.getLogger("ferrorpc.backends.nccl")
 ASKING: Final = "ferrorpc-nccl-ask"
 """The name of threads that ask others where they stand."""
 
@@ -49,6 +52,8 @@ class Site:
         """Whatever is asked of it is one step of the interpreter's."""
         self._flights: dict[Lineup, Flight] = {}
         """The latest of each lineup."""
+        self._wrecks: dict[Lineup, Wreck] = {}
+        """The same, once the generation has ended."""
         self.departures = departures
         departures.count(lanes.group_id, self._through)
 
@@ -111,6 +116,21 @@ class Site:
             flight = self._flights[execution.lineup] = Flight(execution, self.device)
         progress_of(self.lanes.clock).submit(flight, self.lanes.abort, _nothing, Arrival(flight))
 
+    def keep(self, lineup: Lineup, mark: Event | None, things: object) -> None:
+        """Keeps things until the GPU has come past a mark of a lineup's stream, or where that is None past all it holds now."""
+        with self._lock:
+            try:
+                mark = lineup.stream.record() if mark is None else mark
+            except Exception as problem:  # noqa: BLE001  a GPU that has failed takes no mark, and uses nothing any more
+                _log.debug("nothing has to be kept for the GPU: %s", problem)
+                return
+            wreck = self._wrecks.get(lineup)
+            if wreck is None or not wreck.keep(mark, things):
+                clock = self.lanes.clock
+                wreck = self._wrecks[lineup] = Wreck(self.device, clock, self.polling)
+                wreck.keep(mark, things)
+                progress_of(clock).submit(wreck, _log_only, _nothing)
+
     def homewards(self) -> AbstractContextManager[None]:
         """For copies home of what the GPU is through with: they wait for copies alone, not, as in the null stream, for what the
         program's blocking streams hold."""
@@ -126,6 +146,11 @@ class Site:
         known = self.lanes.describe(ranks)
         text = f"{execution.label} was not complete after {execution.guard.seconds:g} s: {execution.explain()}"
         return CollectiveTimeoutError(ranks, text + (f"; {known}" if known else ""))
+
+
+def _log_only(error: FerroError) -> None:
+    """There is no generation that it could end."""
+    _log.warning("%s", error.message)
 
 
 def _nothing(execution: Execution) -> None:

@@ -139,6 +139,9 @@ class _Event:
         fake = self.driver.stream if stream is None else stream.fake
         if fake.gpu is not self._gpu:
             raise GpuFault(f"an event of GPU {self._gpu.index} cannot mark a stream of GPU {fake.gpu.index}")
+        self.driver.machine.events[self.ptr] = (
+            self.fake
+        )  # where it was garbage that somebody took up again, it is known no more
         self.fake.record(fake)
 
     @property

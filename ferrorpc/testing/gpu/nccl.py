@@ -398,9 +398,12 @@ class _Task:
             elements_at(gpu, part.target, part.count, part.datatype)[:] = part.given
 
     def _take_back(self) -> None:
+        """What an aborted rank has brought is not there for those who come later."""
         for route, entry in self._sent:
             if entry in self._owner.meeting.mail.get(route, []):
                 self._owner.meeting.mail[route].remove(entry)
+        for place in range(len(self._parts)):
+            self._owner.meeting.arrived.get((self._number, place), {}).pop(self._owner.rank, None)
 
     def _meet(self, place: int, part: Part) -> bool:
         owner, meeting = self._owner, self._owner.meeting
