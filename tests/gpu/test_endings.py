@@ -17,15 +17,27 @@ from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.errors import FerroError, GroupAbortedError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.operations.stream import Stream
 from ferrorpc.testing.gpu.stand_in import StandIn
 from tests.gpu.groups import Ranks
 from tests.gpu.shared_worlds import ipc_backends
-from tests.gpu.worlds import nccl_backends
+from tests.gpu.worlds import host_lanes, nccl_backends
 from tests.unit.transports.shared_memory.meetings import in_threads
 from tests.waiting import eventually
 
-OPERATIONS = ("all_reduce", "all_reduce", "all_reduce", "all_gather", "broadcast", "reduce_scatter", "reduce", "barrier")
-KINDS = ["nccl", "hybrid", pytest.param("cuda_ipc", marks=pytest.mark.shared_memory)]
+OPERATIONS = (
+    "all_reduce",
+    "all_reduce",
+    "all_reduce",
+    "all_gather",
+    "broadcast",
+    "reduce_scatter",
+    "reduce",
+    "barrier",
+    "stream",
+    "stream",
+)
+KINDS = ["staged", "nccl", "hybrid", pytest.param("cuda_ipc", marks=pytest.mark.shared_memory)]
 SECONDS = 10.0
 
 
@@ -34,6 +46,8 @@ def backends_of(cupy: StandIn, kind: str, size: int) -> Iterator[Sequence[NcclBa
     if kind == "cuda_ipc":
         with ipc_backends(cupy, size) as backends:
             yield backends
+    elif kind == "staged":
+        yield host_lanes(size)
     else:
         yield nccl_backends(cupy, size, kind=HybridBackend if kind == "hybrid" else NcclBackend)
 
@@ -44,13 +58,13 @@ class Call:
     def __init__(self, chance: random.Random, place: int, size: int) -> None:
         self.operation = chance.choice(OPERATIONS)
         self.count = chance.randint(1, 70)
-        self.async_op = chance.random() < 0.5
+        self.async_op = chance.random() < 0.5 or self.operation == "stream"
         self.on_gpu = chance.random() < 0.75
         self.strided = chance.random() < 0.3
-        self.root = place % size
+        self.place, self.root = place, place % size
         self.values = [float(3 * rank + place) for rank in range(size)]
 
-    def start(self, cupy: StandIn, group: ProcessGroup) -> Any:
+    def start(self, cupy: StandIn, group: ProcessGroup, stream: Stream) -> Any:
         """Its Work or its result."""
         rank, given = group.rank, {"async_op": self.async_op}
         x = self._array(cupy, self.values[rank])
@@ -63,6 +77,7 @@ class Call:
                 [self._array(cupy, self.values[rank] + peer) for peer in range(group.size)], **given
             ),
             "barrier": group.barrier,
+            "stream": lambda: stream.all_reduce(x, self.place),
         }
         return calls[self.operation]()
 
@@ -81,6 +96,7 @@ class Call:
             "all_gather": self.values,
             "reduce_scatter": [total + len(self.values) * rank],
             "barrier": None,
+            "stream": [total],
         }[self.operation]
 
 
@@ -125,8 +141,9 @@ def test_what_is_said_to_be_done_is_right_whenever_the_generation_ends(cupy: Sta
         started: list[tuple[Call, Any]] = []
         order = random.Random(seed * size + group.rank)
         with suppress(FerroError):
+            stream = group.stream()
             for call in program:
-                started.append((call, call.start(cupy, group)))
+                started.append((call, call.start(cupy, group, stream)))
                 if order.random() < 0.5:
                     check(cupy, group, *started.pop(order.randrange(len(started))))
         for call, left in started:
