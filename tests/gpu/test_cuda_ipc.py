@@ -75,7 +75,7 @@ def groups(cupy: StandIn, size: int, **options: Any) -> Iterator[list[ProcessGro
     with ipc_backends(cupy, size, **options) as backends:
         found = [ProcessGroup(backend, timeout=SECONDS) for backend in backends]
         yield found
-        in_threads(size, lambda rank: found[rank].close())
+        assert in_threads(size, lambda rank: found[rank].close()) == [None] * size
 
 
 def on_ranks(found: list[ProcessGroup], body: Callable[[ProcessGroup], Any]) -> list[Any]:
@@ -141,7 +141,7 @@ def test_a_rank_is_ahead_of_those_who_read_by_as_many_rounds_as_there_are_slots(
             pass
         cupy.machine.settle()
         np.testing.assert_array_equal(cupy.asnumpy(target), np.zeros(nbytes, np.uint8))
-        in_threads(2, lambda rank: backends[rank].close())
+        assert in_threads(2, lambda rank: backends[rank].close()) == [None] * 2
 
 
 def test_raw_forms_work_on_addresses(cupy: StandIn) -> None:

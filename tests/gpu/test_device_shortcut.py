@@ -196,7 +196,7 @@ def test_arrays_live_until_the_gpu_is_through_and_not_longer(cupy: StandIn) -> N
         assert memory() is None
         np.testing.assert_array_equal(cupy.asnumpy(total), TOTAL)
 
-    ranks.run(body)
+    assert ranks.run(body) == [None] * len(ranks.groups)
     assert all(memory or not flying for memory, flying in alive)
 
 
@@ -257,7 +257,7 @@ def test_one_whose_peer_never_comes_ends_in_its_deadline_and_names_it(cupy: Stan
         else:
             end_of(group, GroupAbortedError)
 
-    ranks.run(body)
+    assert ranks.run(body) == [None] * len(ranks.groups)
 
 
 def test_who_is_interrupted_while_it_launches_ends_the_group(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +281,7 @@ def test_who_is_interrupted_while_it_launches_ends_the_group(cupy: StandIn, monk
             group.all_reduce(x)
         assert "KeyboardInterrupt during all_reduce" in str(end_of(group, GroupAbortedError))
 
-    ranks.run(body)
+    assert ranks.run(body) == [None] * len(ranks.groups)
 
 
 def test_a_closed_group_refuses_it(cupy: StandIn) -> None:
@@ -294,7 +294,7 @@ def test_a_closed_group_refuses_it(cupy: StandIn) -> None:
         with pytest.raises(GroupClosedError):
             group.all_reduce(x)
 
-    ranks.run(body)
+    assert ranks.run(body) == [None] * len(ranks.groups)
 
 
 @pytest.mark.parametrize("place", ["new", "itself", "another"])

@@ -19,7 +19,7 @@ from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.operations.stream import Stream
 from ferrorpc.testing.gpu.stand_in import StandIn
-from tests.gpu.groups import Ranks
+from tests.gpu.groups import Ranks, end_of
 from tests.gpu.shared_worlds import ipc_backends
 from tests.gpu.worlds import host_lanes, nccl_backends
 from tests.unit.transports.shared_memory.meetings import in_threads
@@ -126,6 +126,15 @@ def end_by_leaving(group: ProcessGroup, seconds: float) -> None:
     group._say_goodbye("ValueError: gone")
 
 
+def form_again(cupy: StandIn, group: ProcessGroup, program: Sequence[Call]) -> None:
+    """The next generation has nothing of what the last one left behind."""
+    with group.reform(SECONDS) as renewed:
+        stream = renewed.stream()
+        started = [call.start(cupy, renewed, stream) for call in program]
+        for call, each in zip(program, started, strict=True):
+            check(cupy, renewed, call, each)
+
+
 @pytest.mark.parametrize("seed", range(16))
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_said_to_be_done_is_right_whenever_the_generation_ends(cupy: StandIn, kind: str, seed: int) -> None:
@@ -149,6 +158,9 @@ def test_what_is_said_to_be_done_is_right_whenever_the_generation_ends(cupy: Sta
         for call, left in started:
             with suppress(FerroError):
                 check(cupy, group, call, left)
+        if how is end_by_abort:
+            end_of(group, GroupAbortedError)
+            form_again(cupy, group, program)
 
     with backends_of(cupy, kind, size) as backends:
         groups = [ProcessGroup(backend, SECONDS) for backend in backends]
@@ -160,7 +172,7 @@ def test_what_is_said_to_be_done_is_right_whenever_the_generation_ends(cupy: Sta
             with cupy.cuda.Device(0 if kind == "cuda_ipc" else number), current:
                 body(groups[number])
 
-        in_threads(size + 1, on_thread)
+        assert in_threads(size + 1, on_thread) == [None] * (size + 1)
         for group in groups:
             group.close()
 
@@ -191,7 +203,7 @@ def test_memory_of_what_was_in_its_stream_is_kept_until_the_gpu_has_come_past_it
         gc.collect()  # an error and the Work that raised it know each other
         return not any(memory() for memory in memories)
 
-    ranks.run(body)
+    assert ranks.run(body) == [None, None]
     for group in ranks.groups:
         group.close()
     assert not is_given_back()

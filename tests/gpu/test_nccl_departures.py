@@ -117,7 +117,7 @@ def test_so_it_is_in_a_subgroup_that_was_closed_before(cupy: StandIn, launched: 
 @pytest.mark.parametrize("launched", [True, False])
 def test_so_it_is_with_operations_of_streams(cupy: StandIn, launched: bool) -> None:
     backends = nccl_backends(cupy, 2)
-    in_threads(2, lambda rank: backends[rank].open_stream(1))
+    assert in_threads(2, lambda rank: backends[rank].open_stream(1)) == [None] * 2
     released = busy(cupy, backends[0], 1)
     if launched:
         call, given = both(cupy, backends, 7, 1)

@@ -205,7 +205,7 @@ def test_communicators_whose_operations_wait_for_each_other_are_aborted_together
             each.all_reduce(ranks.array())
         return end_of(group, PeerLostError)
 
-    ranks.run(body)
+    assert isinstance(ranks.run(body)[0], PeerLostError)
     (meeting,) = ranks.nccl.meetings.values()
     ends = [*meeting.ends.values(), *meeting.children[0, 0].ends.values()]
     eventually(lambda: all(end.aborted for end in ends), "every abort", seconds=3)

@@ -102,6 +102,12 @@ class FakeNccl:
             return self.minted.to_bytes(8, "big") * (ID_BYTES // 8)
 
 
+class _Thread(threading.local):
+    """A thread's calls between ncclGroupStart and ncclGroupEnd; None where it is not between them."""
+
+    grouped: list[tuple[FakeCommunicator, Part, int]] | None = None
+
+
 class FakeApi:
     """`NcclApi` on one fake GPU."""
 
@@ -113,7 +119,7 @@ class FakeApi:
         self.gpu = gpu
         self.version = version
         self.features = Features.of(version) if features is None else features
-        self._grouped: list[tuple[FakeCommunicator, Part, int]] | None = None
+        self._thread = _Thread()
         self.broken_mint: Exception | None = None
         """What `unique_id` raises, to try what others see then."""
 
@@ -134,19 +140,20 @@ class FakeApi:
     @contextmanager
     def grouped(self) -> Iterator[None]:
         """As `Communicator.grouped`."""
-        self._grouped = []
+        parts: list[tuple[FakeCommunicator, Part, int]] = []
+        self._thread.grouped = parts
         try:
             yield
         finally:
-            parts, self._grouped = self._grouped, None
+            self._thread.grouped = None
             for communicator in dict.fromkeys(entry[0] for entry in parts):
                 mine = [(part, stream) for owner, part, stream in parts if owner is communicator]
                 communicator.launch([part for part, _ in mine], mine[0][1])
 
     def call(self, communicator: FakeCommunicator, part: Part, stream: int) -> None:
         """A call, which is launched now or with its group."""
-        if self._grouped is not None:
-            self._grouped.append((communicator, part, stream))
+        if self._thread.grouped is not None:
+            self._thread.grouped.append((communicator, part, stream))
         else:
             communicator.launch([part], stream)
 
