@@ -109,8 +109,8 @@ def dtype_given(value: Any) -> DType:
     try:
         known = np.dtype(value)
     except TypeError:
-        return dtype_named(name)
-    return dtype_of(known)
+        known = None
+    return dtype_named(name) if known is None else dtype_of(known)
 
 
 @unique

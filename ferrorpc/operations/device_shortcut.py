@@ -16,7 +16,7 @@ from ferrorpc.collectives.execution import Bare
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.results import Given
-from ferrorpc.operations.shortcut import GENERAL, REMEMBERED
+from ferrorpc.operations.shortcut import GENERAL, REMEMBERED, UNKNOWN
 from ferrorpc.types import DType, ReduceOp
 from ferrorpc.wire.frames import Key
 
@@ -57,11 +57,11 @@ class DeviceShortcut:
         """As `Collectives.all_reduce`, or GENERAL."""
         try:
             key = type(x), x.dtype, x.shape, op
-            known = self._known[key]
-        except KeyError:
-            known = self._learn(key, x, op)
+            known = self._known.get(key, UNKNOWN)
         except NOT_PLAIN:
             return GENERAL
+        if known is UNKNOWN:
+            known = self._learn(key, x, op)
         if known is None or (self._is_alone and not async_op):
             return GENERAL
         kind, dtype, size_bytes, bare = known

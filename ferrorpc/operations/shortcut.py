@@ -26,6 +26,8 @@ Array = np.ndarray[Any, Any]
 
 GENERAL: Final = object()
 """In the place of a result: the operation has not begun, and has to be gone about in the general way."""
+UNKNOWN: Final[Any] = object()
+"""In the place of a prepared call, or of None: nothing was found out yet."""
 NATIVE: Final = {dtype.storage: dtype for dtype in DType if dtype is not DType.BFLOAT16}
 """The dtypes that NumPy itself has."""
 REDUCING: Final = frozenset(("all_reduce", "reduce", "reduce_scatter"))
@@ -67,11 +69,11 @@ class Shortcut:
             return GENERAL
         key = x.dtype, x.shape, op
         try:
-            prepared = self._known[key]
-        except KeyError:
-            prepared = self._learn(key, "all_reduce", (x,), None, op)
+            prepared = self._known.get(key, UNKNOWN)
         except TypeError:  # an operator that cannot be hashed is none
             return GENERAL
+        if prepared is UNKNOWN:
+            prepared = self._learn(key, "all_reduce", (x,), None, op)
         if prepared is None:
             return GENERAL
         flags = x.flags
@@ -231,11 +233,10 @@ class Shortcut:
             return None
         key = name, root, op, tuple([(each.dtype, each.shape) for each in inputs])
         try:
-            return self._known[key]
-        except KeyError:
-            return self._learn(key, name, inputs, root, op)
+            found = self._known.get(key, UNKNOWN)
         except TypeError:  # a root or an operator that cannot be hashed is none
             return None
+        return self._learn(key, name, inputs, root, op) if found is UNKNOWN else found
 
     def _learn(
         self, key: tuple[Any, ...], name: str, inputs: Sequence[Array], root: int | None, op: Any

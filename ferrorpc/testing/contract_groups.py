@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from ferrorpc.errors import CollectiveTimeoutError, GroupClosedError, InvalidRankError, SelfSendError, UsageError
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupClosedError, InvalidRankError, SelfSendError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing.contract_base import Contract, on_every_size, on_some_sizes
 from ferrorpc.testing.reference import check_list, check_same, every_dtype, reduced, values
@@ -15,6 +16,15 @@ from ferrorpc.types import DType, ReduceOp
 
 FLOAT = DType.FLOAT32
 SHORT_SECONDS = 0.05
+
+
+def _check_alone(call: Callable[[], object]) -> None:
+    """That it raises an error of ours, whose traceback shows no other."""
+    with pytest.raises(FerroError) as raised:
+        call()
+    error = raised.value
+    if error.__cause__ is not None or not (error.__context__ is None or error.__suppress_context__):
+        raise AssertionError(f"{error!r} is shown behind {error.__cause__ or error.__context__!r}")
 
 
 class PairContract(Contract):
@@ -236,7 +246,44 @@ class SubgroupContract(Contract):
 
 
 class EndContract(Contract):
-    """What a group is and how it ends."""
+    """What a group is, how it refuses, and how it ends."""
+
+    @on_some_sizes
+    def test_an_error_is_shown_without_others_that_only_led_to_it(self, size: int) -> None:
+        def body(group: ProcessGroup) -> None:
+            x, rank = np.ones(4, np.float32), group.rank
+            wrong: list[Callable[[], object]] = [
+                lambda: group.all_reduce(x, "concatenate"),
+                lambda: group.all_reduce(x, []),  # type: ignore[call-overload]
+                lambda: group.all_reduce(x, out=np.ones(3)),
+                lambda: group.all_reduce(x[:3], out=x[1:]),
+                lambda: group.all_reduce(x, timeout=-1.0),
+                lambda: group.all_reduce(np.array([object()])),
+                lambda: group.reduce(x, root=size),
+                lambda: group.reduce(x, root="all"),  # type: ignore[call-overload]
+                lambda: group.broadcast(None, root=rank),
+                lambda: group.gather(x, root=-1),
+                lambda: group.scatter(None, root=rank),
+                lambda: group.scatter([x] * (size + 1), root=rank),
+                lambda: group.reduce_scatter([x] * (size + 1)),
+                lambda: group.reduce_scatter([x] * size, "concatenate"),
+                lambda: group.all_to_all(np.ones(())),
+                lambda: group.send(x, rank),
+                lambda: group.recv(size),
+                lambda: group.send(x, (rank + 1) % size, tag=-1),
+                lambda: group.recv((rank + 1) % size, tag=2, timeout=SHORT_SECONDS),
+                lambda: group.subgroup([0, 0]),
+                lambda: group.empty((2, -1), "float32"),
+                lambda: group.empty(2, "float31"),
+            ]
+            for call in wrong:
+                _check_alone(call)
+            group.barrier()
+            group.close()
+            for call in (group.barrier, lambda: group.all_reduce(np.ones(5)), lambda: group.gather(x), group.stream):
+                _check_alone(call)
+
+        self.world(size, body)
 
     @on_every_size
     def test_a_group_says_what_it_is_and_refuses_everything_after_close(self, size: int) -> None:

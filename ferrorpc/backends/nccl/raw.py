@@ -113,11 +113,12 @@ class RawOperations:
 
     def _reduction(self, op: str | ReduceOp, dtype: str | DType) -> tuple[Op, DataType, int]:
         try:
-            return self.reductions[op, dtype]
-        except (KeyError, TypeError):
-            found = required(ReduceOp.named(op), _dtype(dtype), self.api.features)
-            self.reductions[op, dtype] = found
-            return found
+            found = self.reductions.get((op, dtype))
+        except TypeError:  # what cannot be hashed is refused below
+            found = None
+        if found is None:
+            found = self.reductions[op, dtype] = required(ReduceOp.named(op), _dtype(dtype), self.api.features)
+        return found
 
     def _raw(self, label: Callable[[], str], launch: Callable[[Communicator, int], None], stream: Any) -> None:
         site, lanes = self.site, self.site.lanes
