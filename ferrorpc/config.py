@@ -5,6 +5,7 @@ Precedence: argument > variable > default. Seconds are floats ("60", "500ms"), s
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -26,6 +27,8 @@ _INTERVAL_MIN: Final = 0.01
 _BYTES: Final = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 1000, "MB": 10**6, "GB": 10**9}
 NAME_BYTES_MAX: Final = 128
 _NAME: Final = re.compile(r"[!-.0-~]+")
+_LIKENESS_MIN: Final = 0.85
+"""From here on one name is taken for another with a letter wrong. Kubernetes sets longer ones, such as <SERVICE>_PORT."""
 _NUMBER: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -208,6 +211,14 @@ SETTINGS: Final = (
     Setting("otel", False, boolean, "spans and durations of operations through OpenTelemetry's API"),
 )
 _BY_NAME: Final = {setting.name: setting for setting in SETTINGS}
+
+
+def strangers(environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Variables that are called like settings and are none, each with the setting that is likely meant; "" where none is."""
+    known = {setting.variable.removeprefix(PREFIX): setting.variable for setting in SETTINGS}
+    given = sorted(name.removeprefix(PREFIX) for name in environment if name.startswith(PREFIX) and name != LAUNCH)
+    near = {name: difflib.get_close_matches(name, known, n=1, cutoff=_LIKENESS_MIN) for name in given if name not in known}
+    return [(PREFIX + name, known[found[0]] if found else "") for name, found in near.items()]
 
 
 @dataclass(frozen=True, slots=True)

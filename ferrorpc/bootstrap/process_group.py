@@ -14,11 +14,11 @@ from ferrorpc.bootstrap.ancestry import launcher_of
 from ferrorpc.bootstrap.coordinator import start_coordinator
 from ferrorpc.bootstrap.environment import Place, detect, member_name, own_coordinator
 from ferrorpc.collectives.basis import asked_for
-from ferrorpc.config import LAUNCH, Config
+from ferrorpc.config import LAUNCH, Config, strangers
 from ferrorpc.coordination import farewell
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.coordination.session import RemoteSession
-from ferrorpc.errors import GroupAbortedError, PeerLostError, UsageError
+from ferrorpc.errors import CoordinatorUnavailableError, GroupAbortedError, PeerLostError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.logs import set_up_logging
@@ -28,6 +28,10 @@ from ferrorpc.wire.tls import TlsFiles
 from ferrorpc.wire.token import Token
 
 _log = logging.getLogger("ferrorpc.bootstrap")
+_OWN: Final = (
+    "rank 0 starts the coordinator there when it calls init_process_group(): see whether it runs and has come to that, and "
+    "whether MASTER_ADDR and FERRORPC_PORT, which say where, are the same for all"
+)
 _NO_GROUP: Final = "no group was made: call ferrorpc.init_process_group() again, or let the launcher start the ranks again"
 _open: list[LocalSession | RemoteSession] = []
 """The seat of this process's group; the next `init_process_group` looks whether it was left."""
@@ -71,6 +75,9 @@ def init_process_group(
     config = Config(arguments)
     set_up_logging(config)
     set_up_telemetry(config)
+    for name, meant in strangers(os.environ):
+        if meant:
+            _log.warning("%s is set, but no setting is called so: %s is", name, meant)
     registry.check(config["backend"], config.source("backend"))
     asked = asked_for(config["algorithm"] or ())
     place = detect(os.environ, config)
@@ -128,8 +135,10 @@ def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerSer
             labels=said_at_join(config["backend"], config["device"], place.local_rank),
             config=config,
         ).join()
-    except BaseException:
+    except BaseException as error:
         server.close()
+        if isinstance(error, CoordinatorUnavailableError) and config["coordinator"] is None:
+            raise error.again(_OWN) from None
         raise
     session.at_leave(server.close)
     return session, server

@@ -7,7 +7,6 @@ coordinator is asked for its health.
 from __future__ import annotations
 
 import ctypes
-import difflib
 import importlib.util
 import os
 import platform
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from ferrorpc.cli.client import address_of
-from ferrorpc.config import SETTINGS, Config
+from ferrorpc.config import SETTINGS, Config, strangers
 from ferrorpc.errors import FerroError
 from ferrorpc.versions import own_version, version_of
 from ferrorpc.wire import options as wire_options
@@ -97,14 +96,13 @@ def versions(config: Config, environment: Mapping[str, str]) -> Findings:
 
 def settings(config: Config, environment: Mapping[str, str]) -> Findings:
     """Variables that look like settings and are none."""
-    known = [setting.variable for setting in SETTINGS]
-    unknown = sorted(name for name in environment if name.startswith("FERRORPC_") and name not in known)
-    for name in unknown:
-        (fix,) = difflib.get_close_matches(name, known, n=1) or ["`ferrorpc config`, which shows all there are"]
+    unknown = strangers(environment)
+    for name, meant in unknown:
+        fix = meant or "`ferrorpc config`, which shows all there are"
         yield Finding("note", "settings", f"{name} is set, but no setting is called so", fix)
     if not unknown:
         changed = sum(config.source(setting.name) != "default" for setting in SETTINGS)
-        yield Finding("ok", "settings", f"{changed} of {len(known)} are given, and no variable is misspelt")
+        yield Finding("ok", "settings", f"{changed} of {len(SETTINGS)} are given, and no variable is misspelt")
 
 
 def names(config: Config, environment: Mapping[str, str]) -> Findings:

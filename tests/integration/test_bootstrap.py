@@ -214,6 +214,18 @@ def test_two_processes_of_one_launcher_on_a_host_are_one_run(port):
     assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["0 2 grpc 3.0\n", "1 2 grpc 3.0\n"]
 
 
+def test_where_rank_0_does_not_come_the_others_say_who_starts_the_coordinator(port):
+    code, _, errors = outcome(start(RANK.replace("30.0", "1.0"), torchrun(1, 2, port)))
+    assert code != 0
+    assert "CoordinatorUnavailableError" in errors
+    assert "try: rank 0 starts the coordinator there" in errors
+
+
+def test_a_misspelt_variable_is_told_of():
+    _, _, errors = outcome(start(RANK, clean(FERRORPC_TIMOUT="3")))
+    assert "FERRORPC_TIMOUT is set, but no setting is called so: FERRORPC_TIMEOUT is" in errors
+
+
 def test_a_wrong_variable_ends_with_exit_code_64():
     code, _, errors = outcome(start(RANK, clean(RANK="3", WORLD_SIZE="2")))
     assert code == 64

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrorpc.config import SETTINGS, Config, seconds, size_bytes, world_size
+from ferrorpc.config import LAUNCH, SETTINGS, Config, seconds, size_bytes, strangers, world_size
 from ferrorpc.errors import ConfigError
 
 
@@ -94,3 +94,15 @@ def test_an_argument_may_have_its_natural_type(name, given, value):
 def test_an_argument_is_held_to_the_rules_of_its_variable(name, given):
     with pytest.raises(ConfigError, match=name):
         Config({name: given}, {})
+
+
+def test_variables_that_are_called_like_settings_and_are_none_come_with_what_is_meant():
+    given = {
+        "FERRORPC_WORLDSIZE": "FERRORPC_WORLD_SIZE",
+        "FERRORPC_TIMOUT": "FERRORPC_TIMEOUT",
+        "FERRORPC_BACKENDS": "FERRORPC_BACKEND",
+        "FERRORPC_SEED": "",  # a program's own
+        "FERRORPC_COORDINATOR_PORT": "",  # Kubernetes sets it for a service called ferrorpc-coordinator
+    }
+    others = dict.fromkeys([LAUNCH, "PATH", "NCCL_DEBUG", *(setting.variable for setting in SETTINGS)], "1")
+    assert strangers(given | others) == sorted(given.items())

@@ -62,7 +62,7 @@ def test_what_listens_but_is_no_coordinator_is_bad(monkeypatch):
 
 
 def test_a_misspelt_variable_is_noted_with_what_may_be_meant():
-    """It is not looked at anywhere else, so its default counts in silence."""
+    """Its default counts; where what is meant is not clear, this is the only place that says so."""
     known = {"FERRORPC_TIMEOUT": "5", "PATH": "/bin"}
     (one,) = found("settings", {"FERRORPC_TIMOUT": "5", **known})
     assert (one.state, "FERRORPC_TIMOUT" in one.text, "FERRORPC_TIMEOUT" in one.fix) == ("note", True, True)
