@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -278,7 +279,8 @@ def test_who_is_interrupted_while_it_launches_ends_the_group(cupy: StandIn, monk
             with pytest.raises(KeyboardInterrupt):
                 group.all_reduce(x)
         else:
-            group.all_reduce(x)
+            with suppress(GroupAbortedError):  # where it comes to that later than the other
+                group.all_reduce(x)
         assert "KeyboardInterrupt during all_reduce" in str(end_of(group, GroupAbortedError))
 
     assert ranks.run(body) == [None] * len(ranks.groups)

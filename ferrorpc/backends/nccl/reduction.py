@@ -6,6 +6,7 @@ Then an address and a count are all that NCCL wants, and nothing has to be annou
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from ferrorpc.arrays.device import Device
@@ -13,33 +14,21 @@ from ferrorpc.backends.nccl.airborne import nobody
 from ferrorpc.backends.nccl.api import DataType, Op
 from ferrorpc.backends.nccl.execution import NcclPrepared
 from ferrorpc.backends.nccl.launched import Immediate
-from ferrorpc.backends.nccl.site import Site
-from ferrorpc.collectives.call import Call
-from ferrorpc.collectives.execution import Bare, Execution, Prepared
+from ferrorpc.collectives.execution import Bare, Execution
 from ferrorpc.guard import Guard
 from ferrorpc.wire.frames import Key
 
 
 class NcclReduction(NcclPrepared):
-    """An all_reduce, for one group.
+    """An all_reduce, for one group."""
 
-    Attributes:
-        asked: what NCCL is asked for: how many of its elements, which, and its operator.
-    """
-
-    def __init__(
-        self,
-        site: Site,
-        call: Call,
-        library: str,
-        reduction: tuple[Op, DataType, int] | None,
-        on_host: Prepared | None = None,
-    ) -> None:
-        if reduction is None:
-            raise AssertionError(f"{call.signature} reduces nothing")
-        super().__init__(site, call, library, reduction, on_host)
-        op, datatype, factor = reduction
-        self.asked = factor * call.inputs[0].elements, datatype, op
+    @cached_property
+    def asked(self) -> tuple[int, DataType, Op]:
+        """What NCCL is asked for: how many of its elements, which, and its operator."""
+        if self.reduction is None:
+            raise AssertionError(f"{self.call.signature} reduces nothing")
+        op, datatype, factor = self.reduction
+        return factor * self.call.inputs[0].elements, datatype, op
 
     def bare(self, device: Device) -> Bare | None:
         return self if device is self.site.device else None
