@@ -266,7 +266,7 @@ def test_who_is_interrupted_while_it_launches_ends_the_group(cupy: StandIn, monk
     begin = Immediate.begin
 
     def interrupted(execution: Any) -> bool:
-        if execution.site.rank == 0 and execution.label.endswith("#2"):
+        if execution.site.rank == 0 and execution.label.endswith("#3"):
             raise KeyboardInterrupt
         return begin(execution)
 
@@ -275,6 +275,7 @@ def test_who_is_interrupted_while_it_launches_ends_the_group(cupy: StandIn, monk
     def body(group: ProcessGroup) -> None:
         x = cupy.asarray(numbers(group.rank))
         group.all_reduce(x)
+        group.barrier()
         if group.rank == 0:
             with pytest.raises(KeyboardInterrupt):
                 group.all_reduce(x)
