@@ -369,6 +369,24 @@ def test_who_waits_on_the_host_looks_at_the_gpu_for_itself(cupy: StandIn, monkey
         assert cupy.asnumpy(x).tolist() == [1] * 4
 
 
+@pytest.mark.parametrize("host", [False, True])
+def test_what_has_landed_keeps_its_result_although_the_generation_ends_before_its_work_was_told(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, host: bool
+) -> None:
+    backend: Any = nccl_backends(cupy, 1)[0]
+    with ProcessGroup(backend) as group:
+        x = cupy.asarray(np.ones(4, np.float32))
+        group.all_reduce(x, async_op=True).wait(host=True)  # the first connects
+        with monkeypatch.context() as patch:
+            patch.setattr(Flight, "advance", lambda flight: False)
+            works = [group.all_reduce(each, async_op=True) for each in (x, x[::2])]
+            backend.synchronize(SYSTEM_CLOCK.now() + 10.0)
+            assert not any(work.done() for work in works)
+            backend.latch.trip(GroupAbortedError(0, "enough"))
+        for work, count in zip(works, (4, 2), strict=True):
+            assert cupy.asnumpy(work.wait(10, host=host)).tolist() == [1.0] * count
+
+
 def test_synchronize_does_not_take_the_end_of_the_generation_for_the_end_of_the_work(
     cupy: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

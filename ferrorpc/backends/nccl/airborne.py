@@ -25,6 +25,7 @@ class Airborne(Execution):
         mark: its end in its stream, once it is in there.
         in_turn: its mark is in the lineup's stream, so the GPU comes past it after those that were launched before.
         is_past: it is known already that the GPU has come past the mark.
+        has_landed: the GPU was seen to have come past the mark while the generation went on: its result is there.
         over: it holds nothing any more: it has landed, or failed. Another thread than the one that looks may have seen to that.
         told: of its landing, or of what ended its flight, where somebody wants to know.
     """
@@ -33,6 +34,7 @@ class Airborne(Execution):
     mark: Event | None = None
     in_turn = True
     is_past = False
+    has_landed = False
     over = False
     told: Callable[[FerroError | None], None] | None = None
     _met: Exception | None = None
@@ -92,6 +94,8 @@ def first_cause(look: Callable[[Looker], bool]) -> Callable[[Looker], bool]:
         try:
             return look(execution)
         except NcclError as error:
+            if execution.has_landed:
+                return True
             execution.guard.latch.check()
             if execution.over:
                 return True

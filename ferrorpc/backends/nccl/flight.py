@@ -119,9 +119,10 @@ class Flight(Execution):
             execution.release()
 
     def fail(self, error: FerroError) -> bool:
-        """What is left of it has ended with this error. Whether all who want to know of that were told."""
+        """What is left of it has ended with this error, but for what others saw land. Whether who wants to know was told."""
         left, self._flying = self._flying, deque()
-        return not left or [tell(execution, error.again()) for execution in left].count(True) > 0
+        told = [tell(execution, None if execution.has_landed else error.again()) for execution in left]
+        return not left or any(told)
 
 
 class Arrival(Work[None]):

@@ -74,8 +74,8 @@ class Launched(Airborne):
         return not (before or held_up)
 
     def is_over(self) -> bool:
-        """Whether it has landed, for whoever looked. Raises the first cause: then it may only have been let go of."""
-        if self.over:
+        """Whether it has landed, for whoever looked. Raises the first cause where it was only let go of."""
+        if self.over and not self.has_landed:
             self.guard.latch.check()
         return self.over
 
@@ -90,6 +90,7 @@ class Launched(Airborne):
             return False
         self.is_past = True
         self.guard.latch.check()
+        self.has_landed = True
         return True
 
     def holdings(self) -> object:

@@ -71,7 +71,8 @@ class DeviceWork(Work[Any]):
             return super().wait(timeout)
         if self._queued is not None:
             self._queued.wait(timeout)
-        if execution.mark is None or execution.guard.latch.cause is not None:  # it failed, or may have
+        may_have_failed = execution.guard.latch.cause is not None and not execution.has_landed
+        if execution.mark is None or may_have_failed:
             return super().wait(timeout)
         execution.join()
         self._give(execution)
