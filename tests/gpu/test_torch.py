@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import ferrorpc.testing
-import ferrorpc.torch
 from ferrorpc.arrays import kinds
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.arrays.kinds import given_back, gpu_of, kind_of, laid_out, view, view_out

@@ -96,7 +96,8 @@ def squares(y: Any, target: Any) -> tuple[float, Any]:
 
 
 def data_parallel(group: ProcessGroup) -> Iterator[dict[str, Any]]:
-    torch = pytest.importorskip("torch")
+    import torch
+
     layers = {f"layer{number}": {"weight": np.ones((3, 3))} for number in (1, 2, 3)}
     a = np.ones((3, 3))
     module = torch.nn.Linear(3, 2)
@@ -115,8 +116,8 @@ def data_parallel(group: ProcessGroup) -> Iterator[dict[str, Any]]:
 
 
 def pipeline(group: ProcessGroup) -> Iterator[dict[str, Any]]:
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("matplotlib")
+    import torch
+
     schedules = ferrorpc.schedules
     model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(RANKS)])
     x = np.ones((16, 2))
@@ -145,6 +146,8 @@ PAGES: dict[str, Callable[[ProcessGroup], Iterator[dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_fragments_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     codes = [compile(code, f"{page}, block {number}", "exec") for number, code in enumerate(blocks(ROOT / "docs" / page), 1)]
 
