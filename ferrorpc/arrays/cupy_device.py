@@ -13,11 +13,12 @@ import ctypes
 import importlib
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from uuid import UUID
 
 import numpy as np
@@ -31,6 +32,7 @@ from ferrorpc.kernels.cuda.folds import Folds
 from ferrorpc.kernels.cuda.launcher import DeviceKernels
 
 INSTALL: Final = "pip install 'ferrorpc[gpu]' (CUDA 12) or 'ferrorpc[gpu-cuda13]' (CUDA 13)"
+T = TypeVar("T")
 _SUCCESS: Final = 0
 _NOT_READY: Final = 600
 _UUID_BYTES: Final = 16
@@ -38,28 +40,25 @@ _HIGHEST_PRIORITY: Final = -5
 """The highest of today's GPUs; CUDA takes what is out of range for the nearest it has."""
 _SHARED_NUMBERS: Final = 2
 """Up to here a stream's number is that of every GPU's null stream, or of every thread's."""
-SPARE_EVENTS_MAX: Final = 256
+EVENTS_LOOKED_AT: Final = 8
+"""How many that are in use are looked at before another one is made."""
 _AS_IT_IS: Final = nullcontext()
 _MODULES: Final = sys.modules
 
 
 class CupyEvent:
-    """A mark without a time.
+    """A mark without a time. It marks something else once nobody but its device refers to it; streams that were told to wait
+    for it still wait for what it was.
 
-    When it goes, what CuPy has for it is kept for another mark: to make and free one costs more than all else that marks take.
-    Streams that were told to wait for this one still wait for it.
+    Args:
+        number: CUDA's event.
     """
 
-    __slots__ = ("_device", "own")
+    __slots__ = ("_runtime", "number")
 
-    def __init__(self, device: CupyDevice, own: Any) -> None:
-        self._device = device
-        self.own = own
-
-    def __del__(self) -> None:
-        spare = self._device.spare_events
-        if len(spare) < SPARE_EVENTS_MAX:
-            spare.append(self.own)
+    def __init__(self, runtime: Any, number: int) -> None:
+        self._runtime = runtime
+        self.number = number
 
     @property
     def done(self) -> bool:
@@ -68,8 +67,8 @@ class CupyEvent:
         Raises:
             BackendUnavailableError: the GPU has failed, and will come past no mark any more.
         """
-        runtime = self._device.runtime
-        status = runtime.eventQuery(self.own.ptr)
+        runtime = self._runtime
+        status = runtime.eventQuery(self.number)
         if status == _SUCCESS:
             return True
         if status == _NOT_READY:
@@ -98,10 +97,10 @@ class CupyStream:
         """As `Stream.record`."""
         event = self._device.event()
         if self.pointer > _SHARED_NUMBERS:
-            event.own.record(self.own)
+            self._device.runtime.eventRecord(event.number, self.pointer)
         else:
             with self._device.here():
-                event.own.record(self.own)
+                self._device.runtime.eventRecord(event.number, self.pointer)
         return event
 
     def wait(self, event: Event) -> None:
@@ -109,10 +108,10 @@ class CupyStream:
         if not isinstance(event, CupyEvent):
             raise AssertionError(f"{event!r} is no event of CuPy's")
         if self.pointer > _SHARED_NUMBERS:
-            self.own.wait_event(event.own)
+            self._device.runtime.streamWaitEvent(self.pointer, event.number)
         else:
             with self._device.here():
-                self.own.wait_event(event.own)
+                self._device.runtime.streamWaitEvent(self.pointer, event.number)
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
@@ -123,6 +122,26 @@ class CupyStream:
             yield
         finally:
             before.use()
+
+
+def _spare(things: deque[T], alone: int) -> T | None:
+    """One of the things that nobody else refers to, if there is any among the first few, which are the last from now on.
+
+    Of threads that look at the same one the first to have it keeps it: the others count that reference as well.
+
+    Args:
+        alone: how many refer to one that nobody else refers to.
+    """
+    for _ in range(min(EVENTS_LOOKED_AT, len(things))):
+        found = things.popleft()
+        things.append(found)
+        if sys.getrefcount(found) == alone:
+            return found
+    return None
+
+
+_ALONE: Final = next(count for count in range(1, 9) if _spare(deque([object()]), count))
+"""What is counted differs among versions of Python."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +166,8 @@ class CupyDevice:
         self._per_thread = int(self.runtime.streamPerThread)
         self.index = index
         self.uuid = _identity(self.runtime, index)
-        self.spare_events: list[Any] = []
-        """CuPy's events of this GPU that mark nothing."""
+        self.events: deque[CupyEvent] = deque()
+        """All that were ever made: somewhat more than were ever in use at once."""
 
     def here(self) -> Any:
         """A context in which it is the current device: none where it is so already, as CuPy's costs more than most calls.
@@ -165,13 +184,18 @@ class CupyDevice:
             yield
 
     def event(self) -> CupyEvent:
-        """One that marks nothing yet, and streams of this GPU alone."""
-        try:
-            own = self.spare_events.pop()
-        except IndexError:
-            with self.here():
-                own = self.cupy.cuda.Event(disable_timing=True)
-        return CupyEvent(self, own)
+        """One that nobody refers to, for streams of this GPU alone.
+
+        To make and free one costs more than all else that marks take, so they are kept. It is no finalizer that gives them
+        back: in a circle of garbage one of those may come before another that keeps the mark.
+        """
+        found = _spare(self.events, _ALONE)
+        if found is not None:
+            return found
+        with self.here():
+            made = CupyEvent(self.runtime, self.runtime.eventCreateWithFlags(self.runtime.eventDisableTiming))
+        self.events.append(made)
+        return made
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -227,7 +251,7 @@ class CupyDevice:
         """As `Device.marked`. Raises as `current`."""
         with self.here():
             stream, event = self._current_here(), self.event()
-            event.own.record(stream.own)
+            self.runtime.eventRecord(event.number, stream.pointer)
         return stream, event
 
     def _current_here(self) -> CupyStream:
@@ -341,7 +365,9 @@ def open_device(index: int | None = None) -> CupyDevice:
         ) from None
     chosen = int(cupy.cuda.Device().id) if index is None else index
     if not 0 <= chosen < count:
-        raise BackendUnavailableError(f"there is no GPU {chosen}; CuPy sees {count}", "look at CUDA_VISIBLE_DEVICES")
+        raise BackendUnavailableError(
+            f"there is no GPU {chosen}; CuPy sees {count}", "look at FERRORPC_DEVICE and CUDA_VISIBLE_DEVICES"
+        )
     return device_of(cupy, chosen)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -36,11 +39,11 @@ def test_what_cupy_has_for_a_mark_marks_something_else_once_nobody_has_the_mark(
     kept = one.record()
     waits.wait(first)
     after = waits.record()
-    behind, own = first.own, kept.own
+    behind, own = first.number, kept.number
     del first
     again = other.record()
-    assert again.own is behind, "none is made while one is spare"
-    assert kept.own is own
+    assert again.number == behind, "none is made while one is spare"
+    assert kept.number == own
     released[0] = True
     cupy.machine.settle()
     assert kept.done
@@ -51,12 +54,38 @@ def test_what_cupy_has_for_a_mark_marks_something_else_once_nobody_has_the_mark(
     assert again.done
 
 
+def test_a_mark_that_a_finalizer_keeps_stays_the_mark_it_was(cupy: StandIn) -> None:
+    """In a circle of garbage every finalizer is called, in any order, before it is known what one of them keeps."""
+    device, kept, released = device_of(cupy, 0), [], False
+
+    class Holder:
+        def __init__(self, mark: Any) -> None:
+            self.mark, self.circle = mark, self
+
+        def __del__(self) -> None:
+            kept.append(self.mark)
+
+    stream, others = device.new_stream(), device.new_stream()
+    cupy.machine.stream(stream.pointer).enqueue(lambda: released)
+    for _ in range(8):
+        Holder(stream.record())
+    gc.collect()
+    assert len(kept) == 8
+    later = [others.record() for _ in range(8)]
+    cupy.machine.settle()
+    assert all(mark.done for mark in later)
+    assert not any(mark.done for mark in kept), "they would say what other marks have come to"
+    released = True
+    cupy.machine.settle()
+    assert all(mark.done for mark in kept)
+
+
 def test_marks_are_made_on_the_gpu_of_their_stream_whichever_is_current(cupy: StandIn) -> None:
     streams = [device_of(cupy, index).new_stream() for index in (0, 1)]
     for stream in streams * 2:
         mark = stream.record()  # of another GPU it would be a fault
         del mark
-    assert [len(device_of(cupy, index).spare_events) for index in (0, 1)] == [1, 1]
+    assert [len(device_of(cupy, index).events) for index in (0, 1)] == [1, 1]
     assert cupy.cuda.Device().id == 0
 
 

@@ -12,7 +12,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any, Final, Self
 
-from ferrorpc.testing.gpu.machine import FakeEvent, FakeStream, Gpu, GpuFault, Machine
+from ferrorpc.testing.gpu.machine import FakeEvent, FakeStream, Gpu, Machine
 from ferrorpc.testing.gpu.sharing import Sharing
 
 HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE = 1, 2, 3
@@ -61,7 +61,7 @@ class Driver:
         """The status of an event, which is that of the GPU where it has failed."""
         if self.machine.failure:
             return self.machine.failure
-        return 0 if self.machine.events[event].done else NOT_READY
+        return 0 if self.machine.event(event).done else NOT_READY
 
 
 class Pinned:
@@ -129,24 +129,20 @@ class _Event:
     driver: Driver
 
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
-        self.fake = FakeEvent(self.driver.machine)
-        self.ptr = id(self)
+        self.fake = FakeEvent(self.driver.machine, self.driver.gpu)
+        self.ptr = self.driver.machine.know(self.fake)
         self.timing = not disable_timing
-        self._gpu = self.driver.gpu
-        self.driver.machine.events[self.ptr] = self.fake
 
-    def record(self, stream: _Stream | None = None) -> None:
-        fake = self.driver.stream if stream is None else stream.fake
-        if fake.gpu is not self._gpu:
-            raise GpuFault(f"an event of GPU {self._gpu.index} cannot mark a stream of GPU {fake.gpu.index}")
-        self.driver.machine.events[self.ptr] = (
-            self.fake
-        )  # where it was garbage that somebody took up again, it is known no more
-        self.fake.record(fake)
+    def __del__(self) -> None:
+        """A finalizer, as CuPy's: in a circle of garbage it may come before those that still use the event."""
+        del self.driver.machine.events[self.ptr]
 
     @property
     def done(self) -> bool:
         return bool(self.driver.query(self.ptr) == 0)
+
+    def record(self, stream: _Stream | None = None) -> None:
+        self.driver.machine.event(self.ptr).record(self.driver.stream if stream is None else stream.fake)
 
 
 class _Stream:

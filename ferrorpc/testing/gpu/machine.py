@@ -15,7 +15,6 @@ from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
-from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -112,14 +111,17 @@ class FakeEvent:
     """A mark in a stream. As in CUDA one that was never recorded counts as passed, and who waits for a mark waits for that one,
     also when the event marks something else by then."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, gpu: Gpu) -> None:
+        self.gpu = gpu
         self._machine = machine
         self._latest: _Mark | None = None
         self.passed_at = 0.0
         """When a mark was passed last, as far as time means anything here."""
 
     def record(self, stream: FakeStream) -> None:
-        """Marks the end of the queue."""
+        """Marks the end of the queue. Raises GpuFault for a stream of another GPU."""
+        if stream.gpu is not self.gpu:
+            raise GpuFault(f"an event of GPU {self.gpu.index} cannot mark a stream of GPU {stream.gpu.index}")
         with self._machine.lock:
             self._latest = mark = _Mark()
 
@@ -198,8 +200,8 @@ class Machine:
         """Where memory of a GPU begins that other processes may open."""
         self.faults: list[Exception] = []
         self.copying: Callable[[str, int, int], bool] = lambda direction, gpu, size_bytes: True
-        self.events: WeakValueDictionary[int, FakeEvent] = WeakValueDictionary()
-        """By the number that CUDA would know them by."""
+        self.events: dict[int, FakeEvent] = {}
+        """By the number that CUDA would know them by, until they are destroyed."""
         self.failure = 0
         """What every question about an event is answered with once a GPU has failed: a number of CUDA's, such as 700."""
         self._pointers = 0x5000
@@ -209,8 +211,22 @@ class Machine:
         """The stream with this number, which is not 0, of any GPU."""
         return next(gpu.stream(pointer) for gpu in self.gpus if pointer in gpu.streams)
 
+    def know(self, event: FakeEvent) -> int:
+        """An event's number from now on."""
+        with self.lock:
+            number = self.next_pointer()
+            self.events[number] = event
+            return number
+
+    def event(self, number: int) -> FakeEvent:
+        """The event with this number. Raises GpuFault for one that was destroyed."""
+        found = self.events.get(number)
+        if found is None:
+            raise GpuFault(f"event {number:#x} was destroyed, or never was")
+        return found
+
     def next_pointer(self) -> int:
-        """A number for a stream."""
+        """A number for a stream or an event."""
         self._pointers += 0x10
         return self._pointers
 

@@ -6,13 +6,12 @@ others have made, as it would have to. What was opened lies where its owner has 
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
-from ferrorpc.testing.gpu.machine import STUCK_SECONDS, FakeEvent, Gpu, GpuFault, Machine
+from ferrorpc.testing.gpu.machine import STUCK_SECONDS, FakeEvent, FakeStream, Gpu, GpuFault, Machine
 
 HANDLE_BYTES: Final = 64
 DISABLE_TIMING, INTERPROCESS = 2, 4
@@ -30,8 +29,8 @@ class Sharing:
         self._machine = machine
         self._gpu = gpu
         self._gone = gone
-        self._events: dict[int, FakeEvent] = {}
-        self._numbers = itertools.count(0x7000)
+        self._shared: set[int] = set()
+        """Numbers of events that others may open."""
         self._opened: Counter[int] = Counter()
 
     def functions(self) -> dict[str, Any]:
@@ -45,11 +44,11 @@ class Sharing:
             "eventDisableTiming": DISABLE_TIMING,
             "eventInterprocess": INTERPROCESS,
             "eventCreateWithFlags": self.create,
-            "eventDestroy": self._events.pop,
-            "ipcGetEventHandle": _handle,
+            "eventDestroy": self._machine.events.pop,
+            "ipcGetEventHandle": self.event_handle,
             "ipcOpenEventHandle": self.open_event,
-            "eventRecord": lambda event, stream: self._events[event].record(self._gpu().stream(stream)),
-            "streamWaitEvent": lambda stream, event: self._events[event].hold(self._gpu().stream(stream)),
+            "eventRecord": lambda event, stream: self._machine.event(event).record(self._stream(stream)),
+            "streamWaitEvent": lambda stream, event: self._machine.event(event).hold(self._stream(stream)),
             "eventSynchronize": self.synchronize,
         }
 
@@ -79,25 +78,32 @@ class Sharing:
         self._opened[address] -= 1
 
     def create(self, flags: int) -> int:
-        if flags != DISABLE_TIMING | INTERPROCESS:
-            raise GpuFault(f"an event with flags {flags} cannot be shared")
-        return self._known(FakeEvent(self._machine))
+        if flags not in (DISABLE_TIMING, DISABLE_TIMING | INTERPROCESS):
+            raise GpuFault(f"an event with flags {flags} is slow, or cannot be shared")
+        number = self._machine.know(FakeEvent(self._machine, self._gpu()))
+        if flags & INTERPROCESS:
+            self._shared.add(number)
+        return number
+
+    def event_handle(self, event: int) -> bytes:
+        if event not in self._shared:
+            raise self._gone()
+        return _handle(event)
 
     def open_event(self, handle: bytes) -> int:
-        event = self._events.get(int.from_bytes(handle, "little"))
+        event = self._machine.events.get(int.from_bytes(handle, "little"))
         if event is None:
             raise self._gone()
-        return self._known(event)
+        return self._machine.know(event)
 
-    def _known(self, event: FakeEvent) -> int:
-        number = next(self._numbers)
-        self._events[number] = event
-        return number
+    def _stream(self, pointer: int) -> FakeStream:
+        """The null stream is the current GPU's."""
+        return self._machine.stream(pointer) if pointer else self._gpu().default
 
     def synchronize(self, event: int) -> None:
         """Blocks until the mark is passed. Raises GpuFault when it is not for long."""
         until = time.monotonic() + STUCK_SECONDS
-        while not self._events[event].done:
+        while not self._machine.event(event).done:
             if time.monotonic() > until:
                 raise GpuFault("nothing moves before a mark that the host waits for")
 
