@@ -123,6 +123,8 @@ class FerroError(Exception):
         """
         copy = FerroError.restore(self.code, self.message, self.hint if hint is None else hint, self.retryable, self.fields)
         copy._seen = self._seen
+        for note in getattr(self, "__notes__", ()):
+            copy.add_note(note)
         return copy
 
     def see(self) -> bool:

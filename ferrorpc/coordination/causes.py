@@ -10,16 +10,23 @@ REFORMED_HINT: Final = (
     "use the group that reform() returned, and make again what belonged to this one: subgroups, wrapped modules, pipelines"
 )
 """For whoever goes on with a group that was formed again."""
+_WHOSE: Final = frozenset(("rank", "signatures"))
+"""Fields of causes that name ranks."""
 
 
 def cause_on(rank: int, origin: int, cause: FerroError) -> FerroError:
     """What `rank` raises when `origin` (-1 for nobody) ended the generation with `cause`.
 
     All ranks raise the same first cause, with one exception: only the rank whose deadline passed has timed out. The others
-    were ended by it.
+    were ended by it. Where the cause does not say whose it is, a note on the error does.
     """
-    if isinstance(cause, CollectiveTimeoutError) and rank != origin:
+    if origin in (-1, rank):
+        return cause
+    if isinstance(cause, CollectiveTimeoutError):
         return GroupAbortedError(origin, cause.message)
+    if not cause.fields.keys() & _WHOSE:
+        cause = cause.again()
+        cause.add_note(f"(this happened on rank {origin} and ended the generation)")
     return cause
 
 
