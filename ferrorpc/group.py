@@ -184,7 +184,11 @@ class ProcessGroup(Collectives):
     # Life.
 
     def synchronize(self) -> None:
-        """Blocks until nothing of this rank is in flight: each ends by its own deadline. Errors stay with their Works."""
+        """Blocks until nothing of this rank is in flight: each ends by its own deadline. Errors stay with their Works.
+
+        Raises:
+            FerroError: the generation has ended, so that what a GPU was given may not have been done.
+        """
         self._dispatch.settle()
 
     def abort(self, cause: str | BaseException) -> None:

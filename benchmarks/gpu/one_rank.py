@@ -107,6 +107,15 @@ def overhead(cupy: Any, backend: NcclBackend, calls: int) -> dict[str, float]:
     }
 
 
+def torch_sees_gpus() -> bool:
+    """Whether torch is installed, and not one for processors alone."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
 def of_torch(group: ProcessGroup, calls: int, device: str = "cuda", backend: str = "nccl") -> dict[str, float]:
     """Host time of the same call with a tensor of torch's, here and by torch.distributed in a world of one."""
     import torch
@@ -156,7 +165,7 @@ def main() -> None:
     with ProcessGroup(backend) as group:
         checked = check_values(cupy, group, backend)
         times = overhead(cupy, backend, CALLS)
-        theirs = of_torch(group, CALLS) if importlib.util.find_spec("torch") else {}
+        theirs = of_torch(group, CALLS) if torch_sees_gpus() else {}
     abort = absent_peer(device, api, arguments.seconds) if api.features.non_blocking else float("nan")
     bare = times["bare NCCL call"]
     shown = times | theirs

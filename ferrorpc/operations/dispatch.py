@@ -281,7 +281,11 @@ class Dispatch:
     def settle(self) -> None:
         """Waits until nothing of this group is in flight, on devices too."""
         self.drain(FOREVER)
-        self.backend.synchronize(FOREVER)
+        try:
+            self.backend.synchronize(FOREVER)
+        except FerroError as error:
+            error.see()
+            raise self.located(error) from None
 
     def located(self, error: BaseException) -> BaseException:
         """An error as a subgroup raises it: the world rank it names gets its rank in the subgroup beside it."""

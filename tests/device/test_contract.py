@@ -87,8 +87,14 @@ class TestHybridAlone(OnDevice):
 class OnTensors(OnDevice):
     """Every array is a tensor of torch's, in streams of torch's own."""
 
+    @pytest.fixture(autouse=True)
+    def _with_torch(self) -> None:
+        if not pytest.importorskip("torch").cuda.is_available():
+            pytest.skip("torch sees no GPU")
+
     def stream(self) -> Any:
-        torch = pytest.importorskip("torch")
+        import torch
+
         return torch.cuda.stream(torch.cuda.Stream())
 
     def library(self) -> Library:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -211,3 +212,29 @@ def test_communicators_whose_operations_wait_for_each_other_are_aborted_together
     eventually(lambda: all(end.aborted for end in ends), "every abort", seconds=3)
     cupy.machine.settle()
     assert all(not stream.tasks for gpu in cupy.machine.gpus for stream in gpu.streams.values()), "the GPUs are free"
+
+
+@pytest.mark.parametrize("way", ["synchronize", "barrier"])
+def test_a_cause_that_the_caller_was_shown_is_not_logged_for_what_was_in_flight(
+    cupy: StandIn, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    ranks, begun = Ranks(cupy, 2), threading.Event()
+
+    def body(group: ProcessGroup) -> None:
+        x = ranks.array()
+        group.all_reduce(x)
+        group.synchronize()
+        if group.rank == 1:
+            assert begun.wait(SECONDS)
+            return group.abort("enough")
+        works = [group.all_reduce(x, async_op=True) for _ in range(3)]
+        begun.set()
+        with pytest.raises(GroupAbortedError, match="enough"):
+            getattr(group, way)()
+        eventually(lambda: all(work.done() for work in works), "they have ended", SECONDS)
+        works.clear()
+        gc.collect()
+        return None
+
+    assert ranks.run(body) == [None] * 2
+    assert "nobody looked" not in caplog.text

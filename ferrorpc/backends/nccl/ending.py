@@ -89,7 +89,7 @@ class Ending:
             with self._on_device():
                 communicator.abort()
         except FerroError as error:
-            _log.warning("aborting a communicator of NCCL's: %s", error.message)
+            _log.warning("aborting a communicator: %s", error.message)
         over.set()
 
     def _check(self, over: threading.Event) -> None:

@@ -133,5 +133,6 @@ class Arrival(Work[None]):
         self._flight = flight
 
     def fail(self, error: BaseException) -> None:
+        self.label = self._flight.label
         if not isinstance(error, FerroError) or not self._flight.fail(error):
             super().fail(error)

@@ -52,7 +52,7 @@ def judge(ranks: Sequence[Identity]) -> None:
         if len(sharing) > 1:
             raise BackendUnavailableError(
                 f"ranks {_and(sharing)} are on one GPU, {uuid} of {ranks[sharing[0]].host}, and NCCL needs one for each rank",
-                "give each process its own GPU (by CUDA_VISIBLE_DEVICES or FERRORPC_DEVICE), or use backend='grpc'",
+                "give each process its own GPU by CUDA_VISIBLE_DEVICES or FERRORPC_DEVICE, or use backend='auto', which shares",
                 ranks=sharing,
             )
     versions = {identity.version for identity in ranks}
