@@ -1,6 +1,7 @@
 """ferrorpc comes first: it sets what gRPC reads when it is imported, and tests import gRPC in any order."""
 
 import gc
+import inspect
 import os
 import signal
 from collections.abc import Generator
@@ -37,6 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("shared_memory") or "sharedmemory" in item.nodeid.lower().replace("_", ""):
                 item.add_marker(pytest.mark.skip(reason=why_not))
+
+
+def pytest_pycollect_makeitem(collector: pytest.Module, name: str, obj: object) -> None:
+    """pytest passes over abstract classes in silence: a class of tests that forgot a method would never run."""
+    if name.startswith("Test") and inspect.isabstract(obj):
+        missing = ", ".join(sorted(obj.__abstractmethods__))
+        raise pytest.Collector.CollectError(f"{name} in {collector.nodeid} lacks {missing}, so none of its tests would run")
 
 
 def pytest_collection_finish() -> None:

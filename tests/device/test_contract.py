@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -31,13 +30,6 @@ class OnDevice(BackendContract):
     def _with(self, cupy: Any) -> None:
         self.cupy = cupy
 
-    @abstractmethod
-    def groups(self, size: int) -> list[ProcessGroup]:
-        """One on each rank."""
-
-    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
-        return self.on_device(self.groups(size), fn)
-
     def on_device(self, groups: list[ProcessGroup], fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         """fn on every rank, with a group that puts every array on the GPU first."""
 
@@ -60,8 +52,8 @@ class OnDevice(BackendContract):
 class TestStaged(OnDevice):
     """By the host lanes, bit for bit as host arrays."""
 
-    def groups(self, size: int) -> list[ProcessGroup]:
-        return [ProcessGroup(lanes) for lanes in host_lanes(size)]
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        return self.on_device([ProcessGroup(lanes) for lanes in host_lanes(size)], fn)
 
 
 class TestShared(OnDevice):
@@ -78,10 +70,10 @@ class TestHybridAlone(OnDevice):
     in_rank_order = False
     kind: type[NcclBackend] = HybridBackend
 
-    def groups(self, size: int) -> list[ProcessGroup]:
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         if size > 1:
             pytest.skip("NCCL takes one rank a GPU")
-        return [ProcessGroup(self.kind(host_lanes(1)[0], device_of(self.cupy, 0), open_nccl()))]
+        return self.on_device([ProcessGroup(self.kind(host_lanes(1)[0], device_of(self.cupy, 0), open_nccl()))], fn)
 
 
 class OnTensors(OnDevice):
