@@ -193,7 +193,7 @@ class ProcessGroup(Collectives):
 
     def abort(self, cause: str | BaseException) -> None:
         """Ends the generation on every rank: operations in flight and later ones raise GroupAbortedError(rank, cause)."""
-        text = f"{type(cause).__name__}: {cause}".removesuffix(": ") if isinstance(cause, BaseException) else str(cause)
+        text = reason_of(cause) if isinstance(cause, BaseException) else str(cause)
         self._dispatch.end(GroupAbortedError(self.world_ranks[self._rank], text))
 
     def reform(self, timeout: float | None = None) -> ProcessGroup:

@@ -33,6 +33,7 @@ from ferrorpc.guard import SYSTEM_CLOCK, Latch, seconds_of
 from ferrorpc.logs import say_where
 from ferrorpc.types import Assignment, Peer
 from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
+from ferrorpc.versions import own_version
 from ferrorpc.wire.status import detail_of, error_of
 from ferrorpc.wire.token import Token
 
@@ -87,6 +88,7 @@ class RemoteSession(Session):
         said = dict(labels or {}) | {"pid": str(os.getpid())}
         self._hello = wire.Hello(
             protocol_version=PROTOCOL_VERSION,
+            version=own_version(),
             job=job,
             name=name,
             instance_id=f"{launch}.{secrets.token_hex(8)}",

@@ -47,6 +47,8 @@ class Fleet:
         self._operations = 1 if hook is None else 1 + hook.operations
         # A bucket's operations of one kind start round after round: that is the promise which shared memory needs.
         self._stream = group.stream(channels=max(1, len(layout.buckets) * self._operations))
+        if hook is not None:
+            hook.serve(self._stream)
         self.clock = self._stream.clock
         self.number = self._stream.number
         self.memory = self._memory(group)

@@ -68,6 +68,11 @@ class Dispatch:
         """The lanes are closed, and a next generation has not come about yet."""
         self.refuses = True
 
+    @property
+    def is_open(self) -> bool:
+        """Whether operations can still begin."""
+        return not self.refuses and self.backend.latch.cause is None
+
     def check_open(self) -> None:
         """Raises GroupClosedError after close() or a `reform` in vain, and the first cause once the generation has ended."""
         if self.closed:

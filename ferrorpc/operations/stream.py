@@ -42,6 +42,11 @@ class Stream:
         return self._number
 
     @property
+    def is_open(self) -> bool:
+        """Whether operations can still begin: its group is neither closed nor broken."""
+        return self._dispatch.is_open
+
+    @property
     def clock(self) -> Clock:
         """The clock of the group's operations."""
         return self._dispatch.backend.clock

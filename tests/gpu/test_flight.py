@@ -133,6 +133,17 @@ def test_nothing_in_flight_has_no_deadline_and_fails_in_silence() -> None:
     assert flight.fail(GroupAbortedError(1, "over")), "or it would be logged as an error that nobody looked at"
 
 
+def test_what_has_landed_fails_in_silence_although_nobody_wants_to_know() -> None:
+    clock = ManualClock()
+    planes = [Plane(clock) for _ in range(2)]
+    flight = flight_of(planes)
+    planes[0].has_landed = planes[1].has_landed = True
+    assert flight.fail(GroupAbortedError(1, "over")), "it lost nothing"
+    flight = flight_of(planes)
+    planes[1].has_landed = False
+    assert not flight.fail(GroupAbortedError(1, "over")), "the second one was lost, and nobody else will say so"
+
+
 def test_an_earlier_deadline_is_not_put_behind_later_ones() -> None:
     clock = ManualClock()
     flight = flight_of([Plane(clock, seconds=10)])

@@ -30,6 +30,7 @@ from ferrorpc.errors import (
 from ferrorpc.guard import Latch
 from ferrorpc.v1.identity_pb2 import Position
 from ferrorpc.v1.session_pb2 import Event, GenerationBroken, Result
+from ferrorpc.versions import own_version
 from ferrorpc.wire.status import detail_of
 from tests.integration.service import Service, join, join_all, together
 from tests.waiting import eventually
@@ -61,6 +62,10 @@ def test_pinned_ranks_are_honoured_and_everyone_knows_everyone(service, world):
     assert {a.cluster_id for a in assignments} == {service.cluster_id}
     assert [peer.name for peer in assignments[2].peers] == ["member-0", "member-1", "member-2"]
     assert "pid" in dict(assignments[0].peers[0].labels)
+
+
+def test_a_member_says_which_version_it_is_of(world):
+    assert world[0].hello("").version == own_version()
 
 
 def test_two_claimants_of_one_rank_are_both_named(service):

@@ -302,6 +302,21 @@ def test_a_message_for_which_there_is_no_memory_ends_the_generation_and_names_wh
         assert "256. TiB" in error.message
 
 
+def test_a_cause_says_what_was_raised_and_nothing_that_the_rank_it_came_from_should_try() -> None:
+    def body(group: ProcessGroup) -> FerroError:
+        if group.rank == 1:
+            group.abort(UsageError("a bad batch", hint="mend the data"))
+        with pytest.raises(GroupAbortedError) as raised:
+            group.barrier()
+        assert "\n" not in repr(group)
+        return raised.value
+
+    for error in run_world(2, body):
+        assert error.message.endswith("UsageError: a bad batch")
+        assert str(error).count("try:") == 1
+        assert "mend the data" not in str(error)
+
+
 def test_timeouts_of_the_store_and_of_named_barriers_break_nothing() -> None:
     def body(group: ProcessGroup) -> int:
         if group.rank == 0:

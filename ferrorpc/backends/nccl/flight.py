@@ -119,10 +119,10 @@ class Flight(Execution):
             execution.release()
 
     def fail(self, error: FerroError) -> bool:
-        """What is left of it has ended with this error, but for what others saw land. Whether who wants to know was told."""
+        """Ends what is left of it with this error, but for what others saw land. Whether nobody else needs to be told."""
         left, self._flying = self._flying, deque()
         told = [tell(execution, None if execution.has_landed else error.again()) for execution in left]
-        return not left or any(told)
+        return any(told) or all(execution.has_landed for execution in left)
 
 
 class Arrival(Work[None]):

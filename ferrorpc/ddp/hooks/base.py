@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from typing import Any, TypeAlias
 from ferrorpc.ddp.lane import Lane
 from ferrorpc.ddp.memory import Array
 from ferrorpc.errors import UsageError
+from ferrorpc.operations.stream import Stream
 from ferrorpc.work import Work
 
 Exchange: TypeAlias = Generator[Work[Any], Any, Any]
@@ -41,10 +44,34 @@ class Hook(ABC):
         operations: how many operations one bucket takes at most.
         on_device: whether it takes values where they are, so that buckets of a GPU's gradients may lie there. Then `exchange`
             runs in one stream of that GPU's, for all buckets and rounds, as does all it makes.
+        remembers: whether it keeps anything of one round for later ones, so that two models cannot share it.
     """
 
     operations: int = 1
     on_device: bool = False
+    remembers: bool = True
+    _serves: weakref.ref[Stream] | None = None
+
+    def serve(self, stream: Stream) -> None:
+        """It exchanges the buckets of this stream from now on.
+
+        Raises:
+            UsageError: it remembers what it left out of another stream's buckets, which still travel: it would add that here.
+        """
+        if not self.remembers:
+            return
+        if self._still_serves():
+            gc.collect()  # a wrapper that was let go of is often part of a circle
+        if self._still_serves():
+            raise UsageError(
+                f"{self!r} belongs to another synchroniser or module of a group that is open, and remembers its gradients",
+                hint="make one hook for each model; to wrap a model again, let go of the wrapper before",
+            )
+        self._serves = weakref.ref(stream)
+
+    def _still_serves(self) -> bool:
+        served = None if self._serves is None else self._serves()
+        return served is not None and served.is_open
 
     @property
     @abstractmethod
@@ -76,6 +103,7 @@ class Plain(Hook):
     """The values' own bytes."""
 
     on_device = True
+    remembers = False
 
     @property
     def text(self) -> str:

@@ -20,6 +20,7 @@ class Compress(Hook):
     """Values as "bf16", "f16" or "int8" on the wire. Raises UsageError for another name."""
 
     on_device = True
+    remembers = False
 
     def __init__(self, wire: str) -> None:
         self._codec = codec(wire)

@@ -20,6 +20,7 @@ from ferrorpc.ddp.hooks.values import HOST, Values, values_like
 from ferrorpc.ddp.lane import Lane
 from ferrorpc.ddp.memory import Array
 from ferrorpc.errors import UsageError
+from ferrorpc.operations.stream import Stream
 
 _PREFIX = "residue/"
 
@@ -38,6 +39,10 @@ class ErrorFeedback(Hook):
         self.on_device = hook.on_device
         self._residues: dict[str, tuple[Values, Any]] = {}
         """Where the values are; those of `load_state` on the host until their bucket comes."""
+
+    def serve(self, stream: Stream) -> None:
+        super().serve(stream)
+        self._hook.serve(stream)
 
     @property
     def text(self) -> str:

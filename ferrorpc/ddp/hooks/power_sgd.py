@@ -24,6 +24,7 @@ from ferrorpc.ddp.hooks.base import Exchange, Hook, Part, Plain, check_hook
 from ferrorpc.ddp.lane import Lane
 from ferrorpc.ddp.memory import Array
 from ferrorpc.errors import UsageError
+from ferrorpc.operations.stream import Stream
 from ferrorpc.work import Work
 
 RANK_MAX: Final = 4
@@ -46,6 +47,10 @@ class PowerSGD(Hook):
         self._hook = Plain() if hook is None else check_hook(hook)
         self.operations = 2 * self._hook.operations
         self._starts: dict[str, Array] = {}
+
+    def serve(self, stream: Stream) -> None:
+        super().serve(stream)
+        self._hook.serve(stream)
 
     @property
     def text(self) -> str:

@@ -22,6 +22,8 @@ from ferrorpc.errors import UsageError
 class TopK(Hook):
     """The `share` (0 < share <= 1) of each bucket's values that is largest in magnitude; at least one value."""
 
+    remembers = False
+
     def __init__(self, share: float) -> None:
         if not 0 < share <= 1:
             raise UsageError(f"share={share} is no share of the values", hint="pass more than 0 and at most 1, such as 0.01")

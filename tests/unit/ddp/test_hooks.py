@@ -264,6 +264,36 @@ def test_a_state_of_another_hook_or_model_is_refused():
             run_world(1, lambda group, hook=hook: synchroniser(group, hook)(grads(0)))
 
 
+@pytest.mark.parametrize("make", [lambda: ErrorFeedback(TopK(0.5)), PowerSGD, Twice])
+def test_a_hook_that_remembers_serves_one_model_at_a_time(make):
+    def body(group):
+        hook = make()
+        first = synchroniser(group, hook)
+        with pytest.raises(UsageError, match="one hook for each model"):
+            synchroniser(group, hook)
+        with pytest.raises(UsageError, match="one hook for each model"):
+            synchroniser(group, ErrorFeedback(hook))
+        first(grads(group.rank))
+        del first  # the one that follows it goes on with what is remembered
+        again = synchroniser(group, hook)
+        other = group.reform()
+        found = synchroniser(other, hook)(grads(group.rank))
+        del again
+        return found["w"].shape
+
+    assert run_world(2, body) == [grads(0)["w"].shape] * 2
+
+
+@pytest.mark.parametrize("hook", [Compress("bf16"), TopK(0.5)])
+def test_a_hook_that_remembers_nothing_serves_several(hook):
+    def body(group):
+        one, other = synchroniser(group, hook), synchroniser(group, hook)
+        one(grads(group.rank))
+        return other(grads(group.rank))["w"].shape
+
+    assert run_world(2, body) == [grads(0)["w"].shape] * 2
+
+
 @pytest.mark.filterwarnings("error")
 @hooks
 def test_an_overflow_shows_in_the_mean_and_is_over_with_the_next_round(make):
