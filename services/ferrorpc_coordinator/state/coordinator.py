@@ -156,8 +156,8 @@ class Coordinator:
     def _check_hello(self, hello: session_pb2.Hello, caller: Caller) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
             raise VersionMismatchError(
-                f"{hello.name[:128]!r} speaks protocol {hello.protocol_version} (ferrorpc {hello.version[:32] or 'unknown'}), this "
-                f"coordinator {PROTOCOL_VERSION} (ferrorpc {self.settings.version or 'unknown'})"
+                f"{hello.name[:128]!r} speaks protocol {hello.protocol_version} (ferrorpc {hello.version[:32] or 'unknown'}), "
+                f"this coordinator {PROTOCOL_VERSION} (ferrorpc {self.settings.version or 'unknown'})"
             )
         self._require(caller, hello.token, hello.job, Role.WORKER, f"member {hello.name[:128]!r}")
         if self._draining:
