@@ -16,7 +16,7 @@ import numpy as np
 
 from ferrorpc.arrays.device import Device
 from ferrorpc.collectives.polling import NAP_SECONDS_MIN, Polling, Watching
-from ferrorpc.errors import FerroError
+from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
@@ -144,6 +144,24 @@ class Prepared(ABC):
             outputs: C-contiguous arrays for the results, possibly the inputs themselves; None to allocate them.
             guard: deadline and latch.
         """
+
+
+def absent(rank: int, signature: str, number: int) -> str:
+    """That a rank is not in an operation, and what it entered last; "" where that is nothing."""
+    last = f"last entered {signature} #{number}" if signature else "has entered nothing of this group"
+    return f"rank {rank} (not there yet: {last})"
+
+
+def overdue(execution: Execution, describe: Callable[[list[int]], str], *, barrier: bool = False) -> FerroError:
+    """The error of an operation whose deadline has passed: who is waited for, and what is known of them.
+
+    Args:
+        describe: what the coordinator knows of world ranks, in words; "" for nothing.
+    """
+    waiting = execution.waiting_on()
+    sentences = f"after {execution.guard.seconds:g} s, {execution.explain()}", describe(waiting)
+    kind = BarrierTimeoutError if barrier else CollectiveTimeoutError
+    return kind(waiting, "; ".join(filter(None, sentences)))
 
 
 def as_it_is(execution: Execution) -> Execution:

@@ -20,12 +20,13 @@ import numpy as np
 from ferrorpc.collectives.advancing import Advancing
 from ferrorpc.collectives.algorithms.plan import Fold, FoldUnder, Plan, Receive, Send
 from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.execution import absent, overdue
 from ferrorpc.collectives.ferry import Ferry
 from ferrorpc.collectives.flow import FAR, bound, steps_of
 from ferrorpc.collectives.fusion import Land, Lift, Reduce, Task
 from ferrorpc.collectives.outgoing import CODED_VALUES, Encoded, Outgoing
 from ferrorpc.collectives.workspace import Rules, Workspace
-from ferrorpc.errors import BarrierTimeoutError, CodecError, CollectiveTimeoutError, FerroError
+from ferrorpc.errors import CodecError, FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import ABSENT, Box
@@ -339,12 +340,7 @@ class PlanExecution(Advancing):
             if answer is None:
                 parts.append(f"rank {rank} (no answer yet)")
             elif answer.standing == ABSENT:
-                last = (
-                    f"last entered {answer.last_signature} #{answer.last_number}"
-                    if answer.last_signature
-                    else "entered nothing yet"
-                )
-                parts.append(f"rank {rank} (not there yet: {last})")
+                parts.append(absent(rank, answer.last_signature, answer.last_number))
             else:
                 parts.append(f"rank {rank} (is in it too)")
         if self.ferry is not None and not self.ferry.has_landed:
@@ -352,14 +348,7 @@ class PlanExecution(Advancing):
         return f"{self.label} waits for {', '.join(parts) or 'its own lane'}"
 
     def timeout_error(self) -> FerroError:
-        waiting = self.waiting_on()
-        known = self._describe(waiting)
-        text = f"{self.label} was not complete after {self.guard.seconds:g} s: {self.explain()}" + (
-            f"; {known}" if known else ""
-        )
-        if self._layout.rules.call.operation is Operation.BARRIER:
-            return BarrierTimeoutError(waiting, text)
-        return CollectiveTimeoutError(waiting, text)
+        return overdue(self, self._describe, barrier=self._layout.rules.call.operation is Operation.BARRIER)
 
     def leave(self) -> None:
         if self._box is not None:

@@ -459,9 +459,9 @@ def test_a_deadline_that_comes_before_that_of_what_is_in_flight_already_is_kept(
         released: list[bool] = []
         stream.fake.enqueue(lambda: bool(released))
         late = group.all_reduce(x, async_op=True)
-        with pytest.raises(CollectiveTimeoutError, match=r"not complete after 0\.2 s"):
+        with pytest.raises(CollectiveTimeoutError, match=r"after 0\.2 s"):
             group.all_reduce(x, async_op=True, timeout=0.2).wait(host=True)
-        with pytest.raises(CollectiveTimeoutError, match=r"not complete after 0\.2 s"):
+        with pytest.raises(CollectiveTimeoutError, match=r"after 0\.2 s"):
             late.wait(host=True)
         released.append(True)
     cupy.machine.settle()  # or the abort waits for ever

@@ -9,6 +9,7 @@ from ferrorpc.arrays.device import Device, Event, Stream
 from ferrorpc.backends.nccl.airborne import Airborne, first_cause
 from ferrorpc.backends.nccl.lineup import Lineup
 from ferrorpc.backends.nccl.site import Site
+from ferrorpc.collectives.execution import overdue
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.wire.frames import Key
@@ -54,7 +55,7 @@ class Launched(Airborne):
         return self.site.sentence(self.label)
 
     def timeout_error(self) -> FerroError:
-        return self.site.late(self)
+        return overdue(self, self.site.lanes.describe)
 
     def ask(self, key: Key, signature: str, number: int) -> None:
         """Asks the others where they stand: who calls something else at this place says so, and the generation ends with both

@@ -17,7 +17,7 @@ from ferrorpc.backends.nccl.wreck import Wreck
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import Polling
 from ferrorpc.collectives.progress import drive, progress_of
-from ferrorpc.errors import CollectiveTimeoutError, FerroError
+from ferrorpc.errors import FerroError
 from ferrorpc.wire.frames import Key
 
 _log = logging.getLogger("ferrorpc.backends.nccl")
@@ -139,13 +139,6 @@ class Site:
     def sentence(self, label: str) -> str:
         """What an operation waits for once it is in its stream, as far as anybody knows: NCCL does not say."""
         return f"{label} waits for ranks {self.others}, or for what their GPUs and this one were given before it"
-
-    def late(self, execution: Airborne) -> CollectiveTimeoutError:
-        """The error of an operation whose deadline has passed."""
-        ranks = execution.waiting_on()
-        known = self.lanes.describe(ranks)
-        text = f"{execution.label} was not complete after {execution.guard.seconds:g} s: {execution.explain()}"
-        return CollectiveTimeoutError(ranks, text + (f"; {known}" if known else ""))
 
 
 def _log_only(error: FerroError) -> None:

@@ -8,9 +8,9 @@ from typing import TypeAlias
 from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.board import STAGED, Array, Channel
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.execution import Execution
+from ferrorpc.collectives.execution import Execution, absent, overdue
 from ferrorpc.collectives.ferry import Ferry
-from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroError
+from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
@@ -114,21 +114,12 @@ class ArenaExecution(Execution):
             ticket, signature = bank.latest(rank)
             if ticket > self._key.number:
                 parts.append(f"rank {rank} (is in it too)")
-            elif ticket:
-                parts.append(f"rank {rank} (not there yet: last entered {signature} #{ticket - 1})")
             else:
-                parts.append(f"rank {rank} (not there yet: entered nothing yet)")
+                parts.append(absent(rank, signature if ticket else "", ticket - 1))
         return f"{self.label} waits for {', '.join(parts)}"
 
     def timeout_error(self) -> FerroError:
-        waiting = self.waiting_on()
-        known = self._arena.describe(waiting)
-        text = f"{self.label} was not complete after {self.guard.seconds:g} s: {self.explain()}" + (
-            f"; {known}" if known else ""
-        )
-        if self._call.operation is Operation.BARRIER:
-            return BarrierTimeoutError(waiting, text)
-        return CollectiveTimeoutError(waiting, text)
+        return overdue(self, self._arena.describe, barrier=self._call.operation is Operation.BARRIER)
 
     def finish(self) -> None:
         self._steps.close()

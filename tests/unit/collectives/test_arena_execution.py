@@ -83,7 +83,8 @@ def test_who_has_never_been_anywhere_is_missing_at_a_barrier(world: SharedWorld)
     assert not first.advance()
     assert first.waiting_on() == [1, 2]
     assert first.explain().endswith(
-        "waits for rank 1 (not there yet: entered nothing yet), rank 2 (not there yet: entered nothing yet)"
+        "waits for rank 1 (not there yet: has entered nothing of this group), "
+        "rank 2 (not there yet: has entered nothing of this group)"
     )
     assert isinstance(first.timeout_error(), BarrierTimeoutError)
 

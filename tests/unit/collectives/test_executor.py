@@ -222,7 +222,7 @@ def test_who_is_not_in_the_operation_yet_is_waited_for_and_named_with_its_last_o
     wire.mailbox.probe_answered(3, KEY, mailboxes.ABSENT, "", 0, "")
     assert execution.waiting_on() == [2, 3]
     assert execution.explain().endswith(
-        "waits for rank 2 (not there yet: last entered barrier() #7), rank 3 (not there yet: entered nothing yet)"
+        "waits for rank 2 (not there yet: last entered barrier() #7), rank 3 (not there yet: has entered nothing of this group)"
     )
     wire.mailbox.probe_answered(3, KEY, mailboxes.ABSENT, "", 0, "barrier()")
     assert "rank 3 (not there yet: last entered barrier() #0)" in execution.explain()
