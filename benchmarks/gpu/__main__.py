@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu [--only NAME ...] [--seconds 300]
 
-The scripts beside this file, the examples on a GPU, and tests/device. Needs a GPU and ferrorpc[gpu]; some of it torch, or
+The scripts beside this file, the examples on a GPU, and tests/gpu. Needs a GPU and ferrorpc[gpu]; some of it torch, or
 pytest. Each runs in a process of its own and is given up after `--seconds`, so that what hangs hides nothing of what comes
 after it. Exit code 1 where a target was missed, or anything failed.
 """
@@ -35,7 +35,7 @@ RUNS: Final[Mapping[str, Sequence[str]]] = {
     "stage_pair_grpc": (*_PAIR, "-m", "benchmarks.gpu.stage_pair", "--backend", "grpc"),
     "digits": (*_PAIR, "examples/digits_ddp.py", "--device", "gpu", "--epochs", "3"),
     "characters": (*_PAIR, "examples/characters_torch.py", "--device", "gpu", "--steps", "50"),
-    "tests": ("pytest", "-q", "-n", "8", "-p", "no:cacheprovider", "--timeout", "60", "tests/device"),
+    "tests": ("pytest", "-q", "-n", "8", "-p", "no:cacheprovider", "--timeout", "60", "tests/gpu"),
 }
 """Name -> what Python runs as a module, with its arguments."""
 

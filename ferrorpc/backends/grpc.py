@@ -11,8 +11,8 @@ from ferrorpc.collectives.basis import Basis, published
 from ferrorpc.collectives.call import Operation
 from ferrorpc.coordination.base import Session
 from ferrorpc.transports.base import Transport
-from ferrorpc.transports.grpc import GrpcTransport
-from ferrorpc.transports.grpc_server import WorkerServer
+from ferrorpc.transports.grpc.server import WorkerServer
+from ferrorpc.transports.grpc.transport import GrpcTransport
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.transports.routed import RoutedTransport
 from ferrorpc.transports.shared_memory.hosts import Hosts

@@ -17,7 +17,7 @@ from ferrorpc.backends.simulated import Lanes, SimulatedBackend
 from ferrorpc.collectives.call import Operation
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import BackendUnavailableError, ConfigError, NcclError
-from ferrorpc.transports.grpc_server import WorkerServer
+from ferrorpc.transports.grpc.server import WorkerServer
 
 _log = logging.getLogger("ferrorpc.backends")
 TRANSPORTS: Final = ("auto", "grpc", "shared_memory")

@@ -23,7 +23,7 @@ from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.logs import set_up_logging
 from ferrorpc.telemetry import set_up_telemetry
-from ferrorpc.transports.grpc_server import WorkerServer
+from ferrorpc.transports.grpc.server import WorkerServer
 from ferrorpc.wire.tls import TlsFiles
 from ferrorpc.wire.token import Token
 

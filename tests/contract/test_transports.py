@@ -15,8 +15,8 @@ from ferrorpc.errors import FerroError, GroupClosedError, PeerLostError
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.credit import CHUNK_BYTES, EAGER_CHUNKS
-from ferrorpc.transports.grpc import GrpcTransport
-from ferrorpc.transports.grpc_server import WorkerServer
+from ferrorpc.transports.grpc.server import WorkerServer
+from ferrorpc.transports.grpc.transport import GrpcTransport
 from ferrorpc.transports.inproc import InprocTransport, Network
 from ferrorpc.transports.mailbox import ABSENT, DIFFERENT, FINISHED, SAME, Box, Mailbox
 from ferrorpc.transports.routed import RoutedTransport

@@ -1,117 +1,114 @@
-"""The contract suite over the fake: what a group promises also holds where NCCL performs its operations.
-
-On host arrays, which go to the GPU and back. The fake adds in an order of its own, as NCCL does, so sums are compared as such.
-"""
+"""The contract suite on arrays of a real GPU, which all ranks share, by every way that there is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from ferrorpc.backends.base import Backend
+from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.api import Features, reduction
 from ferrorpc.backends.nccl.backend import NcclBackend
-from ferrorpc.errors import UsageError
+from ferrorpc.backends.nccl.choose import open_nccl
 from ferrorpc.group import ProcessGroup
 from ferrorpc.testing import BackendContract, run_groups
-from ferrorpc.testing.contract_base import on_some_sizes
-from ferrorpc.testing.gpu.machine import Machine
-from ferrorpc.testing.gpu.stand_in import StandIn, stand_in
 from ferrorpc.testing.reference import operators
 from ferrorpc.types import DType, ReduceOp
-from tests.gpu.on_gpu import Cupy, OnGpu
-from tests.gpu.worlds import host_lanes, nccl_backends
+from tests.fake_gpu.on_gpu import Cupy, Library, OnGpu, Tensors
+from tests.fake_gpu.shared_worlds import ipc_backends
+from tests.fake_gpu.worlds import host_lanes
+
+pytestmark = pytest.mark.gpu
 
 
-class TestNccl(BackendContract):
-    """Everything by NCCL."""
+class OnDevice(BackendContract):
+    """Every array is on the GPU."""
+
+    @pytest.fixture(autouse=True)
+    def _with(self, cupy: Any) -> None:
+        self.cupy = cupy
+
+    def on_device(self, groups: list[ProcessGroup], fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        """fn on every rank, with a group that puts every array on the GPU first."""
+
+        def body(group: ProcessGroup) -> Any:
+            with self.cupy.cuda.Device(0), self.stream():
+                stand_for: Any = OnGpu(group, self.library())
+                return fn(stand_for)
+
+        return run_groups(groups, body)
+
+    def stream(self) -> Any:
+        """A context in which one of the arrays' library is current."""
+        return self.cupy.cuda.Stream(non_blocking=True)
+
+    def library(self) -> Library:
+        """Whose arrays they are."""
+        return Cupy(self.cupy)
+
+
+class TestStaged(OnDevice):
+    """By the host lanes, bit for bit as host arrays."""
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        return self.on_device([ProcessGroup(lanes) for lanes in host_lanes(size)], fn)
+
+
+class TestShared(OnDevice):
+    """Ranks that read each other's GPU memory; as threads of one process, they have it open already."""
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        with ipc_backends(self.cupy, size, apart=False) as backends:
+            return self.on_device([ProcessGroup(backend) for backend in backends], fn)
+
+
+class TestHybridAlone(OnDevice):
+    """NCCL with one rank; two on one GPU it refuses."""
 
     in_rank_order = False
+    kind: type[NcclBackend] = HybridBackend
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        if size > 1:
+            pytest.skip("NCCL takes one rank a GPU")
+        return self.on_device([ProcessGroup(self.kind(host_lanes(1)[0], device_of(self.cupy, 0), open_nccl()))], fn)
+
+
+class OnTensors(OnDevice):
+    """Every array is a tensor of torch's, in streams of torch's own."""
+
+    @pytest.fixture(autouse=True)
+    def _with_torch(self) -> None:
+        if not pytest.importorskip("torch").cuda.is_available():
+            pytest.skip("torch sees no GPU")
+
+    def stream(self) -> Any:
+        import torch
+
+        return torch.cuda.stream(torch.cuda.Stream())
+
+    def library(self) -> Library:
+        return Tensors("cuda:0")
+
+
+class TestStagedTensors(OnTensors, TestStaged):
+    """By the host lanes."""
+
+
+class TestSharedTensors(OnTensors, TestShared):
+    """Ranks that read each other's GPU memory."""
+
+
+class TestHybridAloneOnTensors(OnTensors, TestHybridAlone):
+    """NCCL with one rank."""
+
+
+class TestNcclAlone(TestHybridAlone):
+    """Everything by NCCL."""
+
+    kind = NcclBackend
 
     def operators(self, dtype: DType) -> list[ReduceOp]:
         return [op for op in operators(dtype) if reduction(op, dtype, Features.of(22809)) is not None]
-
-    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
-        with stand_in(Machine(size)) as cupy:
-
-            def body(group: ProcessGroup) -> Any:
-                with cupy.cuda.Device(group.rank):
-                    return fn(group)
-
-            return run_groups([ProcessGroup(backend) for backend in nccl_backends(cupy, size)], body)
-
-    @on_some_sizes
-    @pytest.mark.parametrize(("wire", "tolerance"), [("bf16", 0.05)])
-    def test_compressed_sums_are_close_and_the_same_on_every_rank(self, size: int, wire: str, tolerance: float) -> None:
-        """NCCL compresses nothing, and says so; the group stays open."""
-
-        def body(group: ProcessGroup) -> None:
-            with pytest.raises(UsageError, match="compresses nothing"):
-                group.all_reduce(1.0, wire=wire)
-            group.barrier()
-
-        self.world(size, body)
-
-    @on_some_sizes
-    @pytest.mark.parametrize("algorithm", ["ring"])
-    def test_algorithms_by_name_agree_on_whole_numbers(self, size: int, algorithm: str) -> None:
-        """NCCL chooses its own."""
-
-        def body(group: ProcessGroup) -> None:
-            with pytest.raises(UsageError, match="its own algorithm"):
-                group.all_reduce(1.0, algorithm=algorithm)
-            group.barrier()
-
-        self.world(size, body)
-
-
-class TestHybrid(BackendContract):
-    """Host arrays in a group that also has NCCL: bit for bit as without it, compression and algorithms included."""
-
-    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
-        with stand_in(Machine(size)) as cupy:
-            return run_groups([ProcessGroup(backend) for backend in nccl_backends(cupy, size, kind=HybridBackend)], fn)
-
-
-class TestNcclOnGpuArrays(TestNccl):
-    """The same with arrays that are on the GPU already, in whatever layout."""
-
-    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
-        return on_gpus(NcclBackend, size, fn)
-
-
-class TestHybridOnGpuArrays(TestHybrid):
-    """GPU arrays in a hybrid group: by NCCL, or by the host lanes where NCCL has nothing."""
-
-    in_rank_order = False
-
-    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
-        return on_gpus(HybridBackend, size, fn)
-
-
-class TestStagedGpuArrays(BackendContract):
-    """GPU arrays where there is no NCCL: through pinned memory and the host lanes, bit for bit as host arrays."""
-
-    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
-        with stand_in(Machine(size)) as cupy:
-            return with_gpu_arrays(cupy, host_lanes(size), fn)
-
-
-def on_gpus(kind: type[NcclBackend], size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
-    """fn on every rank, with a group that puts every array on the rank's GPU first."""
-    with stand_in(Machine(size)) as cupy:
-        return with_gpu_arrays(cupy, nccl_backends(cupy, size, kind=kind), fn)
-
-
-def with_gpu_arrays(cupy: StandIn, backends: Sequence[Backend], fn: Callable[[ProcessGroup], Any]) -> list[Any]:
-    """fn on every rank of these backends."""
-
-    def body(group: ProcessGroup) -> Any:
-        with cupy.cuda.Device(group.rank):
-            stand_for: Any = OnGpu(group, Cupy(cupy))
-            return fn(stand_for)
-
-    return run_groups([ProcessGroup(backend) for backend in backends], body)

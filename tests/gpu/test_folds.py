@@ -1,4 +1,4 @@
-"""The CUDA kernels that fold what ranks have laid out: they compile, and compute what their reference in NumPy says."""
+"""The kernels that fold what ranks have laid out, on a real GPU: the bits of their reference."""
 
 from __future__ import annotations
 
@@ -7,54 +7,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.kernels.cuda import fold_reference
-from ferrorpc.kernels.cuda.folds import ELEMENTS, FOLDS, OPERATORS, folds_source
-from tests.gpu.compiler import compiled, machine_code
-from tests.gpu.folding import check_fold, drawn
-from tests.gpu.host_kernels import HostKernels, addresses, build
+from ferrorpc.kernels.cuda.folds import ELEMENTS, OPERATORS
+from tests.fake_gpu.folding import check_fold, drawn
 
-
-@pytest.fixture(scope="module")
-def folds(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    """The kernels, compiled as C++ for the host."""
-    found = build(tmp_path_factory.mktemp("folds"), FOLDS, folds_source())
-    if found is None:
-        pytest.skip("there is no C++20 compiler to run the kernels on the host")
-    return found
-
-
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_every_fold_compiles(architecture: str) -> None:
-    image = compiled(architecture, text=folds_source())
-    assert sorted(machine_code(image)) == sorted(f".text.{name}" for name in FOLDS)
-
-
-@pytest.mark.parametrize("option", ["-ftz=true", "--fmad=false", "--prec-div=false"])
-def test_the_machine_code_does_not_depend_on_how_cupy_or_its_user_compiles_arithmetic(option: str) -> None:
-    assert machine_code(compiled("sm_90", option, text=folds_source())) == machine_code(compiled("sm_90", text=folds_source()))
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("skip", [0, 1])
-def test_a_fold_has_the_bits_of_its_reference(folds: HostKernels, operator: str, element: str, skip: int) -> None:
-    """Aligned, so that 16 bytes are read at a time, and not."""
+def test_a_fold_has_the_bits_of_its_reference(cupy: Any, operator: str, element: str) -> None:
+    folds = device_of(cupy, 0).folds
     storage = fold_reference.storage_of(element)
-    for ranks, count, divisor in [(1, 3, 1.0), (2, 77, 2.0), (3, 301, 3.0)]:
+    for ranks, count, skip, divisor in [(1, 5, 0, 1.0), (2, 1000, 3, 2.0), (3, 4099, 0, 3.0), (8, 100_003, 1, 1.0)]:
         arrays = [drawn(element, count, rank) for rank in range(ranks)]
-        memory: list[Any] = [aligned(64 + array.nbytes) for array in arrays]
-        for place, array in zip(memory, arrays, strict=True):
-            place[64:] = array.view(np.uint8)
-        room = aligned((count + skip) * storage.itemsize)
-        out, by = room[skip * storage.itemsize :], divisor if operator == "sum" else 1.0
-        # A double travels as the integer of its bits: arguments are pointers, floats and integers.
-        bits = int(np.float64(by).view(np.int64))
-        folds.run(f"fold_{operator}_{element}", (2, 1), 8, np.array(addresses(memory), np.uint64), ranks, 64, count, out, bits)
-        check_fold(out.view(storage), arrays, operator, element, by)
-
-
-def aligned(nbytes: int) -> np.ndarray[Any, Any]:
-    """Zeros that begin at a multiple of 16 bytes."""
-    room = np.zeros(nbytes + 16, np.uint8)
-    skip = -room.ctypes.data % 16
-    return room[skip : skip + nbytes]
+        bases = [cupy.asarray(np.concatenate([np.zeros(64, np.uint8), array.view(np.uint8)])) for array in arrays]
+        out = cupy.zeros(count + skip, storage)
+        target, by = out.data.ptr + skip * storage.itemsize, divisor if operator == "sum" else 1.0
+        table = folds.table([base.data.ptr for base in bases])
+        folds.fold(f"fold_{operator}_{element}", table, 64, count, arrays[0].nbytes, target, by)
+        check_fold(cupy.asnumpy(out)[skip:], arrays, operator, element, by)

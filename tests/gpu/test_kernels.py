@@ -1,136 +1,185 @@
-"""The CUDA kernels: they compile for every architecture, and compute what their references in NumPy say, bit for bit.
-
-What they compute is tried as C++ on the host (host_kernels.py); no test here runs on a GPU.
-"""
+"""The CUDA kernels on a real GPU: the bits of their references, whatever the elements are and wherever arrays begin."""
 
 from __future__ import annotations
 
 import itertools
-import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.kernels.cuda import reference
-from ferrorpc.kernels.cuda.launcher import CHUNK, PEERS, QUANTISE_THREADS, ROWS, peers_of
-from ferrorpc.kernels.cuda.program import KERNELS, source
+from ferrorpc.kernels.cuda.codecs import BLOCKS, HALVES, DeviceCodec
+from ferrorpc.kernels.cuda.launcher import CHUNK, PEERS, ROWS, DeviceKernels
 from ferrorpc.types import DType
 from ferrorpc.wire.codecs import codec
-from tests.gpu.compiler import compiled, machine_code
-from tests.gpu.host_kernels import HostKernels, addresses, rows
 
+pytestmark = pytest.mark.gpu
 DTYPES = tuple(reference.NAMES)
-GRID, THREADS = (2, 1), 8
+COUNTS = (1, 7, 0, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5, 100_003)
+MARGIN = 3
+"""Elements before, between and after what a kernel writes, which have to stay as they are: so places are odd ones."""
+
+Array = np.ndarray[Any, Any]
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_every_kernel_compiles(architecture: str) -> None:
-    image = compiled(architecture)
-    assert image[:4] == b"\x7fELF"
-    assert sorted(machine_code(image)) == sorted(f".text.{name}" for name in KERNELS)
+@pytest.fixture
+def kernels(cupy: Any) -> DeviceKernels:
+    return device_of(cupy, 0).kernels
 
 
-@pytest.mark.parametrize("option", ["-ftz=true", "--fmad=false", "--prec-div=false"])
-def test_the_machine_code_does_not_depend_on_how_cupy_or_its_user_compiles_arithmetic(option: str) -> None:
-    """CuPy adds -ftz=true: subnormal floats would be zero."""
-    assert machine_code(compiled("sm_90", option)) == machine_code(compiled("sm_90"))
+def drawn(dtype: DType, count: int, salt: int) -> Array:
+    """Any bits at all: NaN of every kind, infinities and subnormals among them; every other one an ordinary number."""
+    chance = np.random.default_rng(salt)
+    found = chance.integers(0, 256, count * dtype.itemsize, np.uint8).view(dtype.storage)
+    found[::2] = reference.narrowed(chance.standard_normal(count).astype(np.float32), dtype)[::2]
+    if dtype is DType.FLOAT32:  # on and beside the boundaries of halves
+        found[1::4] = (found[1::4].view(np.uint32) & 0xFFFF_F000 | chance.integers(0, 3, found[1::4].size, np.uint32)).view(
+            np.float32
+        )
+    return found
 
 
-def test_the_text_and_its_launcher_agree_on_sizes() -> None:
-    said = {name: int(number) for name, number in re.findall(r"^#define (\w+) (\d+)$", source(), re.MULTILINE)}
-    del said["BATCH"]
-    known = {"CHUNK": CHUNK, "ROWS": ROWS, "PEERS": PEERS, "VALUES": reference.BLOCK_VALUES, "LANES": QUANTISE_THREADS}
-    assert said == known
-    assert CHUNK % reference.BLOCK_VALUES == 0
+def floats(count: int, salt: int) -> Array:
+    return drawn(DType.FLOAT32, count, salt)
 
 
-def every_half(dtype: DType) -> np.ndarray[Any, Any]:
-    return np.arange(1 << 16, dtype=np.uint16).view(dtype.storage)
+def placed(cupy: Any, array: Array) -> tuple[Any, Any]:
+    """A copy on the GPU that begins at an odd place; and all of the memory around it."""
+    around = np.zeros(MARGIN, array.dtype)
+    room = cupy.asarray(np.concatenate([around, array, around]))
+    return room[MARGIN : MARGIN + array.size], room
 
 
-def awkward_floats() -> np.ndarray[Any, Any]:
-    """float32 on and beside every boundary between two values of either half type; NaN, infinity and subnormals among them."""
-    upper = np.arange(0, 1 << 16, 3, dtype=np.uint32) << 16
-    lower = np.array([0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
-    return (upper[:, None] | lower).reshape(-1).view(np.float32)
-
-
-def same_bits(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> None:
-    assert found.dtype == expected.dtype
+def same_bits(found: Array, expected: Array) -> None:
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     differ = np.flatnonzero(found.view(f"u{found.itemsize}") != expected.view(f"u{found.itemsize}"))
-    assert differ.size == 0, (
-        f"{differ.size} of {found.size} differ, first at {differ[0]}: {found[differ[0]]} {expected[differ[0]]}"
-    )
+    assert not differ.size, f"{differ.size} of {found.size}, first [{differ[0]}]: {found[differ[0]]} {expected[differ[0]]}"
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
-def test_every_half_value_widens_and_every_boundary_narrows_as_in_numpy(kernels: HostKernels, dtype: DType) -> None:
-    name = reference.NAMES[dtype]
-    halves, floats = every_half(dtype), awkward_floats()
-    wide, narrow = np.empty(halves.size, np.float32), np.empty(floats.size, dtype.storage)
-    kernels.run(f"pack_{name}_f32", GRID, THREADS, *rows([halves], [0]), wide, 1.0)
-    same_bits(wide, reference._scaled(reference.widened(halves, dtype), 1.0))
-    kernels.run(f"pack_f32_{name}", GRID, THREADS, *rows([floats], [0]), narrow, 1.0)
-    same_bits(narrow, reference.narrowed(floats, dtype))
+def same_but_for_which_nan(found: Array, expected: Array, dtype: DType) -> None:
+    """That the result of an addition is NaN is defined, which is not."""
+    nan = np.isnan(reference.widened(expected, dtype))
+    np.testing.assert_array_equal(np.isnan(reference.widened(found, dtype)), nan)
+    same_bits(found[~nan], expected[~nan])
+
+
+def starts_of(counts: Sequence[int]) -> list[int]:
+    return [MARGIN * (place + 1) + sum(counts[:place]) for place in range(len(counts))]
 
 
 @pytest.mark.parametrize(("of", "to"), list(itertools.product(DTYPES, DTYPES)))
-def test_many_arrays_are_packed_and_unpacked_with_cast_and_scale(kernels: HostKernels, of: DType, to: DType) -> None:
-    counts, starts, scale = [7, 0, 300, 1, 4097], [3, 10, 12, 320, 321], 1 / 3
-    chance = np.random.default_rng(5)
-    arrays = [reference.narrowed(chance.standard_normal(count).astype(np.float32), of) for count in counts]
-    pair = f"{reference.NAMES[of]}_{reference.NAMES[to]}"
-    bucket, expected = (np.zeros(4420, to.storage) for _ in range(2))
-    kernels.run(f"pack_{pair}", GRID, THREADS, *rows(arrays, starts), bucket, scale)
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+def test_many_arrays_are_packed_and_unpacked(cupy: Any, kernels: DeviceKernels, of: DType, to: DType, scale: float) -> None:
+    starts = starts_of(COUNTS)
+    whole = starts[-1] + COUNTS[-1] + MARGIN
+    arrays = [drawn(of, count, salt) for salt, count in enumerate(COUNTS)]
+    bucket, expected = cupy.asarray(np.zeros(whole, to.storage)), np.zeros(whole, to.storage)
+    kernels.pack([placed(cupy, array)[0] for array in arrays], starts, bucket, of, to, scale)
     reference.pack(arrays, starts, expected, of, to, scale)
-    same_bits(bucket, expected)
-    source = reference.narrowed(chance.standard_normal(4420).astype(np.float32), of)
-    found, wanted = ([np.zeros(count, to.storage) for count in counts] for _ in range(2))
-    kernels.run(f"unpack_{pair}", GRID, THREADS, *rows(found, starts), source, scale)
-    reference.unpack(wanted, starts, source, of, to, scale)
-    for one, other in zip(found, wanted, strict=True):
-        same_bits(one, other)
+    same_bits(cupy.asnumpy(bucket), expected)
+
+    source = drawn(of, whole, 99)
+    near = [placed(cupy, np.zeros(count, to.storage)) for count in COUNTS]
+    kernels.unpack([place for place, _ in near], starts, cupy.asarray(source), of, to, scale)
+    wanted = [np.zeros(count + 2 * MARGIN, to.storage) for count in COUNTS]
+    reference.unpack([room[MARGIN:-MARGIN] for room in wanted], starts, source, of, to, scale)
+    for (_, room), other in zip(near, wanted, strict=True):
+        same_bits(cupy.asnumpy(room), other)
 
 
-def awkward_blocks() -> list[np.ndarray[Any, Any]]:
-    chance = np.random.default_rng(9)
-    ordinary = chance.standard_normal(1000).astype(np.float32)
-    tiny, huge = ordinary * np.float32(1e-42), np.full(300, np.finfo(np.float32).max, np.float32)
+def test_more_arrays_than_a_launch_is_told_of(cupy: Any, kernels: DeviceKernels) -> None:
+    counts = [place % 5 for place in range(2 * ROWS + 7)]
+    arrays, starts = [floats(count, salt) for salt, count in enumerate(counts)], starts_of(counts)
+    bucket, expected = cupy.zeros(starts[-1] + 8, np.float32), np.zeros(starts[-1] + 8, np.float32)
+    kernels.pack([cupy.asarray(array) for array in arrays], starts, bucket, DType.FLOAT32, DType.FLOAT32)
+    reference.pack(arrays, starts, expected, DType.FLOAT32, DType.FLOAT32, 1.0)
+    same_bits(cupy.asnumpy(bucket), expected)
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+def test_every_half_widens_and_comes_back(cupy: Any, kernels: DeviceKernels, dtype: DType) -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16).view(dtype.storage)
+    wide, back = cupy.zeros(halves.size, np.float32), cupy.asarray(np.zeros_like(halves))
+    kernels.pack([cupy.asarray(halves)], [0], wide, dtype, DType.FLOAT32)
+    expected = np.zeros(halves.size, np.float32)
+    reference.pack([halves], [0], expected, dtype, DType.FLOAT32, 1.0)
+    same_bits(cupy.asnumpy(wide), expected)
+    kernels.pack([wide], [0], back, DType.FLOAT32, dtype)
+    again = np.zeros_like(halves)
+    reference.pack([expected], [0], again, DType.FLOAT32, dtype, 1.0)
+    same_bits(cupy.asnumpy(back), again)
+
+
+def blocks() -> dict[str, Array]:
+    ordinary = np.random.default_rng(9).standard_normal(100_003).astype(np.float32)
     damaged = ordinary.copy()
-    damaged[5], damaged[700] = np.nan, -np.inf
-    ties = np.array([127.0, 0.5, 1.5, -2.5, 63.5], np.float32)
-    return [ordinary, tiny, huge, damaged, ties, np.zeros(256, np.float32), np.zeros(0, np.float32), ordinary[:257]]
+    damaged[[5, 700, 100_002]] = np.nan, -np.inf, np.inf
+    with np.errstate(under="ignore"):
+        tiny = ordinary * np.float32(1e-42)
+    return {
+        "ordinary": ordinary,
+        "subnormal": tiny,
+        "largest": np.full(300, np.finfo(np.float32).max, np.float32),
+        "damaged": damaged,
+        "ties": np.array([127.0, 0.5, 1.5, -2.5, 63.5], np.float32),
+        "zeros": np.zeros(256, np.float32),
+        "any bits": floats(100_003, 4),
+        "none": np.zeros(0, np.float32),
+    }
 
 
-@pytest.mark.parametrize("place", range(8))
-def test_blocks_of_int8_are_those_of_the_wire(kernels: HostKernels, place: int) -> None:
-    values = awkward_blocks()[place]
+@pytest.mark.parametrize("name", list(blocks()))
+def test_blocks_of_int8_there_and_back(cupy: Any, kernels: DeviceKernels, name: str) -> None:
+    values = blocks()[name]
     scales, integers = reference.quantise_int8(values)
-    wire = codec("int8").encode(values)
-    assert np.concatenate([scales.view(np.uint8), integers.view(np.uint8)]).tobytes() == wire.tobytes()
-    found_scales, found_integers = np.empty_like(scales), np.full(values.size, -1, np.int8)
-    kernels.run("quantise_int8", GRID, 32, values, values.size, found_scales, found_integers)
-    same_bits(found_scales, scales)
-    same_bits(found_integers, integers)
-    found = np.empty(values.size, np.float32)
-    kernels.run("dequantise_int8", GRID, THREADS, scales, integers, values.size, found)
-    expected = reference.dequantise_int8(scales, integers)
-    np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
-    whole = ~np.isnan(expected)
-    same_bits(found[whole], expected[whole])
-    decoded = codec("int8").decode(wire, values.size)
-    same_bits(decoded[whole], expected[whole])
+    near_scales, near_integers = cupy.zeros(scales.size, np.float32), placed(cupy, np.full(values.size, -1, np.int8))[0]
+    kernels.quantise_int8(placed(cupy, values)[0], near_scales, near_integers)
+    same_bits(cupy.asnumpy(near_scales), scales)
+    same_bits(cupy.asnumpy(near_integers), integers)
+    found, room = placed(cupy, np.zeros_like(values))
+    kernels.dequantise_int8(near_scales, near_integers, found)
+    expected = np.zeros(values.size + 2 * MARGIN, np.float32)
+    expected[MARGIN : MARGIN + values.size] = reference.dequantise_int8(scales, integers)
+    same_but_for_which_nan(cupy.asnumpy(room), expected, DType.FLOAT32)
+
+
+@pytest.mark.parametrize("name", [*HALVES, BLOCKS])
+def test_messages_are_those_of_the_host(cupy: Any, kernels: DeviceKernels, name: str) -> None:
+    values, near, host = floats(100_003, 2), DeviceCodec(kernels, name), codec(name)
+    wanted = host.encode(values)
+    encoded = cupy.zeros(wanted.size, np.uint8)
+    near.encode(cupy.asarray(values), encoded)
+    assert cupy.asnumpy(encoded).tobytes() == wanted.tobytes()
+    found = cupy.zeros(values.size, np.float32)
+    near.decode(encoded, found)
+    same_but_for_which_nan(cupy.asnumpy(found), host.decode(wanted, values.size), DType.FLOAT32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("peers", [1, 2, 3, 8, PEERS + 2])
-def test_peers_are_summed_in_rank_order_and_rounded_once(kernels: HostKernels, dtype: DType, peers: int) -> None:
-    chance = np.random.default_rng(peers)
-    arrays = [reference.narrowed(chance.standard_normal(501).astype(np.float32) * 100, dtype) for _ in range(peers)]
-    for divisor in (1.0, float(peers), 2.5):
-        out = np.empty(501, dtype.storage)
-        places = addresses(arrays)
-        told = (peers_of(places), np.array(places[PEERS:], np.uint64), peers)
-        kernels.run(f"sum_peers_{reference.NAMES[dtype]}", GRID, THREADS, *told, 501, out, divisor)
-        same_bits(out, reference.sum_peers(arrays, dtype, divisor))
+@pytest.mark.parametrize("size", [1, 2, 3, 8, PEERS + 3])
+def test_peers_are_summed_in_rank_order(cupy: Any, kernels: DeviceKernels, dtype: DType, size: int) -> None:
+    for count, divisor in ((1, 1.0), (CHUNK + 5, float(size)), (50_001, 2.5)):
+        peers = [drawn(dtype, count, salt) for salt in range(size)]
+        near = [placed(cupy, peer)[0] for peer in peers]
+        kernels.sum_peers(near, near[-1], dtype, divisor)
+        same_but_for_which_nan(cupy.asnumpy(near[-1]), reference.sum_peers(peers, dtype, divisor), dtype)
+
+
+@pytest.mark.parametrize("damage", [0.0, np.inf, np.nan])
+@pytest.mark.parametrize("size", [1e-40, 1.0])
+def test_what_was_not_delivered_is_kept_unless_it_is_damaged(
+    cupy: Any, kernels: DeviceKernels, damage: float, size: float
+) -> None:
+    chance = np.random.default_rng(1)
+    with np.errstate(under="ignore"):
+        values, delivered = (chance.standard_normal(50_001).astype(np.float32) * np.float32(size) for _ in range(2))
+    values[49_000] += np.float32(damage)
+    there, room = placed(cupy, values)
+    kernels.residue(there, placed(cupy, delivered)[0])
+    expected = np.zeros(values.size + 2 * MARGIN, np.float32)
+    expected[MARGIN:-MARGIN] = reference.residue(values, delivered)
+    same_bits(cupy.asnumpy(room), expected)
+    assert expected.any() == (damage == 0)

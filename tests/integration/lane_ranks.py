@@ -11,8 +11,8 @@ import numpy as np
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
 from ferrorpc.transports.credit import CHUNK_BYTES
-from ferrorpc.transports.grpc import GrpcTransport
-from ferrorpc.transports.grpc_server import WorkerServer
+from ferrorpc.transports.grpc.server import WorkerServer
+from ferrorpc.transports.grpc.transport import GrpcTransport
 from ferrorpc.transports.mailbox import Box, Mailbox
 from ferrorpc.types import Assignment, DType, Peer
 from ferrorpc.wire.frames import Frame, Header, Key

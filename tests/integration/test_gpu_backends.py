@@ -22,8 +22,8 @@ from ferrorpc.testing import run_groups
 from ferrorpc.testing.gpu.machine import Machine
 from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn, stand_in
-from ferrorpc.transports.grpc_server import WorkerServer
-from tests.gpu.operations import every_operation
+from ferrorpc.transports.grpc.server import WorkerServer
+from tests.fake_gpu.operations import every_operation
 from tests.integration.service import Service, join, together
 
 SECONDS = 20.0

@@ -17,7 +17,7 @@ from ferrorpc.coordination.base import Membership
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupAbortedError, PeerLostError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard
-from ferrorpc.transports.grpc_server import WorkerServer
+from ferrorpc.transports.grpc.server import WorkerServer
 from ferrorpc.types import DType, ReduceOp, TensorSpec
 from ferrorpc.wire.frames import Key
 from ferrorpc.wire.token import Token

@@ -21,8 +21,8 @@ from ferrorpc.errors import (
 )
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.transports.credit import CHUNK_BYTES
-from ferrorpc.transports.grpc_outbox import FRAME_BYTES_MAX, FRAMES_MAX
-from ferrorpc.transports.grpc_server import METHOD, PROTOCOL_VERSION, WorkerServer
+from ferrorpc.transports.grpc.outbox import FRAME_BYTES_MAX, FRAMES_MAX
+from ferrorpc.transports.grpc.server import METHOD, PROTOCOL_VERSION, WorkerServer
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
 from ferrorpc.wire.details import restore

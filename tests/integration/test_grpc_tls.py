@@ -14,7 +14,7 @@ import pytest
 
 from ferrorpc.errors import AuthenticationError
 from ferrorpc.guard import SYSTEM_CLOCK
-from ferrorpc.transports.grpc_server import METHOD, PROTOCOL_VERSION, WorkerServer
+from ferrorpc.transports.grpc.server import METHOD, PROTOCOL_VERSION, WorkerServer
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
 from ferrorpc.wire.details import restore

@@ -14,8 +14,8 @@ import pytest
 
 from ferrorpc.errors import ErrorCode
 from ferrorpc.guard import SYSTEM_CLOCK
-from ferrorpc.transports.grpc_server import METHOD
-from ferrorpc.transports.grpc_threads import ThreadPerCall
+from ferrorpc.transports.grpc.server import METHOD
+from ferrorpc.transports.grpc.threads import ThreadPerCall
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire import options
 from tests.integration.lane_processes import PeerHandle, peers

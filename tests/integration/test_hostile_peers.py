@@ -12,8 +12,8 @@ import pytest
 from ferrorpc.errors import AuthenticationError, CodecError, PermissionDeniedError
 from ferrorpc.transports.control import CONTROL_MAX
 from ferrorpc.transports.credit import CHUNK_BYTES
-from ferrorpc.transports.grpc_doorstep import STRANGERS_MAX
-from ferrorpc.transports.grpc_server import METHOD, PROTOCOL_VERSION, WorkerServer
+from ferrorpc.transports.grpc.doorstep import STRANGERS_MAX
+from ferrorpc.transports.grpc.server import METHOD, PROTOCOL_VERSION, WorkerServer
 from ferrorpc.v1 import tensor_pb2, transport_pb2
 from ferrorpc.wire import options
 from ferrorpc.wire.details import restore

@@ -1,0 +1,132 @@
+"""The scripts that are to measure a device do what they say on fake ones; their figures there mean nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.gpu import __main__ as everything, buckets, copies, one_rank, shared_gpu, stage_pair, staged_pair, turns
+from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.testing import run_groups, run_world
+from ferrorpc.testing.gpu.nccl import FakeNccl
+from ferrorpc.testing.gpu.stand_in import StandIn
+from tests.fake_gpu.host_kernels import HostKernels
+from tests.fake_gpu.shared_worlds import ipc_backends
+from tests.fake_gpu.test_launcher import RawModule
+
+
+def test_a_missed_target_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (turns.judged({"fast": True}), capsys.readouterr().out) == (0, "")
+    assert (turns.judged({"fast": True, "small": False}), capsys.readouterr().out) == (1, "missed: small\n")
+
+
+def test_one_rank(cupy: StandIn) -> None:
+    device, api = device_of(cupy, 0), FakeNccl(cupy.machine).api(0)
+    backend = one_rank.backend_of_one(device, api)
+    with ProcessGroup(backend) as group:
+        assert one_rank.check_values(cupy, group, backend) > 200
+        assert min(one_rank.overhead(cupy, backend, 5).values()) > 0
+    assert one_rank.absent_peer(device, FakeNccl(cupy.machine).api(0), 0.05) < 1
+
+
+def test_copies(cupy: StandIn, kernels: HostKernels) -> None:
+    cupy.RawModule = type("RawModule", (RawModule,), {"kernels": kernels, "cupy": cupy})
+    speeds, by_events = copies.measure(cupy, device_of(cupy, 0), 4096, 1)
+    assert len(speeds) == 12
+    assert all(np.isfinite(speed) for speed in speeds.values())
+    assert tuple(by_events) == copies.ON_DEVICE
+    assert min(by_events.values()) > 0
+
+
+@pytest.mark.parametrize("wire", staged_pair.WIRES)
+def test_a_staged_pair(cupy: StandIn, wire: str | None) -> None:
+    def body(group: Any) -> tuple[float, float]:
+        return staged_pair.compare(cupy, group, 1 << 16, 2, wire)
+
+    assert all(min(times) > 0 for times in run_world(2, body, clock=SYSTEM_CLOCK))
+
+
+def test_one_rank_beside_torch() -> None:
+    pytest.importorskip("torch")
+    (found,) = run_world(1, lambda group: one_rank.of_torch(group, 5, "cpu", "gloo"), clock=SYSTEM_CLOCK)
+    assert len(found) == 3
+    assert min(found.values()) > 0
+
+
+@pytest.mark.shared_memory
+def test_ranks_that_share_a_gpu(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> dict[str, float]:
+        assert shared_gpu.copy_speed(cupy, group, 1 << 14, 1) > 0
+        return shared_gpu.measure(cupy, group, 1 << 14, 1)
+
+    with ipc_backends(cupy, 2) as backends:
+        for seconds in run_groups([ProcessGroup(backend) for backend in backends], body):
+            assert len(seconds) == 6
+            assert min(seconds.values()) > 0
+    assert shared_gpu.floor_bytes(2, 100) == 500
+
+
+def test_buckets(cupy: StandIn) -> None:
+    backend = one_rank.backend_of_one(device_of(cupy, 0), FakeNccl(cupy.machine).api(0))
+    with ProcessGroup(backend) as group:
+        assert all(np.isfinite(seconds) for seconds in buckets.measure(cupy, group, 1 << 14, 1).values())
+
+
+@pytest.mark.shared_memory
+@pytest.mark.parametrize("apart", [True, False], ids=["cuda_ipc", "host lanes"])
+def test_a_pair_of_stages(cupy: StandIn, apart: bool) -> None:
+    def body(group: ProcessGroup) -> float:
+        with cupy.cuda.Device(0), cupy.cuda.Stream(non_blocking=True):
+            return stage_pair.measure(cupy, group, 1 << 12, 3, 1)
+
+    if not apart:
+        assert min(run_world(2, body, clock=SYSTEM_CLOCK)) > 0
+        return
+    with ipc_backends(cupy, 2) as backends:
+        assert min(run_groups([ProcessGroup(backend) for backend in backends], body)) > 0
+
+
+def test_a_killed_peer() -> None:
+    """With arrays of the host: the processes, the kill and the verdict are real."""
+    command = [sys.executable, "-m", "benchmarks.gpu.killed_peer", "--host", "--backends", "grpc", "--mib", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"grpc +PeerLostError +\d+\.\d", done.stdout)
+
+
+def test_all_that_wants_a_gpu_runs_to_its_end_whatever_becomes_of_the_others(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs = {"hangs": ("timeit", "-n1", "import time; time.sleep(60)"), "fails": ("no_such_module",), "works": ("this",)}
+    monkeypatch.setattr(everything, "RUNS", runs)
+    assert everything.main(["--seconds", "3"]) == 1
+    assert re.findall(r"^(\w+) +(given up|exit code 1|holds) ", capfd.readouterr().out, re.MULTILINE) == [
+        ("hangs", "given up"),
+        ("fails", "exit code 1"),
+        ("works", "holds"),
+    ]
+    assert everything.main(["--only", "works"]) == 0
+
+
+def test_what_is_run_of_all_that_wants_a_gpu_is_there() -> None:
+    for arguments in everything.RUNS.values():
+        for each in arguments:
+            if each.startswith("benchmarks."):
+                assert find_spec(each), each
+            if each.startswith(("examples/", "tests/")):
+                assert (Path(everything.__file__).parents[2] / each).exists(), each
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(SystemExit, match=r"needs a GPU: .*CuPy.*; try: pip install"):
+        everything.main([])

@@ -1,0 +1,282 @@
+"""Ranks that share a GPU, over the fakes: what a group promises holds where they read each other's GPU memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.backends import gpu
+from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
+from ferrorpc.backends.cuda_ipc.communicator import kernel_of
+from ferrorpc.backends.cuda_ipc.line import SLOTS
+from ferrorpc.backends.nccl.api import DataType, Op
+from ferrorpc.backends.registry import Place, create
+from ferrorpc.errors import (
+    BackendUnavailableError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    FerroError,
+    GroupAbortedError,
+    NcclError,
+    PeerLostError,
+)
+from ferrorpc.group import ProcessGroup
+from ferrorpc.kernels.cuda.folds import FOLDS
+from ferrorpc.testing import BackendContract, run_groups
+from ferrorpc.testing.gpu.machine import Machine
+from ferrorpc.testing.gpu.stand_in import StandIn, stand_in
+from ferrorpc.types import Peer
+from tests.fake_gpu.groups import SECONDS, end_of
+from tests.fake_gpu.on_gpu import Cupy, OnGpu
+from tests.fake_gpu.operations import every_operation
+from tests.fake_gpu.shared_worlds import ipc_backends
+from tests.fake_gpu.worlds import host_lanes, sessions
+from tests.integration.test_grpc_backend import GrpcWorld
+from tests.unit.transports.shared_memory.meetings import in_threads
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.shared_memory
+
+
+class TestOnGpuArrays(BackendContract):
+    """Bit for bit as host arrays: sums are folded in rank order here, too."""
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        with stand_in(Machine(1)) as cupy, ipc_backends(cupy, size) as backends:
+
+            def body(group: ProcessGroup) -> Any:
+                stand_for: Any = OnGpu(group, Cupy(cupy))
+                return fn(stand_for)
+
+            return run_groups([ProcessGroup(backend) for backend in backends], body)
+
+
+class TestOnHostArrays(BackendContract):
+    """Host arrays in the same groups go by the host lanes."""
+
+    def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+        with stand_in(Machine(1)) as cupy, ipc_backends(cupy, size, apart=False) as backends:
+            return run_groups([ProcessGroup(backend) for backend in backends], fn)
+
+
+SLOT_BYTES = 4096
+"""Small, so that ordinary arrays take several rounds."""
+
+
+@contextmanager
+def groups(cupy: StandIn, size: int, **options: Any) -> Iterator[list[ProcessGroup]]:
+    """One on each rank, closed at the end."""
+    with ipc_backends(cupy, size, **options) as backends:
+        found = [ProcessGroup(backend, timeout=SECONDS) for backend in backends]
+        yield found
+        assert in_threads(size, lambda rank: found[rank].close()) == [None] * size
+
+
+def on_ranks(found: list[ProcessGroup], body: Callable[[ProcessGroup], Any]) -> list[Any]:
+    """What body(group) returns on each rank, or raises there."""
+    outcomes = in_threads(len(found), lambda rank: body(found[rank]))
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_operation_takes_and_gives_back_cupy_arrays(cupy: StandIn, size: int) -> None:
+    with groups(cupy, size) as found:
+        on_ranks(found, lambda group: every_operation(group, cupy, gpu=0))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize(("count", "slot_bytes"), [(1, SLOT_BYTES), (1024, SLOT_BYTES), (1025, 1), (7000, SLOT_BYTES)])
+def test_arrays_of_many_rounds_are_folded_in_rank_order(cupy: StandIn, size: int, count: int, slot_bytes: int) -> None:
+    """Slices end in the middle of an array; the last round is shorter than the others."""
+    everyones = [np.random.default_rng(rank).standard_normal(count).astype(np.float32) for rank in range(size)]
+    total = everyones[0]
+    for each in everyones[1:]:
+        total = total + each
+
+    def body(group: ProcessGroup) -> None:
+        x = cupy.asarray(everyones[group.rank])
+        for _ in range(2):
+            assert cupy.asnumpy(group.all_reduce(x)).tobytes() == total.tobytes()
+        assert cupy.asnumpy(group.all_reduce(x, op="mean")).tobytes() == (total / np.float32(size)).tobytes()
+        root = group.reduce(x, root=size - 1)
+        if group.rank == size - 1:
+            assert cupy.asnumpy(root).tobytes() == total.tobytes()
+        parts = [x[place * (count // size) : (place + 1) * (count // size)] for place in range(size)]
+        own = group.rank * (count // size)
+        mine = cupy.asnumpy(group.reduce_scatter(parts))
+        assert mine.tobytes() == total[own : own + count // size].tobytes()
+        for rank, part in enumerate(group.all_gather(x)):
+            assert cupy.asnumpy(part).tobytes() == everyones[rank].tobytes()
+        exchanged = group.all_to_all([x] * size)
+        for rank, part in enumerate(exchanged):
+            assert cupy.asnumpy(part).tobytes() == everyones[rank].tobytes()
+        assert cupy.asnumpy(group.broadcast(x, root=1)).tobytes() == everyones[1].tobytes()
+
+    with groups(cupy, size, slot_bytes=slot_bytes) as found:
+        on_ranks(found, body)
+
+
+def test_a_rank_is_ahead_of_those_who_read_by_as_many_rounds_as_there_are_slots(cupy: StandIn) -> None:
+    with ipc_backends(cupy, 2, slot_bytes=SLOT_BYTES) as backends:
+        ends: list[Any] = [backend.site.program.communicator for backend in backends]
+        source = [cupy.asarray(np.full(SLOT_BYTES * 5, rank, np.uint8)) for rank in range(2)]
+        target = cupy.asarray(np.zeros(SLOT_BYTES * 5, np.uint8))
+        stream = backends[0].site.program.stream.pointer, backends[1].site.program.stream.pointer
+        nbytes = source[0].nbytes
+        ends[0].broadcast(source[0].data.ptr, source[0].data.ptr, nbytes, DataType.UINT8, 0, stream[0])
+        for _ in range(10):
+            assert ends[0].state().name == "IN_PROGRESS"
+        assert ends[0]._rounds._round == SLOTS, "its slots are full, and nobody has read"
+        ends[1].broadcast(source[1].data.ptr, target.data.ptr, nbytes, DataType.UINT8, 0, stream[1])
+        while [end for end in ends if end.state().name == "IN_PROGRESS"]:
+            pass
+        cupy.machine.settle()
+        np.testing.assert_array_equal(cupy.asnumpy(target), np.zeros(nbytes, np.uint8))
+        assert in_threads(2, lambda rank: backends[rank].close()) == [None] * 2
+
+
+def test_raw_forms_work_on_addresses(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        backend: Any = group._backend
+        x = cupy.asarray(np.arange(6, dtype=np.float32) + group.rank)
+        out = cupy.asarray(np.zeros(12, np.float32))
+        backend.all_reduce_raw(x.data.ptr, out.data.ptr, 6, "float32", op="max")
+        np.testing.assert_array_equal(cupy.asnumpy(out)[:6], np.arange(6) + 1)
+        backend.all_gather_raw(x.data.ptr, out.data.ptr, 6, "float32")
+        np.testing.assert_array_equal(cupy.asnumpy(out), np.concatenate([np.arange(6), np.arange(6) + 1]))
+        other = 1 - group.rank
+        backend.exchange_raw([(x.data.ptr, 24, other)], [(out.data.ptr, 24, other)])
+        np.testing.assert_array_equal(cupy.asnumpy(out)[:6], np.arange(6) + other)
+
+    with groups(cupy, 2) as found:
+        on_ranks(found, body)
+
+
+def test_subgroups_and_streams_have_memory_of_their_own_and_all_of_it_is_given_back(cupy: StandIn) -> None:
+    one = cupy.asarray(np.ones(5, np.float32))
+
+    def body(group: ProcessGroup) -> None:
+        halves = [group.subgroup([0, 1]), group.subgroup([2, 3])]
+        half: Any = halves[group.rank // 2]
+        np.testing.assert_array_equal(cupy.asnumpy(half.all_reduce(one)), np.full(5, 2.0))
+        work = group.stream().all_reduce(one, 0)
+        np.testing.assert_array_equal(cupy.asnumpy(work.wait()), np.full(5, 4.0))
+        group.barrier()
+
+    with groups(cupy, 4, slot_bytes=SLOT_BYTES) as found:
+        assert len(cupy.machine.shared) == 4
+        on_ranks(found, body)
+        assert len(cupy.machine.shared) == 12
+    eventually(lambda: not cupy.machine.shared, "all slabs are freed")
+
+
+def test_ranks_that_call_different_things_get_both_signatures_instead_of_hanging(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> dict[int, str]:
+        with pytest.raises(CollectiveMismatchError) as raised:
+            group.all_reduce(cupy.asarray(np.ones(3 + group.rank, np.float32)))
+        return raised.value.signatures
+
+    with groups(cupy, 2) as found:
+        for signatures in on_ranks(found, body):
+            assert signatures == {rank: f"all_reduce(op=sum, float32[{3 + rank}]) by CUDA IPC" for rank in range(2)}
+
+
+def test_an_operation_whose_peer_never_comes_ends_in_its_deadline_and_names_it(cupy: StandIn) -> None:
+    with groups(cupy, 2) as found, pytest.raises(CollectiveTimeoutError) as raised:
+        found[0].all_reduce(cupy.asarray(np.ones(3, np.float32)), timeout=0.3)
+    assert raised.value.waiting_on == [1]
+
+
+@pytest.mark.parametrize("cause", [PeerLostError(1, "killed by signal 9 (SIGKILL)"), GroupAbortedError(0, "enough")])
+def test_the_end_of_a_generation_frees_who_waits_and_the_memory(cupy: StandIn, cause: FerroError) -> None:
+    with ipc_backends(cupy, 2) as backends:
+        found = [ProcessGroup(backend, timeout=SECONDS) for backend in backends]
+        x = cupy.asarray(np.ones(3, np.float32))
+        work = found[0].all_reduce(x, async_op=True)
+        for backend in backends:
+            backend.latch.trip(cause)
+        with pytest.raises(type(cause)):
+            work.wait(host=True)
+        assert isinstance(end_of(found[0], type(cause)), type(cause))
+        del work, x
+        eventually(lambda: not cupy.machine.shared, "all slabs are freed")
+
+
+def test_a_rank_that_cannot_open_the_others_memory_is_named_on_every_rank(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = cupy.cuda.runtime
+
+    def refuse(handle: bytes) -> int:
+        raise runtime.CUDARuntimeError(201)
+
+    monkeypatch.setattr(runtime, "ipcOpenMemHandle", refuse)
+    said = r"rank 0: cannot open the GPU memory of group rank 1.*rank 1: cannot open"
+    with pytest.raises(NcclError, match=said) as raised, ipc_backends(cupy, 2):
+        pass
+    assert "--ipc=host" in raised.value.hint
+    assert not cupy.machine.shared
+
+
+@pytest.mark.parametrize("call", ["malloc", "ipcGetMemHandle", "ipcGetEventHandle"])
+def test_a_gpu_that_has_no_memory_for_it_or_shares_none_is_named_on_every_rank(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(what: int) -> Any:
+        raise cupy.cuda.runtime.CUDARuntimeError(2)
+
+    monkeypatch.setattr(cupy.cuda.runtime, call, refuse)
+    with pytest.raises(NcclError, match=r"rank 0: cannot share .* MiB of the GPU's memory"), ipc_backends(cupy, 2):
+        pass
+    assert not cupy.machine.shared
+
+
+def test_ranks_that_share_no_memory_are_refused_and_told_what_to_do(cupy: StandIn) -> None:
+    with pytest.raises(BackendUnavailableError, match="these do not") as raised:
+        CudaIpcBackend(host_lanes(2)[0], device_of(cupy, 0))
+    assert "backend='grpc'" in raised.value.hint
+
+
+def peer(rank: int, uuid: str | None, host: str = "host") -> Peer:
+    return Peer(rank, f"member-{rank}", host, labels=() if uuid is None else (("gpu", uuid), ("nccl", "22809")))
+
+
+def test_auto_shares_memory_where_ranks_of_one_host_have_one_gpu() -> None:
+    assert gpu.share_one([peer(0, "a"), peer(1, "a")])
+    assert gpu.share_one([peer(0, "a"), peer(1, "a"), peer(2, "b")])
+    assert not gpu.share_one([peer(0, "a"), peer(1, "b")]), "each has its own: that is NCCL's"
+    assert not gpu.share_one([peer(0, "a"), peer(1, None)])
+    assert not gpu.share_one([peer(0, "a"), peer(1, "a", "elsewhere")])
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "grpc"])
+def test_auto_and_what_it_does_where_memory_cannot_be_shared(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, transport: str
+) -> None:
+    monkeypatch.setattr(gpu, "share_one", lambda peers: True)
+    monkeypatch.setattr(gpu, "suits_all", lambda peers: False)
+    with caplog.at_level(logging.WARNING), GrpcWorld(2, transport=transport) as world:
+        shares = transport == "shared_memory"
+        assert [backend.name for backend in world.backends] == ["cuda_ipc" if shares else "grpc"] * 2
+        assert ("backend 'auto' is gRPC: GPU memory is shared among ranks of one host" in caplog.text) is not shares
+
+
+def test_a_world_of_one_runs_on_its_gpu(cupy: StandIn) -> None:
+    with ProcessGroup(create("cuda_ipc", Place(sessions(1)[0], None, local_rank=2))) as group:
+        assert (group.backend, cupy.cuda.Device().id) == ("cuda_ipc", 2)
+        found = group.all_reduce(cupy.asarray(np.arange(3.0)), op="mean")
+        np.testing.assert_array_equal(cupy.asnumpy(found), np.arange(3.0))
+    cupy.cuda.Device(0).use()
+
+
+def test_every_operator_that_is_asked_for_has_a_kernel() -> None:
+    assert {kernel_of(op, datatype) for op in Op for datatype in DataType} == set(FOLDS)

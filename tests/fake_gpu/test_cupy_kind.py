@@ -1,0 +1,65 @@
+"""CuPy arrays through lanes that read host memory: every operation takes them and gives them back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc.arrays.kinds import kind_of, view, view_out
+from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.testing import run_world
+from ferrorpc.testing.gpu.stand_in import StandIn
+from ferrorpc.testing.reference import check_same, every_dtype, reduced, values
+from ferrorpc.types import DType, ReduceOp
+from tests.fake_gpu.operations import every_operation
+
+FLOAT = DType.FLOAT32
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_operation_takes_and_gives_back_cupy_arrays(cupy: StandIn, size: int) -> None:
+    run_world(size, lambda group: every_operation(group, cupy), clock=SYSTEM_CLOCK)
+
+
+def test_every_dtype_survives_the_way_there_and_back(cupy: StandIn) -> None:
+    def body(group: ProcessGroup) -> None:
+        with cupy.cuda.Device(group.rank):
+            for dtype in every_dtype():
+                everyones = [values(dtype, (3, 5), rank) for rank in range(group.size)]
+                found = group.all_reduce(cupy.asarray(everyones[group.rank]))
+                assert (type(found), found.device.id) == (cupy.ndarray, group.rank)
+                check_same(cupy.asnumpy(found), reduced(everyones, ReduceOp.SUM, dtype), dtype.label)
+
+    run_world(2, body, clock=SYSTEM_CLOCK)
+
+
+def test_a_near_view_copies_nothing_and_a_strided_one_is_made_contiguous(cupy: StandIn) -> None:
+    x = cupy.asarray(values(FLOAT, (6, 4), 0))
+    near = view(x, near=True)
+    assert (near.data.data.ptr, near.borrowed, near.device_origin is x) == (x.data.ptr, True, True)
+    strided = view(x[::2, 1:], near=True)
+    assert not strided.borrowed
+    check_same(cupy.asnumpy(strided.data), values(FLOAT, (6, 4), 0)[::2, 1:].copy(), "strided")
+
+
+def test_out_on_the_device_is_checked_like_any_other(cupy: StandIn) -> None:
+    x = cupy.asarray(np.zeros(6, np.float32))
+    source = view(x, near=True)
+
+    def out(array: Any) -> Any:
+        return view_out(array, view(array, near=True).spec, near=True)
+
+    assert out(x).shares(source)
+    assert not out(cupy.asarray(np.zeros(6, np.float32))).shares(source)
+    with pytest.raises(UsageError, match="overlaps"):
+        out(x[1:5]).shares(view(x[:4], near=True))
+    with pytest.raises(TensorMismatchError):
+        view_out(x, view(np.zeros(5, np.float32)).spec, near=True)
+    shared = kind_of(x).out_near
+    broadcast = cupy.ndarray((4,), np.float32, x.data, (0,))
+    with pytest.raises(TensorMismatchError, match="share memory"):
+        shared(broadcast, view(np.zeros(4, np.float32)).spec)

@@ -1,0 +1,297 @@
+"""How communicators end: aborted with their generation, finalized and destroyed with their group, divided into others."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from ferrorpc.backends.nccl.api import DataType, Op, State
+from ferrorpc.backends.nccl.ending import EXIT_CODE, Ending
+from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, PeerLostError
+from ferrorpc.group import ProcessGroup
+from ferrorpc.guard import SYSTEM_CLOCK, Latch
+from ferrorpc.testing.gpu.nccl import FakeNccl
+from ferrorpc.testing.gpu.stand_in import StandIn
+from tests.fake_gpu.groups import SECONDS, Ranks, end_of
+from tests.waiting import eventually
+
+
+def test_an_abort_that_hangs_ends_the_process_with_the_code_for_a_new_start() -> None:
+    latch, codes, gone = Latch(), [], threading.Event()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        gone.set()
+
+    class Stuck:
+        def abort(self) -> None:
+            gone.wait(SECONDS)
+
+    from contextlib import nullcontext
+
+    ending = Ending(SYSTEM_CLOCK, latch, nullcontext, abort_seconds=0.1, leave=leave)
+    ending.add(Stuck())  # type: ignore[arg-type]
+    latch.trip(PeerLostError(1, "killed by signal 9 (SIGKILL)"))
+    assert gone.wait(SECONDS)
+    assert codes == [EXIT_CODE] == [75]
+
+
+def test_an_abort_in_time_ends_nothing_else(cupy: StandIn) -> None:
+    latch, codes = Latch(), []
+    ending = Ending(SYSTEM_CLOCK, latch, lambda: cupy.cuda.Device(0), abort_seconds=0.05, leave=codes.append)
+    end: Any = FakeNccl(cupy.machine).api(0).init(1, 0, [bytes(128)])
+    ending.add(end)
+    latch.trip(GroupAbortedError(0, "enough"))
+    SYSTEM_CLOCK.parker().park(SYSTEM_CLOCK.now() + 0.2)
+    assert (end.aborted, codes) == (True, [])
+
+
+def test_a_communicator_that_comes_about_after_the_end_is_aborted(cupy: StandIn) -> None:
+    latch = Latch()
+    ending = Ending(SYSTEM_CLOCK, latch, lambda: cupy.cuda.Device(0))
+    latch.trip(GroupAbortedError(0, "enough"))
+    end: Any = FakeNccl(cupy.machine).api(0).init(1, 0, [bytes(128)])
+    ending.add(end)
+    eventually(lambda: end.aborted)
+
+
+def test_a_group_that_closes_in_order_finalizes_and_destroys(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+
+    def body(group: ProcessGroup) -> None:
+        group.all_reduce(ranks.array())
+        group.close()
+
+    assert ranks.run(body) == [None, None]
+    (meeting,) = ranks.nccl.meetings.values()
+    assert [(end.destroyed, end.aborted) for end in meeting.ends.values()] == [(True, False)] * 2
+    assert [backend.lanes.transport._closed for backend in ranks.backends] == [True] * 2
+
+
+def test_survivors_form_the_group_again_with_a_new_id(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+
+    def body(group: ProcessGroup) -> Any:
+        group.abort("a try")
+        renewed = group.reform()
+        found = renewed.all_reduce(ranks.array() * (group.rank + 1))
+        return renewed.generation, renewed.backend, cupy.asnumpy(found).tolist()
+
+    assert ranks.run(body) == [(2, "nccl", [3.0] * 4)] * 2
+    assert ranks.nccl.minted == 2
+
+
+def test_a_group_that_is_formed_again_without_need_ends_its_communicators_in_order(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+    (first,) = ranks.nccl.meetings.values()
+
+    def body(group: ProcessGroup) -> Any:
+        group.all_reduce(ranks.array())
+        renewed = group.reform()
+        ended = [(end.destroyed, end.aborted) for end in first.ends.values()]
+        renewed.close()
+        return ended
+
+    assert ranks.run(body) == [[(True, False)] * 2] * 2
+
+
+def test_what_was_in_flight_when_a_generation_ended_holds_no_memory(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+    before: list[int] = []
+
+    def body(group: ProcessGroup) -> None:
+        group.barrier()
+        if group.rank == 0:
+            before.append(cupy.machine.gpus[0].memory.live_blocks)
+            group.all_reduce(ranks.array())  # the other rank never comes to it
+            group.abort("enough")
+        end_of(group, GroupAbortedError)
+
+    assert ranks.run(body) == [None, None]
+    ranks.wait_for_aborts()
+    memory = cupy.machine.gpus[0].memory
+
+    def is_free() -> bool:
+        cupy.machine.settle()
+        return not ranks.backends[0].site.in_flight() and memory.live_blocks <= before[0]
+
+    eventually(is_free, "it is let go of")
+
+
+def test_closing_the_world_ends_the_communicators_of_its_subgroups_too(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+
+    def body(group: ProcessGroup) -> None:
+        part = group.subgroup([1, 0])
+        assert part is not None
+        part.all_reduce(ranks.array())
+        group.stream()
+        group.close()
+
+    assert ranks.run(body) == [None, None]
+    (meeting,) = ranks.nccl.meetings.values()
+    ends = [end for each in (meeting, *meeting.children.values()) for end in each.ends.values()]
+    assert [end.destroyed for end in ends] == [True] * 6
+
+
+def test_what_is_in_flight_when_a_group_closes_is_aborted_in_time(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank == 0:
+            group.all_reduce(ranks.array())  # the other rank never comes to it
+        group.close()
+
+    assert ranks.run(body) == [None, None]
+    (meeting,) = ranks.nccl.meetings.values()
+    eventually(lambda: meeting.ends[0].aborted)
+    assert (meeting.ends[0].destroyed, meeting.ends[1].destroyed) == (False, True)
+
+
+@pytest.mark.parametrize("kind", ["array", "pointer"])
+def test_a_look_at_an_operation_that_comes_after_the_close_ends_nothing_for_the_others(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The progress thread saw the GPU busy, and asks NCCL only when this rank's communicator is destroyed."""
+    ranks = Ranks(cupy, 2)
+    (meeting,) = ranks.nccl.meetings.values()
+    end, state, destroy = meeting.ends[0], meeting.ends[0].state, meeting.ends[0].destroy
+    looks, destroyed, looked = threading.Event(), threading.Event(), threading.Event()
+    failures: list[FerroError] = []
+    monkeypatch.setattr(ranks.backends[0].lanes, "abort", failures.append)
+
+    def state_of_late() -> State:
+        if threading.current_thread().name == "ferrorpc-progress":
+            looks.set()
+            destroyed.wait(SECONDS)
+        try:
+            return state()
+        finally:
+            if destroyed.is_set():
+                looked.set()
+
+    def destroy_and_wait() -> None:
+        destroy()
+        destroyed.set()
+        looked.wait(SECONDS)
+        SYSTEM_CLOCK.parker().park(SYSTEM_CLOCK.now() + 0.1)  # for what comes of the look
+
+    def body(group: ProcessGroup) -> Any:
+        x = ranks.array()
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            if group.rank == 0:
+                stream.fake.enqueue(looks.is_set)
+                monkeypatch.setattr(end, "state", state_of_late)
+                monkeypatch.setattr(end, "destroy", destroy_and_wait)
+            if kind == "array":
+                group.all_reduce(x, out=x)
+            else:
+                ranks.backends[group.rank].all_reduce_raw(x.data.ptr, x.data.ptr, x.size, "float32")
+            group.close()
+        return cupy.asnumpy(x).tolist()
+
+    assert ranks.run(body) == [[2.0] * 4] * 2
+    assert (looked.is_set(), failures) == (True, [])
+
+
+def test_a_communicator_that_has_met_an_error_is_aborted_when_its_group_closes(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+    (meeting,) = ranks.nccl.meetings.values()
+
+    def body(group: ProcessGroup) -> None:
+        group.all_reduce(ranks.array())
+        group.barrier()
+        if group.rank == 0:
+            meeting.ends[0].broken = State.REMOTE_ERROR
+        group.close()
+
+    assert ranks.run(body) == [None, None]
+    eventually(lambda: meeting.ends[0].aborted)
+    assert meeting.ends[1].destroyed
+
+
+def test_a_communicator_that_is_still_launching_is_waited_for_before_it_is_finalized(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 1)
+    (meeting,) = ranks.nccl.meetings.values()
+    end = meeting.ends[0]
+    array, stream = ranks.array(), ranks.backends[0].site.program.stream
+    end.all_reduce(array.data.ptr, array.data.ptr, array.size, DataType.FLOAT32, Op.SUM, stream.pointer)
+    assert ranks.run(lambda group: group.close()) == [None]
+    assert (end.destroyed, end.aborted) == (True, False)
+
+
+def test_a_destruction_that_waits_for_other_ranks_does_not_hold_up_the_close(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(cupy, 1)
+    (meeting,) = ranks.nccl.meetings.values()
+    others = threading.Event()
+    monkeypatch.setattr(meeting.ends[0], "destroy", lambda: others.wait(6 * SECONDS))
+    try:
+        assert ranks.run(lambda group: group.close()) == [None]
+        assert not others.is_set()
+    finally:
+        others.set()
+
+
+@pytest.mark.parametrize("into", ["a subgroup", "streams"])
+def test_a_division_waits_for_what_the_gpu_is_at(cupy: StandIn, into: str) -> None:
+    ranks = Ranks(cupy, 2)
+
+    def body(group: ProcessGroup) -> list[float]:
+        through_at = SYSTEM_CLOCK.now() + 0.2
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.fake.enqueue(lambda: SYSTEM_CLOCK.now() > through_at)
+            group.all_reduce(ranks.array())
+            if into == "streams":
+                found = group.stream().all_reduce(ranks.array(), 0).wait()
+            else:
+                part = group.subgroup([0, 1])
+                assert part is not None
+                found = part.all_reduce(ranks.array())
+            return cupy.asnumpy(found).tolist()
+
+    assert ranks.run(body) == [[2.0] * 4] * 2
+
+
+def test_a_division_that_never_ends_ends_the_generation(cupy: StandIn) -> None:
+    """NCCL takes nothing more of a communicator that is in progress for ever."""
+    ranks = Ranks(cupy, 2)
+    ranks.backends[0]._connector._seconds = 0.1
+
+    def stays_away(chosen: Any, group_id: int) -> Any:
+        raise InterruptedError
+
+    ranks.backends[1].split = stays_away  # type: ignore[method-assign]
+
+    def body(group: ProcessGroup) -> FerroError:
+        late = pytest.raises(CollectiveTimeoutError, match=r"subgroup \w+ was not complete within 0\.1 s")
+        with pytest.raises(InterruptedError) if group.rank else late:
+            group.subgroup([0, 1])
+        return end_of(group, GroupAbortedError if group.rank else CollectiveTimeoutError)
+
+    assert [type(error) for error in ranks.run(body)] == [CollectiveTimeoutError, GroupAbortedError]
+    ranks.wait_for_aborts()
+    (meeting,) = ranks.nccl.meetings.values()
+    parts = [end for child in meeting.children.values() for end in child.ends.values()]
+    assert [part.aborted for part in parts] == [True]
+
+
+def test_a_division_ends_with_its_generation(cupy: StandIn) -> None:
+    ranks = Ranks(cupy, 2)
+
+    def gives_up(chosen: Any, group_id: int) -> Any:
+        ranks.groups[1].abort("enough")
+        raise InterruptedError
+
+    ranks.backends[1].split = gives_up  # type: ignore[method-assign]
+
+    def body(group: ProcessGroup) -> float:
+        began = SYSTEM_CLOCK.now()
+        with pytest.raises(InterruptedError) if group.rank else pytest.raises(GroupAbortedError, match="enough"):
+            group.subgroup([0, 1])
+        return SYSTEM_CLOCK.now() - began
+
+    assert max(ranks.run(body)) < SECONDS

@@ -1,0 +1,251 @@
+"""Every schedule on stages whose weights are on GPUs, over the fakes: the bits of one process in NumPy.
+
+The model is that of tests/contract/test_pipelines.py: an edge that skips stages, a stage with two inputs, a tied weight, uneven
+microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrorpc import schedules
+from ferrorpc.arrays import staging
+from ferrorpc.arrays.cupy_device import CupyDevice
+from ferrorpc.arrays.kinds import kind_of
+from ferrorpc.backends.hybrid import HybridBackend
+from ferrorpc.backends.nccl.backend import NcclBackend
+from ferrorpc.errors import FerroError, GroupAbortedError
+from ferrorpc.group import ProcessGroup
+from ferrorpc.pipeline.direct import lanes_of
+from ferrorpc.pipeline.exchange import Exchange
+from ferrorpc.pipeline.messages import Letter, pack, unpack
+from ferrorpc.pipeline.runtime import Pipeline
+from ferrorpc.pipeline.stage import Piece
+from ferrorpc.pipeline.wire import Sort, Wire
+from ferrorpc.testing import run_groups
+from ferrorpc.testing.gpu.stand_in import StandIn
+from tests.contract.test_pipelines import SCHEDULES
+from tests.fake_gpu.shared_worlds import ipc_backends
+from tests.fake_gpu.worlds import host_lanes, nccl_backends
+from tests.integration.test_grpc_backend import GrpcWorld
+from tests.unit.pipeline.models import Joint, edges_of, one_process, stage_of, ties_of, whole_model
+from tests.unit.pipeline.stages import batch, descend, half_square
+
+RANKS = 3
+MICROBATCHES = 7
+STEPS = 3
+ROWS = 2 * MICROBATCHES + 3
+LANES = ["simulated", "grpc", "nccl", "hybrid", "cuda_ipc"]
+
+
+@contextmanager
+def groups(cupy: StandIn, lanes: str) -> Iterator[list[ProcessGroup]]:
+    if lanes == "grpc":
+        with GrpcWorld(RANKS) as world:
+            yield [ProcessGroup(backend) for backend in world.backends]
+        return
+    if lanes == "cuda_ipc":
+        with ipc_backends(cupy, RANKS) as backends:
+            yield [ProcessGroup(backend) for backend in backends]
+        return
+    if lanes == "simulated":
+        yield [ProcessGroup(backend) for backend in host_lanes(RANKS)]
+        return
+    kind = {"nccl": NcclBackend, "hybrid": HybridBackend}[lanes]
+    yield [ProcessGroup(backend) for backend in nccl_backends(cupy, RANKS, kind=kind)]
+
+
+def gpu_of(cupy: StandIn, lanes: str, rank: int) -> Any:
+    """A rank's own; where memory is shared, that of all."""
+    return cupy.cuda.Device(0 if lanes == "cuda_ipc" else rank)
+
+
+def order(name: str) -> schedules.Schedule:
+    return schedules.named(name.partition(" ")[0], RANKS, MICROBATCHES, SCHEDULES[name])
+
+
+def moved(cupy: StandIn, stage: Joint) -> Joint:
+    for parameter in stage.parameters():
+        parameter.data = cupy.asarray(parameter.data)
+    return stage
+
+
+def arrays_of(stages: Sequence[Joint]) -> list[Any]:
+    return [array for stage in stages for each in stage.parameters() for array in (each.data, each.grad)]
+
+
+@cache
+def alone(pieces: int) -> list[np.ndarray[Any, Any]]:
+    """Weights and gradients of all pieces after all steps in one process."""
+    stages = whole_model(pieces)
+    for step in range(STEPS):
+        if step:
+            descend(stages)
+        one_process(stages, *batch(ROWS, seed=step), half_square, MICROBATCHES)
+    return arrays_of(stages)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("lanes", LANES)
+def test_every_schedule_has_the_bits_of_one_process(cupy: StandIn, lanes: str, name: str) -> None:
+    schedule = order(name)
+    pieces = schedule.virtual_stages
+
+    def body(group: ProcessGroup) -> Any:
+        with gpu_of(cupy, lanes, group.rank), cupy.cuda.Stream(non_blocking=True):
+            stages = {number: moved(cupy, stage_of(number, pieces)) for number in schedule.pieces(group.rank)}
+            pipe = Pipeline(list(stages.values()), group, schedule, edges=edges_of(pieces), tied=ties_of(pieces))
+            for step in range(STEPS):
+                if step:
+                    descend(stages.values())
+                pipe.step(*(cupy.asarray(each) for each in batch(ROWS, seed=step)), half_square)
+            found = {number: arrays_of([stage]) for number, stage in stages.items()}
+            assert all(type(each) is cupy.ndarray for arrays in found.values() for each in arrays)
+            return {number: [cupy.asnumpy(each) for each in arrays] for number, arrays in found.items()}
+
+    with groups(cupy, lanes) as world:
+        held = {number: arrays for of_rank in run_groups(world, body) for number, arrays in of_rank.items()}
+    found = [array for number in sorted(held) for array in held[number]]
+    for mine, wanted in zip(found, alone(pieces), strict=True):
+        np.testing.assert_array_equal(mine, wanted)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_forward_and_backward_called_apart_give_arrays_on_the_gpu(cupy: StandIn, lanes: str) -> None:
+    schedule = order("gpipe")
+
+    def body(group: ProcessGroup) -> Any:
+        with gpu_of(cupy, lanes, group.rank):
+            stage = moved(cupy, stage_of(group.rank, RANKS))
+            pipe = Pipeline(stage, group, schedule, edges=edges_of(RANKS), tied=ties_of(RANKS))
+            x, target = (cupy.asarray(each) for each in batch(ROWS))
+            y = pipe.forward(x)
+            pipe.backward(y, None if y is None else half_square(y, target)[1])
+            assert y is None or type(y) is cupy.ndarray
+            return [cupy.asnumpy(parameter.grad) for parameter in stage.parameters()]
+
+    whole = whole_model(RANKS)
+    one_process(whole, *batch(ROWS), half_square, 1)
+    with groups(cupy, lanes) as world:
+        for found, stage in zip(run_groups(world, body), whole, strict=True):
+            for grad, parameter in zip(found, stage.parameters(), strict=True):
+                np.testing.assert_allclose(grad, parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_stage_goes_on_while_its_gpu_has_not_made_what_it_sends(
+    cupy: StandIn, lanes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "COPY_SECONDS", 2.0)  # for whoever waits for the GPU
+    wires = [Wire(0, 1, Sort.FORWARD, number) for number in range(3)]
+
+    def body(group: ProcessGroup) -> Any:
+        arrivals = wires if group.rank == 1 else []
+        released: list[bool] = []
+        with gpu_of(cupy, lanes, group.rank), cupy.cuda.Stream(non_blocking=True) as stream:
+            direct = lanes_of(group, {(0, 1)}, [kind_of(cupy.zeros(1))])
+            exchange = Exchange(group, range(RANKS), arrivals, "gpipe", 0, 20.0, direct, {0: wires})
+            if group.rank == 0:
+                stream.fake.enqueue(lambda: bool(released))  # what the stage computes takes long
+                y = cupy.asarray(np.zeros(5000))
+                for wire in wires:
+                    y += 1
+                    exchange.send(wire, (y, None))
+                assert not released, "the host got here although no GPU has begun"
+                released.append(True)
+            found = [exchange.receive(wire, kind_of(cupy.zeros(1))) for wire in arrivals]
+            exchange.finish()
+            return [(cupy.asnumpy(y), nothing) for y, nothing in found]
+
+    with groups(cupy, lanes) as world:
+        for number, (y, nothing) in enumerate(run_groups(world, body)[1], 1):
+            np.testing.assert_array_equal(y, np.full(5000, number))
+            assert nothing is None
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_where_a_backend_moves_arrays_from_gpu_to_gpu_stages_send_nothing_through_the_host(
+    cupy: StandIn, lanes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_step: list[int] = []
+    through_host: list[int] = []
+    download = CupyDevice.download
+
+    def noted(self: CupyDevice, target: Any, source: Any, stream: Any) -> None:
+        through_host.extend(source.nbytes for _ in in_step)
+        download(self, target, source, stream)
+
+    def body(group: ProcessGroup) -> None:
+        with gpu_of(cupy, lanes, group.rank), cupy.cuda.Stream(non_blocking=True) as stream:
+            stage = moved(cupy, stage_of(group.rank, RANKS))
+            pipe = Pipeline(stage, group, order("1f1b"), edges=edges_of(RANKS))
+            group.barrier()
+            in_step.append(group.rank)
+            pipe.step(*(cupy.asarray(each) for each in batch(ROWS)), loss_fn=half_square)
+            stream.synchronize()
+
+    monkeypatch.setattr(CupyDevice, "download", noted)
+    with groups(cupy, lanes) as world:
+        run_groups(world, body)
+    assert bool(through_host) == (lanes in ("simulated", "grpc"))
+
+
+class Failing(Joint):
+    """A stage that fails at its third microbatch."""
+
+    left = 2
+
+    def forward(self, x: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise ArithmeticError("no more")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("lanes", ["nccl", "hybrid", "cuda_ipc"])
+@pytest.mark.parametrize("failing", range(RANKS))
+def test_a_stage_that_fails_ends_the_step_of_all(cupy: StandIn, lanes: str, failing: int) -> None:
+    def body(group: ProcessGroup) -> type[BaseException]:
+        with gpu_of(cupy, lanes, group.rank), cupy.cuda.Stream(non_blocking=True) as stream:
+            stage = moved(cupy, stage_of(group.rank, RANKS))
+            if group.rank == failing:
+                stage.__class__ = Failing
+            pipe = Pipeline(stage, group, order("1f1b"), edges=edges_of(RANKS))
+            group.barrier()
+            with pytest.raises((ArithmeticError, FerroError)) as caught:
+                pipe.step(*(cupy.asarray(each) for each in batch(ROWS)), loss_fn=half_square)
+            stream.synchronize()  # nothing waits on the GPU for what does not come any more
+            return caught.type
+
+    with groups(cupy, lanes) as world:
+        found = run_groups(world, body)
+    assert found[failing] is ArithmeticError
+    assert all(issubclass(each, GroupAbortedError) for rank, each in enumerate(found) if rank != failing)
+
+
+def test_arrays_of_several_gpus_and_of_the_host_go_in_one_message(cupy: StandIn) -> None:
+    with cupy.cuda.Device(1):
+        far = cupy.asarray(np.arange(7.0))
+    near, here = cupy.asarray(np.arange(3, dtype=np.int16)), np.arange(4) > 1
+    letter = Letter("gpipe", 3, "0SEND_F1")
+    found, values = unpack(pack(letter, (near, far, here)), kind_of(here))
+    assert found == letter
+    for value, wanted in zip(values, (np.arange(3, dtype=np.int16), np.arange(7.0), here), strict=True):
+        np.testing.assert_array_equal(value, wanted)
+
+
+@pytest.mark.parametrize("shown", ["like", "parameters", "parameters with data"])
+def test_a_stage_shows_on_which_gpu_it_computes(cupy: StandIn, shown: str) -> None:
+    array = cupy.zeros(3)
+    stage = Joint(0, 1, 1)
+    stage.parameters = lambda: iter([SimpleNamespace(data=array) if "data" in shown else array])
+    if shown == "like":
+        stage.like = array
+    assert Piece(stage, 0).kind is kind_of(array)

@@ -1,0 +1,51 @@
+"""torch modules on fake GPUs, trained in several processes: the bits of one process on the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.fake_gpu.torch_gpu import torch
+from tests.fake_gpu.torch_trainer import STEPS, batches, loss_of, model, optimizer
+from tests.integration.launching import run
+
+SIZE = 2
+
+
+def one_process() -> dict[str, np.ndarray]:
+    """Each rank's gradients, added in rank order."""
+    module = model()
+    rule = optimizer(module)
+    for step in zip(*[batches(rank) for rank in range(SIZE)], strict=True):
+        sums = [torch.zeros_like(each) for each in module.parameters()]
+        for x, target in step:
+            grads = torch.autograd.grad(loss_of(module(x), target), list(module.parameters()))
+            sums = [total + grad for total, grad in zip(sums, grads, strict=True)]
+        for each, total in zip(module.parameters(), sums, strict=True):
+            each.grad = total / SIZE
+        rule.step()
+    return {name: each.detach().numpy() for name, each in module.named_parameters()}
+
+
+@pytest.mark.parametrize("transport", ["grpc", pytest.param("shared_memory", marks=pytest.mark.shared_memory)])
+def test_a_module_on_a_gpu_gets_the_weights_of_one_process(tmp_path: Path, transport: str) -> None:
+    """Buckets lie on the GPU, so nothing of a gradient is asked for on the host by torch."""
+    result = run(
+        "-n",
+        str(SIZE),
+        "-m",
+        "tests.fake_gpu.torch_trainer",
+        str(tmp_path / "weights"),
+        timeout=100,
+        FERRORPC_TRANSPORT=transport,
+    )
+    assert result.returncode == 0, result.stderr
+    expected = one_process()
+    first, second = (dict(np.load(tmp_path / f"weights.{rank}.npz")) for rank in range(SIZE))
+    assert first["waits"] == second["waits"] == 0
+    for name, weights in expected.items():
+        assert first[name].tobytes() == second[name].tobytes() == weights.tobytes(), name
+    assert first["1.batches"] == second["1.batches"] == STEPS
+    assert first["1.total"] == second["1.total"] != 0, "rank 0's"

@@ -1,0 +1,126 @@
+"""What a peer may send in place of a message: none of it does more than end the generation with a CodecError."""
+
+import random
+import tracemalloc
+from types import SimpleNamespace
+from typing import Any
+
+from google.protobuf.message import DecodeError, Message
+
+from ferrorpc.errors import CodecError, FerroError, PeerLostError
+from ferrorpc.guard import SYSTEM_CLOCK, Latch
+from ferrorpc.transports.grpc.inlet import Inlet, read_message, refusal
+from ferrorpc.transports.grpc.transport import GrpcTransport
+from ferrorpc.transports.mailbox import Mailbox
+from ferrorpc.types import Assignment, DType, Peer
+from ferrorpc.v1 import transport_pb2
+from ferrorpc.wire.frames import Frame, Header, Key, encode
+from tests.unit.wire.test_frames import mutate
+
+
+class NoServer:
+    """Takes the place of the worker's server where no stream is dialled."""
+
+    token = "secret"
+
+    def register(self, seat: GrpcTransport) -> None:
+        self.seat = seat
+
+
+def transport_of(failures: list[FerroError], lost: list[int]) -> GrpcTransport:
+    peers = tuple(Peer(rank, f"m{rank}") for rank in range(3))
+    assignment = Assignment("j", "c", 1, 1, peers)
+    mailbox = Mailbox(1, failures.append)
+    return GrpcTransport(
+        NoServer(),  # type: ignore[arg-type]
+        assignment,
+        mailbox,
+        Latch(),
+        SYSTEM_CLOCK,
+        lambda peer, reason: lost.append(peer),
+    )
+
+
+FRAME = encode(Key(0, 0, 1), Header(0, "a()", DType.FLOAT32, (3,), 12), 0, bytes(12))
+DATA_MESSAGES = [
+    FRAME,
+    transport_pb2.DataMessage(probe=transport_pb2.Probe(group=1, stream=2, number=3, signature="a()")).SerializeToString(),
+    transport_pb2.DataMessage(goodbye=transport_pb2.Goodbye()).SerializeToString(),
+    transport_pb2.DataMessage(open=transport_pb2.Open(job="j", token="t", generation=4)).SerializeToString(),
+]
+CONTROL_MESSAGES: list[Message] = [
+    transport_pb2.ControlMessage(opened=transport_pb2.Opened(generation=1)),
+    transport_pb2.ControlMessage(grant=transport_pb2.Grant(group=1, stream=2, number=3, slot=4)),
+    transport_pb2.ControlMessage(probe_answer=transport_pb2.ProbeAnswer(number=3, standing=2, signature="b()", last_number=9)),  # type: ignore[arg-type]
+    transport_pb2.ControlMessage(goodbye=transport_pb2.Goodbye()),
+    transport_pb2.ControlMessage.FromString(refusal(PeerLostError(2, "signal 9"))),
+]
+
+
+def test_fifty_thousand_damaged_data_messages_end_a_stream_at_worst() -> None:
+    chance = random.Random(4)
+    tracemalloc.start()
+    try:
+        kinds = set()
+        for _ in range(50_000):
+            data = mutate(chance, chance.choice(DATA_MESSAGES))
+            try:
+                kinds.add(type(read_message(data, 0)))
+            except CodecError:
+                kinds.add(CodecError)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    assert kinds == {Frame, transport_pb2.DataMessage, CodecError}
+
+
+def test_an_inlet_that_reads_damaged_messages_reports_codec_errors_and_nothing_else() -> None:
+    chance = random.Random(5)
+    seen = set()
+    for _ in range(3_000):
+        failures: list[FerroError] = []
+        lost: list[int] = []
+        transport = transport_of(failures, lost)
+        sent = iter([chance.choice(DATA_MESSAGES[:2]), mutate(chance, chance.choice(DATA_MESSAGES))])
+        Inlet(0, sent, transport).read()
+        assert len(failures) + len(lost) <= 1
+        seen.update(type(failure) for failure in failures)
+        seen.update("lost" for _ in lost)
+    assert seen == {CodecError, "lost"}
+
+
+def test_fifty_thousand_damaged_control_messages_do_no_harm() -> None:
+    chance = random.Random(6)
+    failures: list[FerroError] = []
+    lost: list[int] = []
+    transport = transport_of(failures, lost)
+    box = transport.mailbox.enter(Key(1, 2, 3), "a()", lambda: None)
+    samples = [message.SerializeToString() for message in CONTROL_MESSAGES]
+    lanes: list[Any] = [SimpleNamespace(peer=peer, carried=True, opened=False) for peer in (0, 2)]
+    parsed = 0
+    for _ in range(50_000):
+        try:
+            message = transport_pb2.ControlMessage.FromString(mutate(chance, chance.choice(samples)))
+        except DecodeError:
+            continue
+        parsed += 1
+        transport.lane_answered(chance.choice(lanes), message)
+    assert parsed > 1_000
+    assert all(isinstance(failure, FerroError) for failure in failures)
+    assert set(lost) <= {0, 2}
+    assert len(lost) <= 2
+    assert set(box.answers) <= {0, 2}
+
+
+def test_a_message_of_a_newer_version_is_passed_over() -> None:
+    failures: list[FerroError] = []
+    lost: list[int] = []
+    transport = transport_of(failures, lost)
+    Inlet(0, iter([b"\xaa\x06\x03new", b"", DATA_MESSAGES[2]]), transport).read()
+    assert failures == lost == []
+
+
+def test_a_frame_behind_an_unknown_field_is_a_frame() -> None:
+    message = read_message(b"\xaa\x06\x03new" + FRAME, 0)
+    assert isinstance(message, Frame)
+    assert message.key == Key(0, 0, 1)
