@@ -21,13 +21,12 @@ from ferrorpc import (
     LimitExceededError,
     PeerLostError,
     ProcessGroup,
-    RendezvousTimeoutError,
     StoreTimeoutError,
     TensorMismatchError,
     UsageError,
 )
 from ferrorpc.collectives import progress
-from ferrorpc.testing import FaultPlan, World, run_world
+from ferrorpc.testing import FaultPlan, run_world
 from ferrorpc.types import DType
 from ferrorpc.wire.frames import POINT_TO_POINT, Header, Key
 
@@ -351,111 +350,6 @@ def test_close_finishes_own_work_refuses_more_and_is_quick() -> None:
         return group.broadcast(root=0).tolist()
 
     assert run_world(2, body, faults=SLOW) == [None, [0, 1, 2]]
-
-
-def test_survivors_of_an_elastic_world_go_on_in_the_next_generation() -> None:
-    world = World(4, faults=FaultPlan(kill={2: 3.0}), min_size=2)
-
-    def body(group: ProcessGroup) -> Any:
-        group.store.set(f"rank/{group.rank}", b"was here")
-        sub = group.subgroup([0, 1, 2, 3])
-
-        def train() -> None:
-            while True:
-                group.all_reduce(X)
-                world.clock.parker().park(world.clock.now() + 0.5)
-
-        with pytest.raises(PeerLostError) as raised:
-            train()
-        assert raised.value.rank == 2
-        with group.reform(10.0) as renewed:
-            assert renewed.generation == group.generation + 1
-            assert renewed.store.get("rank/2") == b"was here"
-            for over in (group, sub):
-                with pytest.raises((GroupClosedError, PeerLostError)):
-                    over.barrier()
-            with pytest.raises(GroupClosedError):
-                group.reform(1.0)
-            total = int(renewed.all_reduce(1))
-            renewed.barrier()
-            return renewed.size, total
-
-    outcomes = world.run(body)
-    assert [outcomes[rank] for rank in (0, 1, 3)] == [(3, 3)] * 3
-
-
-def test_reform_admits_pending_members_of_a_healthy_group() -> None:
-    world = World(3, min_size=1)
-    joined: list[int] = []
-
-    def newcomer() -> None:
-        group = world.join(30.0)
-        joined.append(int(group.all_reduce(1)))
-
-    def body(group: ProcessGroup) -> Any:
-        if group.rank == 2:
-            return "left"
-        if group.rank == 0:
-            world.clock.start(newcomer, "newcomer")
-        world.clock.parker().park(1.0)
-        assert len(group.pending_members) == 1
-        renewed = group.reform(10.0)
-        assert renewed.pending_members == []
-        total = int(renewed.all_reduce(1))
-        world.clock.parker().park(world.clock.now() + 1.0)
-        return group.generation, renewed.generation, renewed.size, total
-
-    assert world.run(body) == [(1, 2, 3, 3), (1, 2, 3, 3), "left"]
-    assert joined == [3]
-
-
-def test_a_fixed_world_without_a_replacement_says_who_is_missing() -> None:
-    world = World(3, faults=FaultPlan(kill={1: 1.0}))
-
-    def body(group: ProcessGroup) -> bool:
-        world.clock.parker().park(2.0)
-        with pytest.raises(RendezvousTimeoutError, match="rank 1") as caught:
-            group.reform(3.0 + group.rank)
-        assert caught.value.missing == [1]
-        return world.clock.now() < 10.0
-
-    outcomes = world.run(body)
-    assert (outcomes[0], outcomes[2]) == (True, True)
-
-
-def test_after_a_reform_in_vain_only_another_one_helps() -> None:
-    world = World(2)
-
-    def body(group: ProcessGroup) -> int:
-        if group.rank == 0:
-            part = group.store
-            with pytest.raises(RendezvousTimeoutError):
-                group.reform(1.0)
-            for call in (group.barrier, lambda: group.all_reduce(X), lambda: group.send(X, 1), lambda: group.recv(1)):
-                with pytest.raises(GroupClosedError, match=r"came to nothing(.|\n)*call group.reform\(\) again"):
-                    call()
-            assert "given up" in repr(group)
-            part.set("tried", b"")
-        else:
-            group.store.wait(["tried"])
-        with group.reform(10.0) as renewed:
-            return int(renewed.all_reduce(1))
-
-    assert world.run(body) == [2, 2]
-
-
-def test_after_a_reform_in_vain_a_group_can_be_closed() -> None:
-    def body(group: ProcessGroup) -> None:
-        if group.rank == 0:
-            with pytest.raises(RendezvousTimeoutError):
-                group.reform(1.0)
-            group.close()
-            assert "closed" in repr(group)
-        else:
-            with pytest.raises(PeerLostError, match="it left the job"):
-                group.recv(0)
-
-    World(2).run(body)
 
 
 def test_a_work_whose_group_broke_raises_the_first_cause_and_wait_repeats_it() -> None:
