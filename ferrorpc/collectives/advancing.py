@@ -2,8 +2,8 @@
 
 Their driver is a thread that sleeps. To wake it for every chunk would cost two changes of threads each, more than most
 chunks take to be folded in; so it sleeps until the operation is over, and the thread that has the news does what it allows.
-It is woken where a full lane has room again, for several chunks at a time: its writer is to write, not to copy what is next.
-Many threads may have news at once: one takes the turn, the others leave word and go. None of them ever waits for another.
+The driver is woken where a full lane has room again, for several chunks at a time: the lane's writer has to write, not to copy
+the next chunks. Many threads may have news at once: one takes the turn, the others leave a flag and go. None waits for another.
 
 Advancing one execution can be news for another of the same thread (where ranks share a process, its message arrives there on
 the same stack). Such news is kept until the first is done with, so that it cannot pile up calls.

@@ -48,7 +48,7 @@ class Lines:
         return self._waiting[send.way][0] is send
 
     def leave(self, send: SendExecution) -> None:
-        """It has begun, or never will: the next one may."""
+        """A send has begun to leave, or never will: the next one in its line may begin."""
         with self._lock:
             line = self._waiting[send.way]
             line.remove(send)
@@ -60,10 +60,10 @@ class Lines:
 
 
 class _Pairwise(Advancing):
-    """Has its place in a queue from when it is made."""
+    """An execution that is queued as soon as it is made, before a driver has it."""
 
     def woken(self) -> None:
-        """There is news; what comes before it is driven is found then."""
+        """There is news. Before a driver has it nothing needs to be done: its first `advance` looks at everything."""
         if hasattr(self, "wake"):
             self.poke()
 
@@ -117,7 +117,7 @@ class SendExecution(_Pairwise):
         return [self._peer]
 
     def probe(self) -> None:
-        """Nothing to ask: a receiver that has not called recv yet is not in an operation."""
+        """Asks nothing: a receiver that has not called recv yet is not in any operation."""
 
     def explain(self) -> str:
         if self.ferry is not None and not self.ferry.has_landed:
@@ -209,7 +209,7 @@ class RecvExecution(_Pairwise):
         return [self._peer]
 
     def probe(self) -> None:
-        """Asks for an operation that cannot exist: a peer that is gone shows on its lane."""
+        """Asks about an operation number that never exists (0): sending on the lane shows whether the peer is gone."""
         self._transport.probe(self._peer, Key(self._group, POINT_TO_POINT, 0), self.label)
 
     def explain(self) -> str:

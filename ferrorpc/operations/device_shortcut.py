@@ -21,7 +21,7 @@ from ferrorpc.types import DType, ReduceOp
 from ferrorpc.wire.frames import Key
 
 NOT_PLAIN: Final = (AttributeError, TypeError, RuntimeError)
-"""What asking something for its dtype and shape, and asking whether that is known, may raise where it is no plain array."""
+"""What reading `dtype` and `shape`, or hashing them, raises where the argument is no plain array."""
 
 
 class Known(NamedTuple):
@@ -87,7 +87,7 @@ class DeviceShortcut:
         return dispatch.finish(execution, Given(out), async_op)
 
     def _learn(self, key: tuple[Any, ...], x: Any, op: Any) -> Known | None:
-        """What the general way knows of such a call; None where it is not for this one."""
+        """Prepares such a call the general way, and remembers it; None where the short way does not fit it."""
         kind = kind_of(x)
         if not kind.on_device or not kind.address(x) or not isinstance(op, str | ReduceOp) or len(self._known) >= REMEMBERED:
             return None

@@ -28,7 +28,7 @@ from ferrorpc.wire.frames import Key
 from ferrorpc.work import Work
 
 PREPARED_CALLS: Final = 1024
-"""Prepared calls that are kept; beyond, the oldest is laid out again when it comes back."""
+"""How many prepared calls are kept. The oldest is dropped beyond that, and prepared again when it is next called."""
 
 Signature: TypeAlias = tuple[Hashable, ...]
 
@@ -46,26 +46,26 @@ class Dispatch:
         self.timeout = timeout
         self.closed = False
         self.refuses = False
-        """Whether nothing may begin: closed, or given up."""
+        """Whether no operation may begin: the group is closed, or its lanes are, after a reform() that failed."""
         self._lock = threading.Lock()
         self._prepared: OrderedDict[Signature, Prepared] = OrderedDict()
         self._numbers = itertools.count(1)
         self._streams = 0
         self._flying: dict[int, Work[Any]] = {}
-        """Whatever is asked of it is one step of the interpreter's."""
+        """Works that are not done, by id. Shared without a lock: each use is one dict operation, which is atomic."""
         self._closing = GroupClosedError("the group was closed")
         self._is_part = backend.group_id != 0
         self._activity = None if backend.session is None else backend.session.activity
         self.telemetry = telemetry()
 
     def close(self, told: GroupClosedError | None = None) -> None:
-        """Nothing begins any more. `told`: what callers get to know of it."""
+        """No operation begins from now on. `told`: the error that callers get; None for the usual one."""
         if told is not None:
             self._closing = told
         self.closed = self.refuses = True
 
     def give_up(self) -> None:
-        """The lanes are closed, and a next generation has not come about yet."""
+        """No operation begins from now on: the lanes are closed for a reform(), and there is no next generation yet."""
         self.refuses = True
 
     @property
@@ -74,7 +74,7 @@ class Dispatch:
         return not self.refuses and self.backend.latch.cause is None
 
     def check_open(self) -> None:
-        """Raises GroupClosedError after close() or a `reform` in vain, and the first cause once the generation has ended."""
+        """Raises GroupClosedError after close() or a failed reform(), and the first cause once the generation has ended."""
         if self.closed:
             raise self._closing.again()
         cause = self.backend.latch.cause
@@ -88,7 +88,7 @@ class Dispatch:
             )
 
     def end(self, cause: FerroError) -> None:
-        """Ends the generation on every rank. Returns when this one knows, so that nothing of it begins afterwards."""
+        """Ends the generation on every rank. Returns once this rank knows, so that nothing of it begins later."""
         guard = self.guard(0.0)
         verdict(guard, cause, self.backend.abort, guard.clock.parker())
 
@@ -155,7 +155,7 @@ class Dispatch:
         return result.of(execution)
 
     def ran(self, bare: Bare, execution: Execution) -> bool:
-        """Whether an execution was complete at once: then no time went into it that anybody counts."""
+        """Whether an execution was complete as soon as it was launched. It is then not timed: the host has not waited."""
         if self.telemetry is not None:
             return False
         try:
@@ -193,13 +193,13 @@ class Dispatch:
                 ended(failure)
 
     def _interrupted(self, execution: Execution) -> None:
-        """The caller has stopped this rank in an operation that the others are in, or will be: its part does not come."""
+        """Ends the generation after a KeyboardInterrupt: the others would wait for this rank's part, which never comes."""
         if execution.timeout_breaks:
             rank = self.backend.world_ranks[self.backend.rank]
             self.end(GroupAbortedError(rank, f"KeyboardInterrupt during {execution.label}"))
 
     def _observed(self, execution: Execution) -> Callable[[str], None] | None:
-        """Begins an operation's span where anybody wants it; what is returned ends it."""
+        """Begins an operation's span where telemetry is on, and returns what ends it; None where it is off."""
         tell = self.telemetry
         if tell is None:
             return None
@@ -235,9 +235,9 @@ class Dispatch:
         return work
 
     def begin(self, execution: Execution) -> bool:
-        """Does on this thread what can be done at once, where others take it further later. Whether that was all of it.
+        """Advances an execution once on this thread, before its driver has it. Returns whether it is complete.
 
-        Whoever drives it next meets what it failed with.
+        An error is not raised here: the driver's next `advance` raises it.
         """
         if not isinstance(execution, Advancing):
             return False
@@ -248,7 +248,7 @@ class Dispatch:
             return False
 
     def send(self, execution: Execution, async_op: bool) -> Any:
-        """As `finish`. What the lane has room for leaves on the caller's thread: to wake another one costs more."""
+        """As `finish`, but what the lane has room for is sent on the caller's thread: waking another costs more."""
         if not async_op or self.telemetry is not None or not self.begin(execution):
             return self.finish(execution, NOTHING, async_op)
         execution.finish()
@@ -274,7 +274,7 @@ class Dispatch:
         self._flying.pop(id(work), None)
 
     def drain(self, until: float) -> bool:
-        """Waits until nothing of this group is in flight, or clock time `until`. Whether that came first."""
+        """Waits until nothing of this group is in flight. Returns False where clock time `until` came first."""
         parker = self.backend.clock.parker()
         for work in list(self._flying.values()):
             work.on_done(parker.unpark)

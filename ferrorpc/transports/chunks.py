@@ -9,7 +9,7 @@ from ferrorpc.wire.frames import Frame, Header
 
 
 class Chunks(deque[Frame]):
-    """As far as they have come without a gap, in the order of their offsets, and not been taken yet.
+    """The chunks that have come without a gap and have not been taken yet, in the order of their offsets.
 
     One thread at a time puts in; one takes out from the left, which may be at the same time.
     """

@@ -49,7 +49,7 @@ class Network:
             action(transport)
 
     def leave(self, rank: int) -> bool:
-        """A rank can be reached no more. False when that was so before."""
+        """A rank can no longer be reached. Returns False where it had left before."""
         with self._lock:
             self._left.add(rank)
             return self._members.pop(rank, None) is not None

@@ -80,7 +80,7 @@ class Box:
         """The local call's; None until this rank has entered."""
         self.wake: Callable[[], None] = _nobody
         self.refused: CollectiveMismatchError | None = None
-        """Somebody's frame was of a different call: this one cannot go well."""
+        """Set when a frame of a different call came: this operation fails with it."""
         self.frames: dict[tuple[int, int], Chunks] = {}
         """Chunks by (source, slot), in order."""
         self.news: deque[tuple[int, int]] = deque()
@@ -94,7 +94,7 @@ class Box:
         self.places: Container[tuple[int, int]] = ()
         """(source, slot) of the messages that its driver awaits."""
         self.unasked_bytes = 0
-        """What came of others, or before this rank had entered."""
+        """Bytes that came before this rank entered, or in messages that it does not await."""
 
     def put(self, frame: Frame) -> None:
         """Appends a chunk."""
@@ -109,7 +109,7 @@ class Box:
 
 
 def _wake(posts: list[Post]) -> None:
-    """Without the mailbox's lock: a recv that is woken may come back to it at once."""
+    """Wakes recvs. Called without the mailbox's lock, which a woken recv may take at once."""
     for post in posts:
         post.wake()
 
@@ -163,8 +163,8 @@ class Mailbox:
         return box
 
     def note(self, key: Key, signature: str) -> None:
-        """This rank has called an operation that awaits no message: what it was is all that peers may ask. It needs no box,
-        unless somebody's message is there already."""
+        """This rank has called an operation in which it only sends. Its signature is kept, for peers that probe; a box is
+        made only where a message for it has come already."""
         with self._lock:
             if key not in self._boxes:
                 self._remember(key, signature)
@@ -173,9 +173,9 @@ class Mailbox:
         self.enter(key, signature, _nobody)
 
     def look_elsewhere(self, group: int, entered: Callable[[Key], Entered]) -> None:
-        """A group has operations that send no messages: this bound method tells what peers may ask of them.
+        """Asks `entered`, a bound method, about operations of this group that send no messages (those in shared memory).
 
-        It is not kept alive: what it belongs to refers to this mailbox, and its memory has to be free when a group is closed.
+        Only a weak reference is kept: its object refers to this mailbox, and its memory must be freed when the group is closed.
         """
         self._elsewhere[group] = weakref.WeakMethod(entered)
 
@@ -194,7 +194,7 @@ class Mailbox:
             self._history.popitem(last=False)
 
     def deliver(self, frame: Frame) -> bool:
-        """A chunk arrived. Called by reader threads; never blocks. False, and reported, where it cannot be."""
+        """Takes in a chunk. Called by reader threads; never blocks. False, and reported, where it breaks a rule."""
         try:
             self._deliver(frame)
         except (CodecError, LimitExceededError) as error:
@@ -240,7 +240,7 @@ class Mailbox:
         return box
 
     def _put_pairwise(self, frame: Frame) -> list[Post]:
-        """Keeps a chunk of a message between two ranks. Who has a message now, or more of one."""
+        """Keeps a chunk of a message between two ranks. Returns the recvs to wake."""
         inbound = self._inbound.get((frame.key.group, frame.source, frame.header.slot))
         asked = inbound is not None and inbound.is_awaited(frame.key.number)
         size_bytes = 0 if asked else self._take_up(frame)
@@ -249,7 +249,7 @@ class Mailbox:
         return inbound.put(frame, size_bytes)
 
     def _take_up(self, frame: Frame) -> int:
-        """Counts a chunk that nobody here has asked for. What it takes; LimitExceededError where there is no more room."""
+        """Counts a chunk that nobody here awaits, and returns its bytes. Raises LimitExceededError beyond the limit."""
         size_bytes = len(frame.payload) + FRAME_COST_BYTES
         most = self._unasked_bytes_max
         if self._unasked_bytes + size_bytes > most:
@@ -265,7 +265,7 @@ class Mailbox:
         return size_bytes
 
     def _forgotten(self, key: Key) -> int:
-        """Operations of program order up to this number are older than the history. Other streams skip numbers freely."""
+        """The largest number in program order that is older than the history; -1 for streams, which may skip numbers."""
         if key.stream != 0:
             return -1
         return self._last.get((key.group, key.stream), (0, ""))[0] - HISTORY
@@ -307,7 +307,7 @@ class Mailbox:
         return Standing(SAME if entered is not None else FINISHED, mine, last_number, last_signature)
 
     def probe_answered(self, peer: int, key: Key, standing: int, signature: str, last_number: int, last_signature: str) -> None:
-        """`peer` said where it stands; a difference is a mismatch although no frame of it ever came."""
+        """Keeps the answer to a probe. One that names a different call is a mismatch, although no frame of it ever came."""
         with self._lock:
             box = self._boxes.get(key)
             if box is None or box.signature is None:
@@ -318,9 +318,10 @@ class Mailbox:
             self._report(self._difference(key, mine, peer, signature))
 
     def asks_again(self, peer: int, key: Key) -> bool:
-        """Notes that an operation asks for a peer that has left. Whether it had asked before.
+        """Notes that an operation waits for a peer that has left. Returns whether it was noted before.
 
-        All that the peer sent is here. Who asks for the first time may be about to find it: it came between look and question.
+        All that the peer sent is in this mailbox by now. The first time may be a race, where the message came after the
+        operation had looked; an operation that still waits the second time waits in vain.
         """
         with self._lock:
             before = (peer, key) in self._missed

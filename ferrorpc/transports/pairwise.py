@@ -32,12 +32,12 @@ class Message:
 
     def __init__(self, first: Frame) -> None:
         self.unasked_bytes = 0
-        """What came of it before a recv was there."""
+        """Bytes of it that came before a recv waited for it."""
         self.header = first.header
         self.frames = Chunks(first.header)
         """Filled by the mailbox, emptied by the recv it is matched to."""
         self.needs_grant = first.header.total > EAGER_BYTES
-        """Long, and its sender still waits for the grant of its later chunks."""
+        """Whether its sender still waits for the grant of the later chunks of a long message."""
 
 
 class Post:
@@ -52,7 +52,7 @@ class Post:
 
 
 class Inbound:
-    """The queue of one (group, source, tag). Its caller holds the mailbox's lock, and wakes whom it is told to without it."""
+    """The queue of one (group, source, tag). Called under the mailbox's lock; recvs that methods return are woken after it."""
 
     def __init__(self) -> None:
         self._messages: dict[int, Message] = {}
@@ -71,7 +71,7 @@ class Inbound:
         return number in self._matched
 
     def put(self, frame: Frame, unasked_bytes: int) -> list[Post]:
-        """A chunk arrived, of which so much counts as not asked for. Who has a message now, or more of one.
+        """Takes in a chunk, of which so many bytes were not asked for. Returns the recvs to wake.
 
         Raises:
             CodecError: it has come before, or its message has to be granted first.
@@ -91,12 +91,12 @@ class Inbound:
         return self._match() if post is None else [post]
 
     def add(self, post: Post) -> list[Post]:
-        """A recv waits. Who has a message now."""
+        """Queues a recv. Returns the recvs that have been given a message."""
         self._posts.append(post)
         return self._match()
 
     def give_back(self, post: Post) -> list[Post]:
-        """The recv ends without its message: the next one gets it. Who has a message now."""
+        """The recv ends without its message, which goes to the next one. Returns the recvs that have been given a message."""
         if post.message is None:
             if post in self._posts:
                 self._posts.remove(post)
@@ -107,7 +107,7 @@ class Inbound:
         return self._match()
 
     def take(self, post: Post) -> int:
-        """The recv has its message whole: it leaves the queue. How many bytes of it had come unasked."""
+        """Removes a message that its recv has taken whole. Returns how many of its bytes had come unasked."""
         del self._matched[post.number]
         return self._messages.pop(post.number).unasked_bytes
 
