@@ -63,6 +63,8 @@ class ProcessGroup(Collectives):
         super().__init__(backend, seconds_of(timeout, 60.0))
         self._is_world = backend.group_id == 0
         self._subgroups = 0
+        self._following: ProcessGroup | None = None
+        """What `reform` has returned."""
         session = backend.session
         self._generation = 1 if session is None else session.membership.assignment.generation
 
@@ -223,6 +225,7 @@ class ProcessGroup(Collectives):
         self._dispatch.close(GroupClosedError(over.message, hint=over.hint))
         self._backend.latch.trip(over)
         self._backend.close()
+        self._following = following
         return following
 
     def close(self) -> None:
@@ -255,7 +258,9 @@ class ProcessGroup(Collectives):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if error is None or self._dispatch.closed or not self._is_world or _is_clean(error):
+        if self._following is not None:  # `group = group.reform()` within the block: what is left is that one
+            self._following.__exit__(kind, error, traceback)
+        elif error is None or self._dispatch.closed or not self._is_world or _is_clean(error):
             self.close()
         elif self._backend.latch.cause is not None:
             self._say_goodbye("")

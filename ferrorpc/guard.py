@@ -103,6 +103,11 @@ class Latch:
 
     Invariants: 1. `cause` never changes once set. 2. Each watcher is called exactly once, after `cause` is set; one that
     subscribes later is called at once.
+
+    Attributes:
+        cause: the first cause; None while the generation goes on.
+        unwell: by world rank, a sentence about each member of which the coordinator has said that it is stalled or suspect,
+            for those who wait for it.
     """
 
     def __init__(self) -> None:
@@ -110,6 +115,7 @@ class Latch:
         self._watchers: dict[int, Callable[[], None]] = {}
         self._next = 0
         self.cause: FerroError | None = None
+        self.unwell: dict[int, str] = {}
 
     def trip(self, cause: FerroError) -> bool:
         """Sets the first cause and wakes the watchers. False when it had tripped before: then nothing changes."""
@@ -149,7 +155,7 @@ def seconds_of(timeout: Any, default: float) -> float:
     if timeout is None:
         return default
     try:
-        seconds = float(timeout)
+        seconds = -1.0 if isinstance(timeout, bool) else float(timeout)
     except (TypeError, ValueError):
         seconds = -1.0
     if not seconds >= 0:

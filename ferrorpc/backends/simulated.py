@@ -72,5 +72,6 @@ class SimulatedBackend(MessageBackend):
         return [SimulatedBackend(world.session(rank), lanes, timeout) for rank in range(size)]
 
     def renew(self, timeout: float) -> SimulatedBackend:
+        self.transport.close(0.0)
         self._line.rejoin(timeout)
         return type(self)(self._line, self._lanes, self.timeout)

@@ -190,7 +190,7 @@ def make_plan(
     single = node_span == (1, 1)
     master = master_addr or (LOOPBACK if single else split_address(address)[0])
     port = master_port or (free_port(besides=address) if single else DEFAULT_MASTER_PORT)
-    world_span = world_range(world, node_span, count)
+    world_span = world_range(world, node_span, count, config["world_size"])
     return Plan(
         command=command_line,
         processes=count,

@@ -16,7 +16,7 @@ BACKEND_TAG_MAX: Final = (1 << 63) - 1
 def rank_of(rank: Any, size: int, what: str) -> int:
     """A rank of a group of `size`. Raises InvalidRankError."""
     try:
-        found = index(rank)
+        found = -1 if isinstance(rank, bool) else index(rank)
     except TypeError:
         found = -1
     if not 0 <= found < size:
@@ -35,7 +35,7 @@ def peer_of(peer: Any, own: int, size: int, what: str) -> int:
 def tag_of(tag: Any, largest: int = TAG_MAX) -> int:
     """The tag of a send or recv. Raises UsageError."""
     try:
-        found = index(tag)
+        found = -1 if isinstance(tag, bool) else index(tag)
     except TypeError:
         found = -1
     if not 0 <= found <= largest:

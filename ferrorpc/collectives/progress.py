@@ -68,8 +68,14 @@ class Patience:
             execution.probe()
             self._probe_at = now + max(self._step, (now - execution.guard.started) / 4)
         if now >= self._explain_at:
-            _log.warning("after %.0f s, %s", execution.guard.waited, execution.explain())
+            _log.warning("after %.0f s, %s", execution.guard.waited, "; ".join((execution.explain(), *_unwell(execution))))
             self._explain_at = now + 2 * execution.guard.waited
+
+
+def _unwell(execution: Execution) -> list[str]:
+    """What the coordinator has told of those who are waited for and are not well."""
+    told = execution.guard.latch.unwell
+    return [told[rank] for rank in execution.waiting_on() if rank in told] if told else []
 
 
 def breaks(execution: Execution, error: FerroError) -> bool:

@@ -34,12 +34,17 @@ class MemberReport:
     activity: str = ""
     reason: str = ""
 
-    def __str__(self) -> str:
+    @property
+    def standing(self) -> str:
+        """Who it is and how it is; nothing that grows old, such as when it was last heard of."""
         where = f"{self.name} on {self.host}" if self.host else self.name
-        doing = f", last seen in {self.activity}" if self.activity else ""
         why = f" ({self.reason})" if self.reason else ""
         who = f"rank {self.rank} ({where})" if self.rank >= 0 else where
-        return f"{who}: {self.state}{why}, last beat {self.beat_age_seconds:.1f} s ago, step {self.step}{doing}"
+        return f"{who}: {self.state}{why}"
+
+    def __str__(self) -> str:
+        doing = f", last seen in {self.activity}" if self.activity else ""
+        return f"{self.standing}, last beat {self.beat_age_seconds:.1f} s ago, step {self.step}{doing}"
 
 
 class Store(ABC):

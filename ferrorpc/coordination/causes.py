@@ -39,6 +39,15 @@ def link_lost(reporter: int, peer: int, reason: str) -> GroupAbortedError:
     )
 
 
+def reforms_already(reporter: int, peer: int) -> GroupAbortedError:
+    """The cause when an operation needs a rank that has closed its lanes for the next generation."""
+    return GroupAbortedError(
+        peer,
+        f"it called reform() already, and an operation of rank {reporter} still needs it",
+        hint="make every rank call reform() after the same operations, or after an error of the group",
+    )
+
+
 def replaced(generation: int, by: int) -> StaleGenerationError:
     """The cause when all went on to the next generation."""
     return StaleGenerationError(f"generation {generation} was replaced by generation {by}", hint=REFORMED_HINT)

@@ -14,7 +14,7 @@ from numbers import Integral
 from ferrorpc.coordination import limits
 from ferrorpc.coordination.activity import Activity
 from ferrorpc.coordination.base import MemberReport, Membership, Session
-from ferrorpc.coordination.causes import cause_on, link_lost, needed_one_who_left, replaced
+from ferrorpc.coordination.causes import cause_on, link_lost, needed_one_who_left, reforms_already, replaced
 from ferrorpc.coordination.local_store import Keyspace, LocalStore, Owner
 from ferrorpc.coordination.monitor import Monitor
 from ferrorpc.errors import (
@@ -309,9 +309,8 @@ class LocalSession(Session):
                 return
             members = self._world.generation.members
             current = self._world.generation.number == self.membership.assignment.generation
-            dead, left = (current and members[peer].state == state for state in ("dead", "left"))
-            cause = PeerLostError(peer, members[peer].farewell) if dead else link_lost(self.rank, peer, reason)
-        self.report(needed_one_who_left(peer) if left else cause, latch)
+            cause = _of_lost_link(self.rank, peer, members[peer], reason) if current else link_lost(self.rank, peer, reason)
+        self.report(cause, latch)
 
     def barrier(
         self, name: str, payload: bytes = b"", *, ranks: Iterable[int] | None = None, timeout: float | None = None
@@ -453,6 +452,15 @@ class LocalSession(Session):
             raise cause_on(self.rank, generation.origin, generation.cause).again()
         numbers = {"job": 0, "session": self.number, "generation": generation.number}
         return bind, numbers[bind]
+
+
+def _of_lost_link(reporter: int, peer: int, member: LocalSession, reason: str) -> FerroError:
+    """Why a rank cannot be reached."""
+    if member.state == "dead":
+        return PeerLostError(peer, member.farewell)
+    if member.state == "left":
+        return needed_one_who_left(peer)
+    return reforms_already(reporter, peer) if member.asking else link_lost(reporter, peer, reason)
 
 
 def _too_late(generation: _Generation, gathering: _Gathering, seconds: float) -> FerroError:

@@ -43,6 +43,8 @@ LAST_CALL_SECONDS: Final = 1.0
 REPORT_SECONDS: Final = 1.0
 LEAVE_SECONDS: Final = 0.7
 DETAIL_BYTES_MAX: Final = 64 << 10
+UNWELL: Final = ("stalled", "suspect")
+"""States of members that may still take part, of which waits for them tell."""
 _log = logging.getLogger("ferrorpc.coordination")
 
 
@@ -298,6 +300,7 @@ class RemoteSession(Session):
     def welcomed(self) -> None:
         """Whoever still waits for a place is told of on the new stream; a coordinator that restarted is told what it forgot."""
         self._pending = ()
+        self._latch.unwell.clear()
         if self._latch.cause is None:
             with contextlib.suppress(FerroError):  # the line is over
                 for label, request in list(self._told.items()):
@@ -394,8 +397,12 @@ class RemoteSession(Session):
         return limits.check_participants(ranks, assignment.rank, assignment.size)
 
     def _standing_changed(self, member: identity_pb2.Member) -> None:
-        report = report_of(member)
+        report, unwell = report_of(member), self._latch.unwell
         _log.info("%s", report)
+        if report.state in UNWELL:
+            unwell[report.rank] = report.standing
+        else:
+            unwell.pop(report.rank, None)
         if report.state == "left" and (self._latch, report.rank) in self._links_lost:
             self.report(needed_one_who_left(report.rank))
 

@@ -31,6 +31,7 @@ UNKNOWN: Final[Any] = object()
 NATIVE: Final = {dtype.storage: dtype for dtype in DType if dtype is not DType.BFLOAT16}
 """The dtypes that NumPy itself has."""
 REDUCING: Final = frozenset(("all_reduce", "reduce", "reduce_scatter"))
+ROOTED: Final = frozenset(("broadcast", "reduce", "gather", "scatter"))
 REMEMBERED: Final = 256
 """Calls that are remembered; a program that makes more different ones takes the general way with the others."""
 
@@ -241,7 +242,9 @@ class Shortcut:
     def _learn(
         self, key: tuple[Any, ...], name: str, inputs: Sequence[Array], root: int | None, op: Any
     ) -> ArenaPrepared | None:
-        if self._observed or len(self._known) >= REMEMBERED or not (root is None or 0 <= root < self._size):
+        if self._observed or len(self._known) >= REMEMBERED:
+            return None
+        if name in ROOTED and (root is None or not 0 <= root < self._size):
             return None
         if name in REDUCING and not isinstance(op, str | ReduceOp):
             return None

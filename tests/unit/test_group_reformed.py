@@ -11,6 +11,7 @@ import pytest
 from ferrorpc import (
     FerroError,
     GradientSynchronizer,
+    GroupAbortedError,
     GroupClosedError,
     NcclError,
     PeerLostError,
@@ -116,6 +117,8 @@ def test_after_a_reform_in_vain_only_another_one_helps() -> None:
 
 
 def test_after_a_reform_in_vain_a_group_can_be_closed() -> None:
+    world = World(2)
+
     def body(group: ProcessGroup) -> None:
         if group.rank == 0:
             with pytest.raises(RendezvousTimeoutError):
@@ -123,10 +126,11 @@ def test_after_a_reform_in_vain_a_group_can_be_closed() -> None:
             group.close()
             assert "closed" in repr(group)
         else:
+            world.clock.parker().park(2.0)
             with pytest.raises(PeerLostError, match="it left the job"):
                 group.recv(0)
 
-    World(2).run(body)
+    world.run(body)
 
 
 def test_abort_of_an_earlier_generations_group_does_not_end_the_next_one() -> None:
@@ -187,3 +191,44 @@ def test_what_a_rank_reports_of_an_earlier_generation_leaves_this_one_as_it_is(w
     else:
         sessions[0].report_link_lost(1, "late", before[0])
     assert [session.membership.latch.cause for session in sessions] == [None, None]
+
+
+def test_a_with_block_closes_the_group_that_followed_the_one_it_began_with() -> None:
+    def body(group: ProcessGroup) -> tuple[bool, bool]:
+        with group:
+            renewed = group.reform()
+            assert int(renewed.all_reduce(1)) == 2
+        return "closed" in repr(renewed), group.session.left
+
+    assert run_world(2, body) == [(True, True)] * 2
+
+
+def test_leaving_a_with_block_by_an_exception_tells_the_generation_that_followed() -> None:
+    def body(group: ProcessGroup) -> str:
+        try:
+            with group:
+                renewed = group.reform()
+                if renewed.rank == 1:
+                    raise ValueError("a bad batch")
+                renewed.barrier()
+        except (ValueError, PeerLostError) as error:
+            return str(error)
+        return "nothing"
+
+    first, second = run_world(2, body)
+    assert "ValueError: a bad batch" in first
+    assert second == "a bad batch"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_who_calls_reform_before_an_operation_that_needs_it_is_named_and_all_go_on(seed: int) -> None:
+    def body(group: ProcessGroup) -> tuple[bool, int]:
+        if group.rank == 1:
+            renewed = group.reform(20.0)
+        else:
+            with pytest.raises(GroupAbortedError, match=r"rank 1.*it called reform\(\) already.*rank \d still needs it"):
+                group.barrier()
+            renewed = group.reform(20.0)
+        return group.session.clock.now() < 15.0, int(renewed.all_reduce(1))
+
+    assert run_world(3, body, seed=seed) == [(True, 3)] * 3

@@ -138,21 +138,32 @@ def node_range(text: str) -> tuple[int, int]:
         raise ConfigError(f"--nnodes {text}: {error}", hint="--nnodes 2, or --nnodes 1:4 for an elastic world") from None
 
 
-def world_range(text: str | None, nodes: tuple[int, int], processes: int) -> tuple[int, int]:
+def world_range(
+    text: str | None, nodes: tuple[int, int], processes: int, variable: tuple[int, int] | None = None
+) -> tuple[int, int]:
     """--world-size: "MIN:MAX", where a world may shrink within its nodes; without it all workers of all nodes.
+
+    Args:
+        variable: FERRORPC_WORLD_SIZE, which stands for the flag where it is a range. A single number says no more than the
+            other flags do, which come first.
 
     Raises:
         ConfigError: MAX is not what the nodes have together.
     """
-    if text is None:
-        return nodes[0] * processes, nodes[1] * processes
-    try:
-        low, high = world_size(text)
-    except ValueError as error:
-        raise ConfigError(f"--world-size {text}: {error}", hint="--world-size 2:4 lets 4 workers shrink to 2") from None
-    if high != nodes[1] * processes:
-        together = f"{nodes[1]} x {processes} workers"
-        raise ConfigError(f"--world-size {text} with {together}", hint=f"end it with {nodes[1] * processes}, or leave it out")
+    together = nodes[1] * processes
+    if text is not None:
+        what = f"--world-size {text}"
+        try:
+            low, high = world_size(text)
+        except ValueError as error:
+            raise ConfigError(f"{what}: {error}", hint="--world-size 2:4 lets 4 workers shrink to 2") from None
+    elif variable is not None and variable[0] != variable[1]:
+        low, high = variable
+        what = f"FERRORPC_WORLD_SIZE={low}:{high}"
+    else:
+        return nodes[0] * processes, together
+    if high != together:
+        raise ConfigError(f"{what} with {nodes[1]} x {processes} workers", hint=f"end it with {together}, or leave it out")
     return low, high
 
 

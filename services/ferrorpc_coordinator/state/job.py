@@ -314,7 +314,8 @@ class Job:
             return
         if newest.broken is not None:
             self.desk.push([member], session_pb2.Event(broken=newest.broken))
-        for event in self.roster.standings(newest.seats[rank] for rank in sorted(newest.departed)):
+        told = [seat for rank, seat in enumerate(newest.seats) if rank in newest.departed or seat.standing is Standing.STALLED]
+        for event in self.roster.standings(told):
             self.desk.push([member], event)
         self.rendezvous.catch_up(member)
 

@@ -181,6 +181,16 @@ def test_a_world_is_all_workers_of_all_nodes_unless_it_may_shrink():
     assert world_range("2:4", (1, 1), 4) == (2, 4)
 
 
+def test_a_range_of_world_sizes_may_be_a_variable(script, monkeypatch):
+    monkeypatch.setenv("FERRORPC_WORLD_SIZE", "2:4")
+    assert make_plan(target=(script,), processes="4").world == (2, 4)
+    assert make_plan(target=(script,), processes="4", world="3:4").world == (3, 4)
+    with pytest.raises(ConfigError, match="FERRORPC_WORLD_SIZE=2:4 with 1 x 2 workers"):
+        make_plan(target=(script,), processes="2")
+    monkeypatch.setenv("FERRORPC_WORLD_SIZE", "8")
+    assert make_plan(target=(script,), processes="4").world == (4, 4)
+
+
 @pytest.mark.parametrize("text", ["2:3", "4:2", "two", "5"])
 def test_a_world_that_its_nodes_cannot_make_is_refused(text):
     with pytest.raises(ConfigError, match=f"--world-size {text}"):

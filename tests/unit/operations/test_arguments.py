@@ -107,10 +107,10 @@ def test_peers_and_tags_that_cannot_be_are_refused_before_anything_is_sent() -> 
         for call in (lambda: group.send(1.0, mine), lambda: group.recv(mine), lambda: group.expect(mine)):
             with pytest.raises(SelfSendError, match=f"is {mine}, which is this rank itself"):
                 call()
-        for wrong in (2, -1, 0.0, None):
+        for wrong in (2, -1, 0.0, None, True):
             with pytest.raises(InvalidRankError):
                 group.send(1.0, wrong)
-        for tag in (TAG_MAX + 1, -1, 1.5):
+        for tag in (TAG_MAX + 1, -1, 1.5, True):
             with pytest.raises(UsageError, match="is no integer from 0"):
                 group.send(1.0, other, tag=tag)
         group.send(7.0, other, tag=TAG_MAX)

@@ -131,3 +131,15 @@ def test_a_program_of_ever_other_shapes_does_not_keep_what_was_prepared_for_each
     for count in range(2 * REMEMBERED):
         shortcut.all_reduce(np.ones(count), "sum", None)
     assert len(general.alive) <= REMEMBERED + 1
+
+
+@pytest.mark.parametrize("root", [None, True, -1, 2, 0.0, "0"])
+def test_a_root_that_is_none_is_for_the_general_way_to_refuse(world: SharedWorld, root: Any) -> None:
+    general = General(world)
+    shortcut = Shortcut(general, general.arena)  # type: ignore[arg-type]
+    x = np.ones(2)
+    assert shortcut.reduce(x, root, "sum", None) is GENERAL
+    assert shortcut.gather(x, root, None) is GENERAL
+    assert shortcut.broadcast(x if root is True else None, root, None) is GENERAL
+    assert shortcut.scatter(None, root, None) is GENERAL
+    assert not general.notes
