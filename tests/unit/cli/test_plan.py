@@ -74,6 +74,12 @@ def test_a_missing_script_is_told_of_where_the_working_directory_is_gone_too(tmp
         command_of(["train.py"], module=False, no_python=False)
 
 
+@pytest.mark.parametrize("arguments", [("-np", "4"), ("-np4",)])
+def test_the_flag_of_mpirun_is_answered_with_ours(arguments, script, capfd):
+    assert run(["run", *arguments, script, "--fast"]) == 64
+    assert capfd.readouterr().err.endswith(f"\ntry: ferrorpc run -n 4 {script} --fast\n")
+
+
 def test_process_counts(monkeypatch):
     assert process_count("3") == 3
     assert process_count("cpu") == processors()
