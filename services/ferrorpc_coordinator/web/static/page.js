@@ -26,7 +26,7 @@ const COLUMNS = [
   ["in operations", "", null, (m) => m.within],
   ["beats, last minute", "", null, (m) => -m.beat_age_ms],
   ["last beat", "right", (m) => (gone(m) ? "" : duration(m.beat_age_ms)), (m) => -m.beat_age_ms],
-  ["last operation", "wrap", (m) => m.doing, null],
+  ["last operation", "operation", (m) => m.doing, null],
   ["why", "wrap", (m) => m.reason, null],
 ];
 
