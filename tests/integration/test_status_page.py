@@ -247,11 +247,11 @@ def test_a_job_that_ends_well_is_no_alarm_and_goes_at_no_rate(browser, process, 
         assert browser.text("#generations .end") == "ended: all its members left"
         assert browser.evaluate("document.querySelectorAll('#generations .broken').length") == 0
         row = cells(browser, 0)
-        assert (row["state"], row["ops/s"], row["last beat"]) == ("left", "–", "")
+        assert (row["state"], row["ops/s"], row["last beat"]) == ("left", "\u2013", "")
         numbers = browser.evaluate("[...document.querySelectorAll('.number')].map(number => number.textContent)")
         assert numbers[0].startswith("0 / 4")
         assert numbers[1].startswith("1generation, lasted ")
-        assert [number[0] for number in numbers[2:5]] == ["–"] * 3
+        assert [number[0] for number in numbers[2:5]] == ["\u2013"] * 3
         picture()
     finally:
         working.stop()
