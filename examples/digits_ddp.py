@@ -154,7 +154,9 @@ def main() -> None:
             raise SystemExit(f"ranks {different} hold other weights than rank 0")
         if group.rank == 0:
             plot(curve, reached, group.size, options.out)
-            print(f"trained {options.epochs} epochs in {seconds:.1f} s over {group.backend}")
+            nbytes = sum(parameter.data.nbytes for parameter in model.parameters())
+            print(f"trained {options.epochs} epochs in {seconds:.1f} s, backend {group.backend}")
+            print(f"gradients travel as {group.explain('all_reduce', nbytes).splitlines()[0]}")
             print(f"test accuracy {reached:.3f}")
             print(f"identical weights on {group.size} ranks")
             print(f"loss curve: {options.out}")

@@ -182,7 +182,9 @@ def main() -> None:
         test, following = pieces(text[kept:], TEST_PIECES, torch.Generator().manual_seed(0))
         logits = trainer.pipe.forward(test)
         if group.rank == 0:
-            print(f"{schedule}, replicas: {options.replicas}; {options.steps} steps in {seconds:.1f} s over {group.backend}")
+            print(
+                f"{schedule}, replicas: {options.replicas}; {options.steps} steps in {seconds:.1f} s, backend {group.backend}"
+            )
             print(f"the last step: {shown}: {options.out}")
         if logits is not None and mesh["dp"].rank == 0:
             print(f"loss {curve[0]:.3f} at first, {np.mean(curve[-10:]):.3f} at last; blindly {np.log(LETTERS):.3f}")

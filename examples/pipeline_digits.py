@@ -125,7 +125,7 @@ def main() -> None:
         if group.rank == 0:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             recorded.to_svg(options.out, beside=schedule.simulate(**recorded.costs(schedule)))
-            print(f"{schedule}: {options.epochs} epochs in {seconds:.1f} s over {group.backend}")
+            print(f"{schedule}: {options.epochs} epochs in {seconds:.1f} s, backend {group.backend}")
             print(f"the last step, recorded and simulated: {options.out}")
         if logits is not None:
             print(f"loss {curve[0]:.4f} at first, {curve[-1]:.4f} at last")

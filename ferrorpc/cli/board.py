@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from ferrorpc.cli.lateness import GONE, lateness, state_of
 from ferrorpc.cli.table import table
+from ferrorpc.cli.verdict import verdict
 from ferrorpc.logs import tame
 
 if TYPE_CHECKING:
@@ -22,14 +24,8 @@ STRAGGLERS_SHOWN: Final = 4
 LINKS_SHOWN: Final = 8
 TRAINING_SHOWN: Final = 8
 MATRIX_RANKS_MAX: Final = 12
-LATE_MS: Final = 2000
-"""A rank that is behind and whose step did not move for so long is late."""
-IN_STEP: Final = 64
-"""Ranks that are at most so many operations apart work in step."""
 _ORDER: Final = ("dead", "suspect", "stalled", "joining", "waiting", "active", "left")
-_GONE: Final = ("dead", "left")
-"""Whoever is, and has no rank in the newest generation, is of an earlier one."""
-_RIGHT: Final = frozenset({"rank", "step", "last beat", "late by", "ops/s", "in ops"})
+_RIGHT: Final = frozenset({"rank", "step", "last beat", "behind for", "ops/s", "in ops"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +39,19 @@ class Earlier:
 def as_text(response: StatusResponse, earlier: Earlier | None = None, rows_max: int | None = None) -> str:
     """The whole answer. With `rows_max`, whoever is in trouble comes first, and the rest of the members is counted."""
     position = response.position
+    headline, more = verdict(response)
     kept = "journal on disk" if response.durable else "in memory"
     parts = [
         f"job {response.job}  generation {position.generation}  cluster {position.cluster_id} epoch {position.epoch}  "
         f"({kept}, coordinator {response.version})",
-        f"store: {response.store_keys} keys, {response.store_bytes} bytes",
+        "\n".join(tame(line) for line in (headline, more) if line),
+        f"store: {_plural(response.store_keys, 'key')}, {_plural(response.store_bytes, 'byte')}",
     ]
-    if response.waiting_reason:
-        parts.append(tame(f"waiting: {response.waiting_reason}"))
     parts.append(_members(response.members, earlier, rows_max))
     if response.barriers:
         parts.append(_titled("open barriers", [_barrier(barrier) for barrier in response.barriers]))
     if response.stragglers:
-        parts.append(_titled("came last to named barriers", _stragglers(response)))
+        parts.append(_titled("came last to the script's named barriers", _stragglers(response)))
     training = _training(response)
     if training:
         parts.append(_titled("training steps, means in milliseconds", training))
@@ -63,11 +59,11 @@ def as_text(response: StatusResponse, earlier: Earlier | None = None, rows_max: 
     if links:
         parts.append(_titled("links", links))
     if response.generations:
-        shown = list(response.generations)[-GENERATIONS_SHOWN:]
-        parts.append(_titled("generations", [_generation(generation) for generation in shown]))
+        shown = [_generation(generation) for generation in reversed(response.generations)]
+        parts.append(_titled("generations, the newest first", _first(shown, GENERATIONS_SHOWN)))
     if response.occurrences:
-        last = list(response.occurrences)[-EVENTS_SHOWN:]
-        parts.append(_titled("events", [f"{_ago(event.age_ms):>8} ago  {event.kind}: {event.text}" for event in last]))
+        told = [f"{_ago(event.age_ms):>8} ago  {event.kind}: {event.text}" for event in reversed(response.occurrences)]
+        parts.append(_titled("events, the newest first", _first(told, EVENTS_SHOWN)))
     return "\n\n".join(parts)
 
 
@@ -75,26 +71,28 @@ def _titled(title: str, lines: Sequence[str]) -> str:
     return "\n".join([title, *(f"  {tame(line)}" for line in lines)])
 
 
+def _first(lines: list[str], most: int) -> list[str]:
+    """The first lines, and how many more there are."""
+    return lines if len(lines) <= most else [*lines[:most], f"... and {len(lines) - most} more"]
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 # -- members -----------------------------------------------------------------------------------------------------------
 
 
-def state_of(member: Member) -> str:
-    """The member's state as a word."""
-    from ferrorpc.v1.identity_pb2 import MemberState
-
-    return MemberState.Name(member.state).removeprefix("MEMBER_STATE_").lower()
-
-
 def _members(members: Sequence[Member], earlier: Earlier | None, rows_max: int | None) -> str:
-    there = [member for member in members if member.rank >= 0 or state_of(member) not in _GONE]
-    gone = [member for member in members if member.rank < 0 and state_of(member) in _GONE]
+    there = [member for member in members if member.rank >= 0 or state_of(member) not in GONE]
+    gone = [member for member in members if member.rank < 0 and state_of(member) in GONE]
     text = _rows(there, earlier, rows_max) if there else "no members"
     return f"{text}\nearlier processes: {_counted(gone)}" if gone else text
 
 
 def _rows(members: list[Member], earlier: Earlier | None, rows_max: int | None) -> str:
     ordered = sorted(members, key=lambda m: (m.rank < 0, m.rank, m.name))
-    late = _lateness(members)
+    late = lateness(members)
     hidden = 0
     if rows_max is not None and len(ordered) > rows_max:
         ordered.sort(key=lambda m: (_ORDER.index(state_of(m)), -late[m.name]))
@@ -102,7 +100,7 @@ def _rows(members: list[Member], earlier: Earlier | None, rows_max: int | None) 
     before = {member.name: member for member in earlier.response.members} if earlier else {}
     seconds = earlier.seconds if earlier else 0.0
     rows = [_row(member, before.get(member.name), seconds, late[member.name]) for member in ordered[:rows_max]]
-    header = ("rank", "name", "state", "host", "step", "ops/s", "in ops", "late by", "last beat", "doing", "why")
+    header = ("rank", "name", "state", "host", "step", "ops/s", "in ops", "behind for", "last beat", "last operation", "why")
     kept = [column for column, name in enumerate(header) if name in _ALWAYS or any(row[column] for row in rows)]
     text = table([header[column] for column in kept], [[row[column] for column in kept] for row in rows], right=_RIGHT)
     return f"{text}\n... and {hidden} more; of all: {_counted(members)}" if hidden else text
@@ -113,27 +111,13 @@ def _counted(members: Sequence[Member]) -> str:
     return ", ".join(f"{states.count(state)} {state}" for state in _ORDER if state in states)
 
 
-_ALWAYS: Final = frozenset({"rank", "name", "state", "host", "step", "last beat", "doing", "why"})
-
-
-def _lateness(members: Sequence[Member]) -> dict[str, int]:
-    """Member -> milliseconds for which its step has not moved though another one's is ahead; 0 where it keeps up.
-
-    Where all stand, the others wait for those behind if the ranks work in step. Ranks that do different things, such as stages
-    of a pipeline, drift apart; they are late only while others move.
-    """
-    seated = [member for member in members if member.rank >= 0 and state_of(member) not in _GONE]
-    steps = [member.step for member in seated] or [0]
-    front = max(steps)
-    moved = min((member.step_age_ms for member in seated), default=0)
-    grace = LATE_MS + (0 if front - min(steps) <= IN_STEP else moved)
-    late = {member.name for member in seated if member.step < front and member.step_age_ms > grace}
-    return {member.name: member.step_age_ms if member.name in late else 0 for member in members}
+_ALWAYS: Final = frozenset({"rank", "name", "state", "host", "step", "last beat", "last operation", "why"})
 
 
 def _row(member: Member, before: Member | None, seconds: float, late_ms: int) -> tuple[str, ...]:
     rate = within = ""
-    if before is not None and seconds > 0 and member.step >= before.step and member.rank >= 0:
+    moves = member.rank >= 0 and state_of(member) not in GONE
+    if before is not None and seconds > 0 and member.step >= before.step and moves:
         rate = f"{(member.step - before.step) / seconds:.1f}"
         within = f"{min(100.0, (member.operation_ms - before.operation_ms) / seconds / 10):.0f} %"
     return (
@@ -145,7 +129,7 @@ def _row(member: Member, before: Member | None, seconds: float, late_ms: int) ->
         rate,
         within,
         f"{late_ms / 1000:.1f} s" if late_ms else "",
-        "-" if state_of(member) in _GONE else f"{member.beat_age_ms / 1000:.1f} s",
+        "-" if state_of(member) in GONE else f"{member.beat_age_ms / 1000:.1f} s",
         member.activity or "-",
         member.reason,
     )
@@ -164,10 +148,11 @@ def _barrier(barrier: BarrierStatus) -> str:
 
 
 def _stragglers(response: StatusResponse) -> list[str]:
-    return [
+    told = [
         f"rank {straggler.rank}: {straggler.barriers} of the last ones, waited for {straggler.waited_ms / 1000:.2f} s in all"
-        for straggler in list(response.stragglers)[:STRAGGLERS_SHOWN]
+        for straggler in response.stragglers
     ]
+    return _first(told, STRAGGLERS_SHOWN)
 
 
 def _training(response: StatusResponse) -> list[str]:
@@ -185,6 +170,8 @@ def _training(response: StatusResponse) -> list[str]:
     ]
     header = ["rank", "steps", "compute", "exposed", "hidden"]
     lines = table(header, rows, right=frozenset(header)).splitlines()
+    if len(ordered) > len(rows):
+        lines.append(f"... and {len(ordered) - len(rows)} more, which compute less")
     if len(means) > 1:
         slowest, others = ordered[0].rank, [times[0] for rank, times in means.items() if rank != ordered[0].rank]
         behind = means[slowest][0] - sum(others) / len(others)
@@ -196,21 +183,26 @@ def _generation(generation: GenerationStatus) -> str:
     end = f"; ended: {generation.end_reason}" if generation.end_reason else ""
     times = f", {_ago(generation.age_ms)} ago" if generation.HasField("age_ms") else ""
     times += f", lasted {_ago(generation.lasted_ms)}" if generation.HasField("lasted_ms") else ""
-    return f"{generation.generation}: {generation.size} members{times}, {generation.reason}{end}"
+    return f"{generation.generation}: {_plural(generation.size, 'member')}{times}, {generation.reason}{end}"
 
 
 def _links(response: StatusResponse, earlier: Earlier | None) -> list[str]:
-    """Bytes a second from row to column where two answers tell it and the world is small; else the busiest links."""
+    """Bytes a second from row to column where two answers tell it and the world is small; else the busiest links.
+
+    Whoever is gone sends nothing any more: of a job that is over it is told what was sent in all.
+    """
     sent = _sent(response)
     if not sent:
         return []
     size = max(max(pair) for pair in sent) + 1
-    if earlier is None:
+    there = {member.rank for member in response.members if state_of(member) not in GONE}
+    if earlier is None or not any(source in there for source, _ in sent):
         return _busiest({pair: (kind, float(count), "") for pair, (kind, count) in sent.items()})
     before = _sent(earlier.response)
     rates = {
         pair: (kind, max(0, count - before.get(pair, ("", 0))[1]) / earlier.seconds, "/s")
         for pair, (kind, count) in sent.items()
+        if pair[0] in there
     }
     if size > MATRIX_RANKS_MAX:
         return _busiest(rates)
@@ -233,8 +225,9 @@ def _sent(response: StatusResponse) -> dict[tuple[int, int], tuple[str, int]]:
 
 
 def _busiest(links: dict[tuple[int, int], tuple[str, float, str]]) -> list[str]:
-    order = sorted(links.items(), key=lambda item: (-item[1][1], item[0]))[:LINKS_SHOWN]
-    return [f"rank {source} to {target} by {kind}: {_bytes(count)}{unit}" for (source, target), (kind, count, unit) in order]
+    order = sorted(links.items(), key=lambda item: (-item[1][1], item[0]))
+    told = [f"rank {source} to {target} by {kind}: {_bytes(count)}{unit}" for (source, target), (kind, count, unit) in order]
+    return _first(told, LINKS_SHOWN)
 
 
 def _bytes(count: float) -> str:

@@ -3,24 +3,46 @@
 from __future__ import annotations
 
 import json
+import os
 
 import click
 
+from ferrorpc.cli.codes import EXIT_CONFIG
+from ferrorpc.cli.settings import sound
 from ferrorpc.cli.table import table
-from ferrorpc.config import SETTINGS, Config
+from ferrorpc.config import SETTINGS, Config, Setting
+from ferrorpc.errors import ConfigError
 
 
 @click.command("config")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
-def command(as_json: bool) -> None:
-    """Show each setting's value and where it came from: a variable, or the default."""
-    config = Config()
+def command(as_json: bool) -> int:
+    """Show each setting's value and where it came from: a variable, or the default. Exit code 64 where one is wrong."""
+    environment, wrong = sound(os.environ)
+    config = Config(environment=environment)
     if as_json:
-        found = {s.name: {"value": config[s.name], "source": config.source(s.name), "variable": s.variable} for s in SETTINGS}
-        click.echo(json.dumps(found, indent=2))
-        return
-    rows = [(s.variable, _shown(config[s.name]), config.source(s.name), s.help) for s in SETTINGS]
-    click.echo(table(("variable", "value", "from", "meaning"), rows))
+        click.echo(json.dumps({setting.name: _figures(setting, config, wrong) for setting in SETTINGS}, indent=2))
+    else:
+        click.echo(table(("variable", "value", "from", "meaning"), [_row(setting, config, wrong) for setting in SETTINGS]))
+    for error in wrong.values():
+        click.echo(f"ferrorpc: {error.message}", err=True)
+    if wrong:
+        click.echo(f"try: correct or unset {', '.join(wrong)}", err=True)
+    return EXIT_CONFIG if wrong else 0
+
+
+def _figures(setting: Setting, config: Config, wrong: dict[str, ConfigError]) -> dict[str, object]:
+    variable = setting.variable
+    if variable in wrong:
+        return {"value": os.environ[variable], "source": variable, "variable": variable, "error": wrong[variable].message}
+    return {"value": config[setting.name], "source": config.source(setting.name), "variable": variable}
+
+
+def _row(setting: Setting, config: Config, wrong: dict[str, ConfigError]) -> tuple[str, ...]:
+    variable = setting.variable
+    if variable in wrong:
+        return variable, os.environ[variable], f"{variable} (WRONG)", setting.help
+    return variable, _shown(config[setting.name]), config.source(setting.name), setting.help
 
 
 def _shown(value: object) -> str:

@@ -11,6 +11,7 @@ from typing import Final
 import click
 
 from ferrorpc.cli.run import launch, make_plan
+from ferrorpc.cli.system import own_command
 from ferrorpc.errors import ConfigError
 
 _SCRIPT: Final = "digits_ddp.py"
@@ -39,13 +40,13 @@ def command(processes: int, epochs: int, seed: int, out: Path) -> int:
     """
     script = find_script()
     check_packages()
-    click.echo(f"ferrorpc run -n {processes} {_SCRIPT} --epochs {epochs} --seed {seed} --out {out}")
+    click.echo(f"{own_command()} run -n {processes} {_SCRIPT} --epochs {epochs} --seed {seed} --out {out}")
     flags = ("--epochs", str(epochs), "--seed", str(seed), "--out", str(out))
     plan = make_plan(target=(str(script), *flags), processes=str(processes), standalone=True)
     # Where a script of one's own was interrupted is worth a traceback from each rank; where the demo was is not.
     code = launch(replace(plan, policy=replace(plan.policy, interrupt_number=signal.SIGTERM)))
     if code == 0:
-        click.echo("next: ferrorpc run -n 4 train.py, with a script of your own; README.md has one of ten lines")
+        click.echo(f"next: {own_command()} run -n 4 train.py, with a script of your own; README.md has one of ten lines")
     return code
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from ferrorpc.cli.client import address_of
+from ferrorpc.cli.settings import sound
 from ferrorpc.config import SETTINGS, Config, strangers
 from ferrorpc.errors import FerroError
 from ferrorpc.versions import own_version, version_of
@@ -61,7 +62,7 @@ Look = Callable[[Config, Mapping[str, str]], Findings]
 @click.option("--job", help="The job's name; default FERRORPC_JOB.")
 def command(address: str | None, job: str | None) -> int:
     """Look for what would keep a job from working here. Exit code 1 where something would."""
-    config = Config({"coordinator": address, "job": job})
+    config = Config({"coordinator": address, "job": job}, sound(os.environ)[0])
     findings = examine(config, os.environ)
     for finding in findings:
         click.echo(str(finding))
@@ -95,12 +96,15 @@ def versions(config: Config, environment: Mapping[str, str]) -> Findings:
 
 
 def settings(config: Config, environment: Mapping[str, str]) -> Findings:
-    """Variables that look like settings and are none."""
+    """Variables whose values are wrong, and such as look like settings and are none."""
+    _, wrong = sound(environment)
+    for variable, error in wrong.items():
+        yield Finding("bad", "settings", error.message, f"correct or unset {variable}; below its default counts")
     unknown = strangers(environment)
     for name, meant in unknown:
         fix = meant or "`ferrorpc config`, which shows all there are"
         yield Finding("note", "settings", f"{name} is set, but no setting is called so", fix)
-    if not unknown:
+    if not unknown and not wrong:
         changed = sum(config.source(setting.name) != "default" for setting in SETTINGS)
         yield Finding("ok", "settings", f"{changed} of {len(SETTINGS)} are given, and no variable is misspelt")
 

@@ -1,4 +1,8 @@
-"""`ferrorpc plan all_reduce` and the other collectives: what each rank does, how long that takes, what else there is."""
+"""`ferrorpc plan all_reduce` and the other collectives: what each rank does, how long that takes, what else there is.
+
+It begins with the lines that `group.explain` gives for such a group. Figures come from a simulation of every chunk, where
+`explain` adds up a closed form.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,11 @@ import click
 from ferrorpc.cli.table import table
 from ferrorpc.collectives.algorithms.entry import Entry
 from ferrorpc.collectives.algorithms.plan import Action, Fold, FoldUnder, Quantise, Receive, Send
-from ferrorpc.collectives.basis import Basis, names_of
+from ferrorpc.collectives.arena.select import explain as explain_in_memory
+from ferrorpc.collectives.basis import Basis, asked_for, names_of
 from ferrorpc.collectives.call import Call, Operation, example
 from ferrorpc.collectives.predict import Prediction, predict
-from ferrorpc.collectives.select import select
+from ferrorpc.collectives.select import explain, select
 from ferrorpc.config import Config, size_bytes
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire.cost_table import CostTable, parse
@@ -61,8 +66,10 @@ def command_of(operation: Operation) -> click.Command:
     ) -> None:
         if rank >= ranks:
             raise click.BadParameter(f"there are ranks 0 to {ranks - 1}", param_hint="--rank")
-        layout = tuple(each * min(hosts, ranks) // ranks for each in range(ranks))
-        basis = Basis(_table(cost_table), hosts=layout)
+        if hosts > ranks:
+            raise click.BadParameter(f"{ranks} ranks cannot be spread over {hosts} hosts", param_hint="--hosts")
+        layout = tuple(each * hosts // ranks for each in range(ranks))
+        basis = Basis(_table(cost_table), asked_for(Config()["algorithm"] or ()), layout)
         planned = _Planned(replace(example(operation.value, _bytes(size), ranks), algorithm=algorithm), ranks, size, basis)
         if svg or png or trace:
             timeline = planned.prediction.timeline(planned.title)
@@ -95,9 +102,14 @@ class _Planned:
     """One call, its algorithm and the others."""
 
     def __init__(self, call: Call, ranks: int, size: str, basis: Basis) -> None:
-        self.call, self.ranks, self.basis = call, ranks, basis
-        self.chosen = select(call, ranks, basis)
+        self.given, self.call, self.ranks, self.basis = call, basis.applied(call), ranks, basis
+        self.chosen = select(self.call, ranks, basis)
         self.title = f"{call.operation.value} by {self.chosen.name}, {size} on {ranks} ranks"
+        hosts = len(set(basis.hosts))
+        self.heading = f"{call.operation.value}, {size} on {ranks} rank{'s' * (ranks > 1)} of {hosts} host{'s' * (hosts > 1)}"
+        shares = hosts == 1 < ranks and Config()["transport"] != "grpc"
+        self.in_memory = explain_in_memory(self.call, ranks) if shares else None
+        """How it runs where those of one host share memory, as they do unless told otherwise; None where it is messages."""
         costs = basis.costs(ranks)
         self.predictions: list[tuple[Entry, Prediction]] = [
             (entry, predict(entry, call, ranks, costs)) for entry in basis.entries(call.operation)
@@ -110,12 +122,13 @@ class _Planned:
         actions = self._actions(rank)
         rows = [(str(place), _in_words(action)) for place, action in enumerate(actions[:STEPS_SHOWN])]
         more = [f"... and {len(actions) - STEPS_SHOWN} more"] if len(actions) > STEPS_SHOWN else []
-        why = "asked for" if self.call.algorithm else "what would be chosen"
-        costs = f"cost table {self.basis.table.name!r}: {self.basis.costs(self.ranks)}"
         steps = table(("step", f"rank {rank} does, in elements of its arrays"), rows, right=frozenset({"step"}))
-        return "\n".join(
-            [f"{self.title}: {self.chosen.order.value} ({why})", costs, "", steps, *more, "", self._alternatives()]
-        )
+        shared = [self.in_memory, "as messages it would be:"] if self.in_memory else []
+        return "\n".join([self.heading, *shared, *self._choice(), "", steps, *more, "", self._alternatives()])
+
+    def _choice(self) -> list[str]:
+        """As `group.explain` tells it."""
+        return explain(self.given, self.ranks, self.basis).splitlines()[:2]
 
     def _actions(self, rank: int) -> tuple[Action, ...]:
         call = self.call
@@ -136,7 +149,8 @@ class _Planned:
             )
             for entry, found in self.predictions
         ]
-        return table(header, rows, right=frozenset({"predicted", "messages", "MB sent"}))
+        text = table(header, rows, right=frozenset({"predicted", "messages", "MB sent"}))
+        return f"{text}\n*  the one that is chosen, whose steps are above; messages and MB are those of the busiest rank"
 
     def figures(self) -> dict[str, Any]:
         """For programs."""
@@ -144,6 +158,7 @@ class _Planned:
             "operation": self.call.operation.value,
             "ranks": self.ranks,
             "algorithm": self.chosen.name,
+            "in_memory": self.in_memory,
             "cost_table": self.basis.table.name,
             "algorithms": [
                 {

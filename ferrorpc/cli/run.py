@@ -182,8 +182,8 @@ def make_plan(
     """
     require_linux("the launcher", "`ferrorpc coordinator`, and each process with FERRORPC_COORDINATOR and FERRORPC_WORLD_SIZE")
     config = Config({"job": job})
+    count, node_span = process_count(processes, target), node_range(nodes)
     command_line = command_of(target, module=module, no_python=no_python)
-    count, node_span = process_count(processes), node_range(nodes)
     rank, node, address, owns = place(node_span, node_rank, coordinator or config["coordinator"], standalone=standalone)
     if http_port is not None and not owns:
         raise ConfigError(f"--http-port with a coordinator at {address}", hint="give --http-port to `ferrorpc coordinator`")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -19,6 +21,18 @@ def require_linux(what: str, hint: str) -> None:
     """Raises ConfigError on any other system."""
     if sys.platform != "linux":
         raise ConfigError(f"{what} needs Linux, and this is {sys.platform}", hint=hint)
+
+
+def own_command() -> str:
+    """What the shell that called ferrorpc calls it: its name where that is on the PATH, else what lies beside this Python."""
+    beside = Path(sys.executable).with_name("ferrorpc")
+    found = shutil.which("ferrorpc")
+    if found is not None and (not beside.exists() or Path(found).samefile(beside)):
+        return "ferrorpc"
+    if not beside.exists():
+        return f"{shlex.quote(sys.executable)} -m ferrorpc"
+    near = beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside
+    return shlex.quote(str(near))
 
 
 def processors() -> int:

@@ -606,7 +606,7 @@ class StatusResponse(google.protobuf.message.Message):
 
     @property
     def stragglers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Straggler]:
-        """Who came last to the last named barriers that were released, whoever was waited for longest first."""
+        """Who came last to the script's last named barriers that were released, whoever was waited for longest first."""
 
     def __init__(
         self,

@@ -162,6 +162,19 @@ def test_the_fragments_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pyt
     assert all(len(names) > len(codes) for names in found)
 
 
+TESTS = ("own_backend.md", "testing.md")
+
+
+@pytest.mark.parametrize("page", TESTS)
+def test_the_tests_that_a_page_shows_pass(page: str, tmp_path: Path) -> None:
+    """Each page is one file of tests, cut in pieces."""
+    (tmp_path / "test_page.py").write_text("\n\n".join(blocks(ROOT / "docs" / page)))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " passed" in result.stdout
+
+
 def test_commands_are_found_in_blocks_and_in_lines() -> None:
     found = [words[:2] for words in commands(ROOT / "docs" / "pipeline.md")]
     assert found == [["plan", "pipeline"], ["plan", "pipeline"]]
@@ -170,7 +183,7 @@ def test_commands_are_found_in_blocks_and_in_lines() -> None:
 
 def test_no_block_of_python_escapes() -> None:
     pages = {path.name for path in DOCUMENTS if blocks(path)}
-    assert pages == {*PAGES, *SAID}
+    assert pages == {*PAGES, *SAID, *TESTS}
 
 
 # Commands.

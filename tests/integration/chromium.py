@@ -36,7 +36,14 @@ class Browser:
         self._read, from_browser = os.pipe()
         script = f'exec "$0" "$@" 3<&{for_browser} 4>&{from_browser}'
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe"]
-        flags += [f"--window-size={size[0]},{size[1]}", f"--user-data-dir={profile}", "--no-first-run", "about:blank"]
+        flags += [f"--window-size={size[0]},{size[1]}", f"--user-data-dir={profile}", "--no-first-run"]
+        flags += [
+            "--disable-quic",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            "about:blank",
+        ]
         self._process = subprocess.Popen(
             ["bash", "-c", script, found, *flags],
             pass_fds=(for_browser, from_browser),

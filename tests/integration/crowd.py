@@ -70,6 +70,10 @@ class Crowd:
 
         self.do(cancel())
 
+    def leave(self) -> None:
+        """Everybody says goodbye."""
+        self.do(self._ask(self.ranks, "leave", rendezvous_pb2.LeaveRequest(generation=1)))
+
     def close(self) -> None:
         """Cuts everybody off."""
         self.do(self._stop())

@@ -141,7 +141,7 @@ def test_a_gang_is_restarted_until_it_ends_well(tmp_path):
         f"attempt {attempt}\n" for attempt in range(3)
     ]
     assert sorted(result.stdout.splitlines()) == [f"{rank}: attempt {attempt}" for rank in range(2) for attempt in range(3)]
-    assert "ferrorpc: restart 2 of 3: rank 0, 1" in result.stderr
+    assert "ferrorpc: restart 2 of 3: ranks 0, 1, because rank 0 ended with exit code 1\n" in result.stderr
 
 
 def test_nothing_of_a_failed_worker_is_left_when_it_is_started_again(tmp_path):
@@ -230,7 +230,7 @@ def test_with_restart_worker_the_others_keep_running(tmp_path):
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
         print("attempt", attempt)
         if rank == "1" and attempt == "0":
-            sys.exit(3)
+            raise ValueError("loss is nan")
         if rank == "1":
             open(f"{directory}/replaced", "w").close()
         while not os.path.exists(f"{directory}/replaced"):
@@ -240,6 +240,8 @@ def test_with_restart_worker_the_others_keep_running(tmp_path):
     result = run("-n", "2", "--max-restarts", "1", "--restart", "worker", script, str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == ["0: attempt 0", "1: attempt 0", "1: attempt 1"]
+    told = "ferrorpc: restart 1 of 1: rank 1, because rank 1 ended with exit code 1: ValueError: loss is nan\n"
+    assert told in result.stderr
 
 
 def test_modules_and_programs_run_too(tmp_path):

@@ -91,7 +91,8 @@ def test_a_job_that_lives_a_while_is_told_of_how_to_watch_it(tmp_path):
     try:
         line = launcher.stderr.readline()
         told = re.fullmatch(
-            r"ferrorpc: to watch this job: ferrorpc (status) --watch (--coordinator) (\S+) (--job) (night), or (http://\S+)/\n",
+            r"ferrorpc: to watch this job: \S*ferrorpc (status) --watch (--coordinator) (\S+) (--job) (night), "
+            r"or (http://\S+)/\n",
             line,
         )
         assert told, line

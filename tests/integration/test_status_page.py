@@ -109,7 +109,7 @@ def test_a_healthy_job(browser, process, job):
         browser.until(f"{cell(0, 'ops/s')} > 1")
         first = cells(browser, 0)
         assert (first["rank"], first["name"], first["host"], first["state"]) == ("0", "w0000", "host-0", "active")
-        assert first["doing"].startswith("all_reduce(op=mean, float32[1000]) #")
+        assert first["last operation"].startswith("all_reduce(op=mean, float32[1000]) #")
         # who needs longest between operations comes first
         browser.until("document.querySelector('#steps .row span').textContent === 'rank 2'")
         assert "4 of 4 joined" in browser.text("#generations")
@@ -155,8 +155,8 @@ def test_a_barrier_that_waits_for_a_rank(browser, process, job):
         browser.until("document.querySelector('#subline').textContent.includes('was last seen in recv(src=1)')")
         assert "for rank 2" in browser.text("#headline")
         assert "missing: rank 2" in browser.text("#barriers")
-        assert cells(browser, 0)["doing"] == "waits at barrier epoch"
-        assert cells(browser, 2)["doing"] == "missing at barrier epoch; last seen in recv(src=1)"
+        assert cells(browser, 0)["last operation"] == "waits at barrier epoch"
+        assert cells(browser, 2)["last operation"] == "missing at barrier epoch; last seen in recv(src=1)"
         browser.until("[...document.querySelectorAll('#ranks th')].some(head => head.textContent === 'behind for')")
         picture()
         crowd.barrier("epoch", [2])
@@ -228,8 +228,33 @@ def test_a_death(browser, process, job):
         assert "its session ended" in dead["why"]
         kinds = browser.evaluate("[...document.querySelectorAll('#events .badge')].map(badge => badge.textContent)")
         assert kinds == ["broken", "dead", "suspect", "generation"], "the newest first"
+        assert browser.evaluate("document.querySelectorAll('#generations .end.broken').length") == 1
         picture()
     finally:
+        crowd.close()
+
+
+def test_a_job_that_ends_well_is_no_alarm_and_goes_at_no_rate(browser, process, job):
+    crowd = Crowd(process.address, 4, job)
+    working = Working(crowd)
+    try:
+        picture = show(browser, process, job, "over")
+        headline(browser, "All 4 ranks work")
+        browser.until(f"{cell(0, 'ops/s')} > 1")
+        working.stop()
+        crowd.leave()
+        assert headline(browser, "The job is over: all its members left") == "verdict idle"
+        assert browser.text("#generations .end") == "ended: all its members left"
+        assert browser.evaluate("document.querySelectorAll('#generations .broken').length") == 0
+        row = cells(browser, 0)
+        assert (row["state"], row["ops/s"], row["last beat"]) == ("left", "\u2013", "")
+        numbers = browser.evaluate("[...document.querySelectorAll('.number')].map(number => number.textContent)")
+        assert numbers[0].startswith("0 / 4")
+        assert numbers[1].startswith("1generation, lasted ")
+        assert [number[0] for number in numbers[2:5]] == ["\u2013"] * 3
+        picture()
+    finally:
+        working.stop()
         crowd.close()
 
 

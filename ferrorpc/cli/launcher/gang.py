@@ -39,22 +39,6 @@ class Signal:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Start these workers; `attempt` counts the restarts so far."""
-
-    workers: tuple[int, ...]
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """All have ended for good."""
-
-
-Action = Signal | Start | Done
-
-
-@dataclass(frozen=True, slots=True)
 class Exit:
     """How one worker ended."""
 
@@ -65,6 +49,24 @@ class Exit:
     """It ended because another member was lost."""
     stopped: bool
     """The launcher had asked it to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start these workers; `attempt` counts the restarts so far."""
+
+    workers: tuple[int, ...]
+    attempt: int
+    cause: Exit | None = field(default=None, compare=False)
+    """For people: whose end a restart follows from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """All have ended for good."""
+
+
+Action = Signal | Start | Done
 
 
 class Phase(Enum):
@@ -121,7 +123,7 @@ class Gang:
         end = Exit(worker, returncode, now, victim=victim or returncode == EXIT_RETRY, stopped=stopped)
         if returncode not in (0, EXIT_CONFIG) and self.phase is Phase.RUNNING and self._replaces_one():
             self.restarts += 1
-            return [self._start((worker,))]
+            return [self._start((worker,), end)]
         self.exits.append(end)
         if not self.alive:
             return self._all_ended()
@@ -158,9 +160,9 @@ class Gang:
     def _replaces_one(self) -> bool:
         return self.policy.scope == "worker" and self.restarts < self.policy.max_restarts and not self._has_begun_to_finish
 
-    def _start(self, workers: tuple[int, ...]) -> Start:
+    def _start(self, workers: tuple[int, ...], cause: Exit | None = None) -> Start:
         self.alive.update(workers)
-        return Start(workers, self.restarts)
+        return Start(workers, self.restarts, cause)
 
     def _stop(self, number: int, now: float) -> list[Action]:
         if not self.alive:
@@ -175,11 +177,12 @@ class Gang:
     def _all_ended(self) -> list[Action]:
         self.deadline = FOREVER
         hopeless = any(end.returncode == EXIT_CONFIG for end in self.exits)
-        again = self.first_failure is not None and self.restarts < self.policy.max_restarts and not self.interrupted
+        first = self.first_failure
+        again = first is not None and self.restarts < self.policy.max_restarts and not self.interrupted
         if hopeless or not again:
             self.phase = Phase.DONE
             return [Done()]
         self.phase = Phase.RUNNING
         self.restarts += 1
         self.exits.clear()
-        return [self._start(tuple(range(self.size)))]
+        return [self._start(tuple(range(self.size)), first)]

@@ -20,11 +20,12 @@ from ferrorpc.cli.launcher.coordinator import OwnCoordinator
 from ferrorpc.cli.launcher.environment import worker_environment
 from ferrorpc.cli.launcher.exit_reports import ExitReports
 from ferrorpc.cli.launcher.gang import FOREVER, Action, Done, Exit, Gang, Phase, Signal, Start
-from ferrorpc.cli.launcher.outcome import crash_report, final_code, is_victim, losses_line, reason
+from ferrorpc.cli.launcher.outcome import crash_report, final_code, is_victim, losses_line, reason, restart_line
 from ferrorpc.cli.launcher.output import Console, WorkerStream
 from ferrorpc.cli.launcher.pipes import Pipes
 from ferrorpc.cli.launcher.plan import Plan
 from ferrorpc.cli.launcher.signals import STOPS, SignalInbox, describe
+from ferrorpc.cli.system import own_command
 from ferrorpc.config import LAUNCH
 from ferrorpc.errors import ConfigError
 
@@ -171,7 +172,7 @@ class _Launch:
             where, job, page = self._plan.coordinator, self._plan.job, self._coordinator.page_address
             scheme = "https" if self._environment.get("FERRORPC_TLS_CERT") else "http"
             self._console.say(
-                f"to watch this job: ferrorpc status --watch --coordinator {where} --job {job}"
+                f"to watch this job: {own_command()} status --watch --coordinator {where} --job {job}"
                 + (f", or {scheme}://{page}/" if page else "")
             )
 
@@ -188,7 +189,7 @@ class _Launch:
     def _start(self, start: Start) -> None:
         """Starts workers, or lets them wait until the exits of their predecessors have been reported."""
         if self._waiting is not None:
-            start = Start(self._waiting[0].workers + start.workers, start.attempt)
+            start = Start(self._waiting[0].workers + start.workers, start.attempt, self._waiting[0].cause)
         if self._reports.outstanding:
             self._waiting = (start, time.monotonic() + _ANSWER_SECONDS)
         else:
@@ -203,8 +204,8 @@ class _Launch:
 
     def _spawn(self, start: Start) -> None:
         if start.attempt:
-            ranks = ", ".join(self._labels[worker] for worker in start.workers)
-            self._console.say(f"restart {start.attempt} of {self._plan.policy.max_restarts}: rank {ranks}")
+            tail = [] if start.cause is None else self._workers[start.cause.worker].err.tail
+            self._console.say(restart_line(start, self._plan.policy.max_restarts, self._labels, tail))
         for number in start.workers:
             if (before := self._workers.pop(number, None)) is not None:
                 self._finish_output(before)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ferrorpc.cli.codes import EXIT_RETRY
-from ferrorpc.cli.launcher.gang import Exit
+from ferrorpc.cli.launcher.gang import Exit, Start
 from ferrorpc.cli.launcher.signals import describe, exit_code
 
 _MEMBERSHIP_ERRORS = ("PeerLostError", "GroupAbortedError", "StaleGenerationError")
@@ -70,6 +70,23 @@ def crash_report(first: Exit, others: Iterable[Exit], labels: Sequence[str], tai
         lines.append(f"all of its output: {log}")
     victims = victims_line(others, labels)
     return "\n".join([*lines, victims] if victims else lines)
+
+
+def restart_line(start: Start, most: int, labels: Sequence[str], tail: Sequence[str]) -> str:
+    """ "restart 1 of 3: ranks 0, 1, because rank 1 ended with exit code 1: ValueError: loss is nan".
+
+    Args:
+        most: how many restarts are allowed.
+        labels: of each worker, as on the console.
+        tail: the last lines on standard error of the one that the restart follows from.
+    """
+    again = ", ".join(labels[worker] for worker in start.workers)
+    line = f"restart {start.attempt} of {most}: rank{'s' * (len(start.workers) > 1)} {again}"
+    if start.cause is None:
+        return line
+    said = reason(start.cause.returncode, tail)
+    how = f"rank {labels[start.cause.worker]} ended with {describe(start.cause.returncode)}"
+    return f"{line}, because {how}{f': {said}' if said else ''}"
 
 
 def losses_line(exits: Iterable[Exit], labels: Sequence[str]) -> str:

@@ -112,12 +112,18 @@ def _meant(target: Sequence[str]) -> str:
     return f"say --no-python before it, if the program {program!r} is meant"
 
 
-def process_count(text: str) -> int:
+def process_count(text: str, following: Sequence[str] = ()) -> int:
     """Workers on this node: a number, "cpu" (one a core), "gpu" (one a device) or "auto" (gpu where there are any).
+
+    Args:
+        following: what comes after the options; mpirun's `-np 4` is read as `-n p`, followed by 4.
 
     Raises:
         ConfigError: for anything else, and for "gpu" without a device.
     """
+    if text[:1] == "p" and (count := text[1:] or next(iter(following), "")).isdecimal():
+        script = " ".join(following if text[1:] else following[1:]) or "train.py"
+        raise ConfigError(f"-np {count} is mpirun's; there is no flag -np here", hint=f"ferrorpc run -n {count} {script}")
     devices = _visible_devices()
     if text == "gpu" and not devices:
         raise ConfigError("-n gpu: this machine shows no CUDA device", hint="give a number, or check CUDA_VISIBLE_DEVICES")
@@ -163,7 +169,8 @@ def world_range(
     else:
         return nodes[0] * processes, together
     if high != together:
-        raise ConfigError(f"{what} with {nodes[1]} x {processes} workers", hint=f"end it with {together}, or leave it out")
+        count = f"{together} worker{'s' * (together != 1)} in all"
+        raise ConfigError(f"{what} with {count}", hint=f"end it with {together}, or leave it out")
     return low, high
 
 

@@ -28,6 +28,8 @@ TABLE: Final = "barrier"
 LASTS_MAX: Final = 100
 """Released barriers whose last arrival is remembered."""
 STRAGGLERS_MAX: Final = 16
+OWN: Final = "ferrorpc/"
+"""What the names of ferrorpc's own barriers begin with: they are no work of the script, so nobody comes last to them."""
 Outcome = barrier_pb2.BarrierResponse | error_pb2.ErrorDetail
 
 
@@ -130,7 +132,7 @@ class Barriers:
         return told
 
     def stragglers(self) -> list[session_pb2.Straggler]:
-        """Who came last to the last barriers that the newest generation was released from, longest waited for first."""
+        """Who came last to the script's last barriers in the newest generation, whoever was waited for longest first."""
         by_rank: dict[int, session_pb2.Straggler] = {}
         for generation, rank, waited_ns in self._lasts:
             if generation == self._desk.newest_generation:
@@ -236,7 +238,7 @@ class Barriers:
 
     def _note_last(self, key: Key, barrier: Barrier) -> None:
         arrivals = sorted((arrival.since, rank) for rank, arrival in barrier.arrivals.items() if isinstance(rank, int))
-        if len(arrivals) > 1:
+        if len(arrivals) > 1 and not key.name.startswith(OWN):
             (before, _), (last, rank) = arrivals[-2:]
             self._lasts.append((key.generation, rank, last - before))
 

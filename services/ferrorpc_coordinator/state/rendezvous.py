@@ -308,8 +308,8 @@ class Rendezvous:
                 continue
             if other.size != size:
                 raise ConfigError(
-                    f"{member} asks for a world of {size[0]}:{size[1]}, {other.member} for one of "
-                    f"{other.size[0]}:{other.size[1]}, in the same job {self._desk.job}",
+                    f"{member} asks for a world of {_world(size)}, {other.member} for one of {_world(other.size)}, "
+                    f"in the same job {self._desk.job}",
                     hint="give every process the same FERRORPC_WORLD_SIZE, or another FERRORPC_JOB",
                 )
             break
@@ -408,3 +408,9 @@ class Rendezvous:
         known = [self._roster.sentence(member) for member in gone if member not in told]
         known += [f"{name}: {how}, before it said Hello" for name, how in self._stillborn.items()]
         return f". Known of others: {'; '.join(known[-NAMED_MAX:])}" if known else ""
+
+
+def _world(size: tuple[int, int]) -> str:
+    """As FERRORPC_WORLD_SIZE says it: "4", or "2:4"."""
+    low, high = size
+    return f"{low}" if low == high else f"{low}:{high}"

@@ -69,6 +69,16 @@ def test_a_misspelt_variable_is_noted_with_what_may_be_meant():
     assert [one.state for one in found("settings", known)] == ["ok"]
 
 
+def test_a_bad_value_is_one_finding_among_the_others(monkeypatch, capsys):
+    monkeypatch.setenv("FERRORPC_LEASE", "soon")
+    assert run(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("bad")]
+    assert "FERRORPC_LEASE='soon'" in line
+    assert "try: correct or unset FERRORPC_LEASE" in line
+    assert any("shared memory" in line for line in lines)
+
+
 def test_names_that_lead_nowhere():
     (one,) = [one for one in found("names", coordinator="coordinator.invalid:29700") if "coordinator.invalid" in one.text]
     assert one.state == "bad"

@@ -118,7 +118,9 @@ def test_a_signal_during_the_grace_is_forwarded_to_those_left():
 def test_a_gang_is_restarted_as_a_whole_once_all_have_ended():
     gang = running(2, max_restarts=1)
     assert ends(gang, 0, 1) == []
-    assert ends(gang, 1, 75) == [Start((0, 1), 1)]
+    again = ends(gang, 1, 75)
+    assert again == [Start((0, 1), 1)]
+    assert again[0].cause.worker == 0, "the other one only lost a member"
     assert gang.phase is Phase.RUNNING
     assert gang.deadline == FOREVER
     assert gang.exits == []

@@ -111,8 +111,28 @@ def test_config_shows_each_value_and_where_it_came_from(capfd, monkeypatch):
 
 def test_a_bad_variable_is_64_and_named(capfd, monkeypatch):
     monkeypatch.setenv("FERRORPC_LEASE", "soon")
-    assert run(["config"]) == 64
+    assert run(["status"]) == 64
     assert "FERRORPC_LEASE='soon'" in capfd.readouterr().err
+
+
+def test_config_shows_everything_also_where_values_are_wrong(capfd, monkeypatch):
+    """Errors elsewhere say to run it."""
+    monkeypatch.setenv("FERRORPC_LEASE", "soon")
+    monkeypatch.setenv("FERRORPC_TRANSPORT", "pigeon")
+    monkeypatch.setenv("FERRORPC_GRACE", "500ms")
+    assert run(["config"]) == 64
+    out, err = capfd.readouterr()
+    rows = {row.split()[0]: row.split()[1:4] for row in out.splitlines()}
+    assert rows.keys() >= {setting.variable for setting in SETTINGS}
+    assert rows["FERRORPC_LEASE"] == ["soon", "FERRORPC_LEASE", "(WRONG)"]
+    assert rows["FERRORPC_GRACE"][:2] == ["0.5", "FERRORPC_GRACE"]
+    assert "FERRORPC_LEASE='soon': expected seconds" in err
+    assert err.endswith("\ntry: correct or unset FERRORPC_TRANSPORT, FERRORPC_LEASE\n")
+    assert run(["config", "--json"]) == 64
+    found = json.loads(capfd.readouterr().out)
+    assert set(found) == {setting.name for setting in SETTINGS}
+    assert "is not one of auto, grpc, shared_memory" in found["transport"]["error"]
+    assert "error" not in found["grace"]
 
 
 def test_version_says_what_is_installed(capfd):

@@ -4,8 +4,17 @@ import signal
 
 import pytest
 
-from ferrorpc.cli.launcher.gang import Exit
-from ferrorpc.cli.launcher.outcome import crash_report, final_code, is_victim, last_exception, losses_line, reason, victims_line
+from ferrorpc.cli.launcher.gang import Exit, Start
+from ferrorpc.cli.launcher.outcome import (
+    crash_report,
+    final_code,
+    is_victim,
+    last_exception,
+    losses_line,
+    reason,
+    restart_line,
+    victims_line,
+)
 from ferrorpc.errors import GroupAbortedError, PeerLostError, StaleGenerationError
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "ValueError: bad batch"]
@@ -105,3 +114,12 @@ def test_losses_that_an_elastic_world_survived_are_told():
     assert losses_line([end(0, 0), end(1, -9)], ["0", "1"]) == "rank 1 ended with SIGKILL; the others finished without it"
     lost = losses_line([end(0, 0), end(1, -9), end(2, 3)], ["0", "1", "2"])
     assert lost == "rank 1 ended with SIGKILL; rank 2 ended with exit code 3; the others finished without them"
+
+
+def test_a_restart_says_who_failed_and_how():
+    labels = ["0", "1", "2"]
+    told = restart_line(Start((0, 1, 2), 1, end(1, 1)), 3, labels, TRACEBACK)
+    assert told == "restart 1 of 3: ranks 0, 1, 2, because rank 1 ended with exit code 1: ValueError: bad batch"
+    told = restart_line(Start((2,), 2, end(2, -signal.SIGKILL)), 3, labels, TRACEBACK)
+    assert told == "restart 2 of 3: rank 2, because rank 2 ended with SIGKILL"
+    assert restart_line(Start((2,), 2), 3, labels, []) == "restart 2 of 3: rank 2"

@@ -74,6 +74,12 @@ def test_a_missing_script_is_told_of_where_the_working_directory_is_gone_too(tmp
         command_of(["train.py"], module=False, no_python=False)
 
 
+@pytest.mark.parametrize("arguments", [("-np", "4"), ("-np4",)])
+def test_the_flag_of_mpirun_is_answered_with_ours(arguments, script, capfd):
+    assert run(["run", *arguments, script, "--fast"]) == 64
+    assert capfd.readouterr().err.endswith(f"\ntry: ferrorpc run -n 4 {script} --fast\n")
+
+
 def test_process_counts(monkeypatch):
     assert process_count("3") == 3
     assert process_count("cpu") == processors()
@@ -185,7 +191,7 @@ def test_a_range_of_world_sizes_may_be_a_variable(script, monkeypatch):
     monkeypatch.setenv("FERRORPC_WORLD_SIZE", "2:4")
     assert make_plan(target=(script,), processes="4").world == (2, 4)
     assert make_plan(target=(script,), processes="4", world="3:4").world == (3, 4)
-    with pytest.raises(ConfigError, match="FERRORPC_WORLD_SIZE=2:4 with 1 x 2 workers"):
+    with pytest.raises(ConfigError, match="FERRORPC_WORLD_SIZE=2:4 with 2 workers in all"):
         make_plan(target=(script,), processes="2")
     monkeypatch.setenv("FERRORPC_WORLD_SIZE", "8")
     assert make_plan(target=(script,), processes="4").world == (4, 4)

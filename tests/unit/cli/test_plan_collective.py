@@ -12,6 +12,7 @@ from ferrorpc.cli.plan import command
 from ferrorpc.collectives.basis import packaged
 from ferrorpc.collectives.call import Operation
 from ferrorpc.errors import ConfigError, UsageError
+from ferrorpc.testing import run_world
 from ferrorpc.wire.cost_table import Costs, CostTable
 
 TABLE = CostTable("slow bytes", {"grpc": {2: Costs(1e-9, 0.0, 1e-6, 0.0)}})
@@ -19,7 +20,8 @@ TABLE = CostTable("slow bytes", {"grpc": {2: Costs(1e-9, 0.0, 1e-6, 0.0)}})
 
 @pytest.fixture(autouse=True)
 def no_outer_table(monkeypatch):
-    monkeypatch.delenv("FERRORPC_COST_TABLE", raising=False)
+    for name in ("FERRORPC_ALGORITHM", "FERRORPC_COST_TABLE", "FERRORPC_TRANSPORT"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def run(*arguments: str) -> str:
@@ -31,9 +33,30 @@ def run(*arguments: str) -> str:
 @pytest.mark.parametrize("operation", [operation.value for operation in Operation])
 def test_every_operation_is_planned(operation):
     text = run(operation, "--ranks", "4", "--size", "1KiB")
-    assert text.startswith(f"{operation} by ")
-    assert "1KiB on 4 ranks" in text
+    assert text.startswith(f"{operation}, 1KiB on 4 ranks of 1 host\n")
     assert "cost table 'packaged'" in text
+    assert "\n*  " in text
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "barrier"])
+def test_it_begins_as_group_explain_does(operation):
+    """A group of the simulated world sends messages, so it has nothing to say of shared memory."""
+
+    def explained(group):
+        return group.explain(operation, 4096).splitlines()
+
+    lines = run(operation, "--ranks", "3", "--size", "4KiB").splitlines()
+    assert " on 3 ranks: in shared memory, which all of them have; " in lines[1]
+    assert lines[2] == "as messages it would be:"
+    assert lines[3:5] == run_world(3, explained)[0][:2]
+
+
+@pytest.mark.parametrize("arguments", [("--hosts", "2"), ("--ranks", "1"), ("--algorithm", "ring")])
+def test_shared_memory_is_spoken_of_only_where_it_is_used(arguments, monkeypatch):
+    assert "in shared memory" not in run("all_reduce", *arguments)
+    assert "in shared memory" in run("all_reduce")
+    monkeypatch.setenv("FERRORPC_TRANSPORT", "grpc")
+    assert "in shared memory" not in run("all_reduce")
 
 
 def test_steps_of_a_rank_are_listed():
@@ -69,6 +92,12 @@ def test_a_cost_table_decides(tmp_path, monkeypatch):
         run(*arguments)
 
 
+def test_the_setting_asks_for_an_algorithm_here_too(monkeypatch):
+    monkeypatch.setenv("FERRORPC_ALGORITHM", "all_reduce=ring")
+    told = "on 3 ranks: ring, each slice round the ring (asked for by FERRORPC_ALGORITHM)\n"
+    assert told in run("all_reduce", "--ranks", "3")
+
+
 def test_hosts_bring_hierarchical():
     names = {each["algorithm"] for each in json.loads(run("all_reduce", "--hosts", "2", "--json"))["algorithms"]}
     assert "hierarchical" in names
@@ -89,6 +118,7 @@ def test_a_picture_has_a_row_for_every_lane_that_does_something(tmp_path):
 def test_what_cannot_be_planned_is_refused(tmp_path):
     runner = CliRunner()
     assert "there are ranks 0 to 3" in runner.invoke(command, ["barrier", "--ranks", "4", "--rank", "4"]).output
+    assert "3 ranks cannot be spread over 4 hosts" in runner.invoke(command, ["barrier", "--ranks", "3", "--hosts", "4"]).output
     assert "expected a size" in runner.invoke(command, ["barrier", "--size", "many"]).output
     with pytest.raises(UsageError, match="no algorithm 'butterfly'"):
         run("all_reduce", "--algorithm", "butterfly")

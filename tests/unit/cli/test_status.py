@@ -9,6 +9,7 @@ from ferrorpc.cli import status
 from ferrorpc.cli.board import Earlier, as_text
 from ferrorpc.cli.status import as_json_text
 from ferrorpc.cli.table import table
+from ferrorpc.cli.verdict import verdict
 from ferrorpc.config import Config
 from ferrorpc.errors import ConfigError, CoordinatorUnavailableError
 from ferrorpc.v1 import identity_pb2, session_pb2
@@ -56,8 +57,70 @@ def test_the_page_names_who_is_missing_at_a_barrier_and_why_generations_began_an
     assert "epoch #3 of generation 5: 1 arrived, missing ranks 1, open for 1.5 s" in text
     assert "4: 3 members, 3 of 3 joined; ended: rank 2 was lost" in text
     assert "5: 2 members, replaces generation 4: rank 2 was lost" in text
-    assert "waiting: 1 of 2 joined" in text
+    assert "Next round: 1 of 2 joined" in text
     assert "journal on disk" in text
+
+
+def test_the_headline_says_how_the_job_is_in_the_words_of_the_status_page():
+    def headline(**more):
+        told = answer()
+        told.MergeFrom(session_pb2.StatusResponse(**more))
+        return verdict(told)
+
+    assert headline() == ("Rank 1 is stalled", "no beat for 4.2 s; Next round: 1 of 2 joined")
+    lost = session_pb2.GenerationStatus(generation=6, size=2, end_reason="rank 1 (a-1 on a) was lost: SIGKILL")
+    told = headline(generations=[lost])
+    assert told == ("Rank 1 (a-1 on a) was lost", "SIGKILL; generation 6 is over; Next round: 1 of 2 joined")
+    assert verdict(session_pb2.StatusResponse(job="x")) == ("Nobody has joined yet", "")
+
+
+def healthy(*steps, state="MEMBER_STATE_ACTIVE", **more):
+    return session_pb2.StatusResponse(
+        members=[
+            identity_pb2.Member(
+                name=f"w{rank}", rank=rank, state=identity_pb2.MemberState.Value(state), step=step, host="h",
+                step_age_ms=13_000, activity="all_reduce #20",
+            )
+            for rank, step in enumerate(steps)
+        ],
+        generations=[session_pb2.GenerationStatus(generation=1, size=len(steps))],
+        **more,
+    )  # fmt: skip
+
+
+def test_the_headline_of_jobs_that_are_well_late_and_over():
+    assert verdict(healthy(5, 5)) == ("All 2 ranks work", "")
+    assert verdict(healthy(5)) == ("The one rank works", "")
+    late = "others are at step 21; rank 1 on h is at step 20, its last operation: all_reduce #20"
+    assert verdict(healthy(21, 20, 21)) == ("Rank 1 has been behind for 13 s", late)
+    barrier = session_pb2.BarrierStatus(name="epoch", generation=1, arrived_ranks=[0], missing_ranks=[1], age_ms=1500)
+    told = ("Barrier epoch has waited 1.5 s for rank 1", "rank 1 on h was last seen in all_reduce #20")
+    assert verdict(healthy(5, 5, barriers=[barrier])) == told
+    over = healthy(5, 5, state="MEMBER_STATE_LEFT")
+    over.generations[0].end_reason = "all its members left"
+    assert verdict(over) == ("The job is over: all its members left", "")
+
+
+def test_of_a_job_that_is_over_no_rate_is_shown():
+    before, after = healthy(5, 5), healthy(9, 9, state="MEMBER_STATE_LEFT")
+    for response, sent in ((before, 1000), (after, 5000)):
+        response.members[0].links.add(peer_rank=1, kind="grpc", sent_bytes=sent)
+    text = as_text(after, Earlier(before, 2.0))
+    assert "ops/s" not in text
+    assert "bytes a second" not in text
+    assert "  rank 0 to 1 by grpc: 5 kB" in text
+
+
+def test_what_is_left_out_is_counted():
+    response = answer()
+    for number in range(20):
+        response.occurrences.add(kind="back", text=f"number {number}", age_ms=1000 * (20 - number))
+    lines = as_text(response).splitlines()
+    first = lines.index("events, the newest first") + 1
+    assert lines[first].endswith("number 19")
+    assert lines[first + 8] == "  ... and 12 more"
+    generations = lines.index("generations, the newest first")
+    assert lines[generations + 1].startswith("  5: 2 members")
 
 
 def test_an_empty_job_says_so():

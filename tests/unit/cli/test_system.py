@@ -1,6 +1,8 @@
 """What the operating system gives: processors, within the limits of control groups."""
 
 import os
+import shutil
+import sys
 
 import pytest
 
@@ -58,3 +60,20 @@ def test_another_system_is_named(monkeypatch):
     monkeypatch.setattr(system.sys, "platform", "darwin")
     with pytest.raises(ConfigError, match="the launcher needs Linux, and this is darwin"):
         system.require_linux("the launcher", "try that")
+
+
+def test_a_command_is_shown_as_the_shell_finds_it(tmp_path, monkeypatch):
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert system.own_command() == f"{folder}/python -m ferrorpc"
+    (folder / "ferrorpc").touch()
+    assert system.own_command() == f"{folder}/ferrorpc"
+    monkeypatch.chdir(tmp_path)
+    assert system.own_command() == ".venv/bin/ferrorpc", "as typed here: the environment is not activated"
+    monkeypatch.setattr(shutil, "which", lambda name: str(folder / name))
+    assert system.own_command() == "ferrorpc"
+    (tmp_path / "ferrorpc").touch()
+    monkeypatch.setattr(shutil, "which", lambda name: str(tmp_path / name))
+    assert system.own_command() == ".venv/bin/ferrorpc", "what is on the PATH is another one"

@@ -112,6 +112,16 @@ def test_a_straggler_is_charged_with_what_the_others_waited_for_it_alone() -> No
     assert told == [(1, 2, 1000), (0, 1, 500)]
 
 
+def test_nobody_comes_last_to_what_ferrorpc_itself_does() -> None:
+    world = world_of(2)
+    for name in ("ferrorpc/shared_memory/offers", "epoch"):
+        request = barrier_pb2.BarrierRequest(generation=1, name=name, ordinal=1, timeout_ms=60_000)
+        world.ask("m0", barrier=request)
+        world.tick(SECOND)
+        world.ask("m1", barrier=request)
+    assert [(found.rank, found.barriers) for found in status_of(world).stragglers] == [(1, 1)]
+
+
 def test_a_generation_is_told_of_with_its_times_as_far_as_they_were_lived() -> None:
     world = world_of(2)
     world.tick(3 * SECOND)

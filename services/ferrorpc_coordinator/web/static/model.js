@@ -9,6 +9,11 @@ const SLOWER = 1.3;
 
 export const TROUBLE = { dead: 0, suspect: 1, stalled: 2, joining: 3, waiting: 4, active: 5, left: 6 };
 
+// Who is gone does nothing any more, at no rate.
+export function gone(member) {
+  return member.state === "left" || member.state === "dead";
+}
+
 export class Model {
   constructor() {
     this.clear();
@@ -62,7 +67,7 @@ export class Model {
     const late = this.#lateRanks();
     for (const member of this.members) {
       const earlier = before.members.get(member.name);
-      const known = seconds > 0.2 && earlier && member.step >= earlier.step;
+      const known = seconds > 0.2 && earlier && member.step >= earlier.step && !gone(member);
       const steps = known ? member.step - earlier.step : 0;
       const within = known ? Math.min(1, Math.max(0, (member.operation_ms - earlier.operation_ms) / 1000 / seconds)) : null;
       member.stepsPerSecond = known ? steps / seconds : null;
@@ -73,9 +78,10 @@ export class Model {
       const barrierMs = member.missing && member.missing.age_ms > LATE_MS ? member.missing.age_ms : 0;
       member.lateMs = Math.max(barrierMs, late.has(member) ? member.step_age_ms : 0);
     }
+    const there = new Set(this.seated().filter((member) => !gone(member)).map((member) => member.rank));
     this.links = [...this.past.at(-1).links.entries()].map(([key, link]) => {
       const earlier = before.links.get(key);
-      const known = seconds > 0.2 && (earlier || before !== this.past.at(-1));
+      const known = seconds > 0.2 && (earlier || before !== this.past.at(-1)) && there.has(link.from);
       return { ...link, bytesPerSecond: known ? Math.max(0, link.sent - (earlier ? earlier.sent : 0)) / seconds : null };
     });
   }
@@ -84,7 +90,7 @@ export class Model {
   // others wait for those behind. Ranks that do different things, such as stages of a pipeline, drift apart and wait for nobody
   // when all of them compute.
   #lateRanks() {
-    const there = this.seated().filter((member) => member.state !== "left" && member.state !== "dead");
+    const there = this.seated().filter((member) => !gone(member));
     const steps = there.map((member) => member.step);
     const front = Math.max(0, ...steps);
     const grace = front - Math.min(...steps) <= IN_STEP ? 0 : Math.min(...there.map((member) => member.step_age_ms));
@@ -96,7 +102,7 @@ export class Model {
     this.sparkAt = at;
     for (const member of this.members) {
       const ages = this.sparks.get(member.name) || [];
-      ages.push(member.state === "dead" || member.state === "left" ? -1 : member.beat_age_ms);
+      ages.push(gone(member) ? -1 : member.beat_age_ms);
       this.sparks.set(member.name, ages.slice(-SPARK_MAX));
     }
   }
@@ -108,7 +114,7 @@ export class Model {
 
   // Those who have a rank, and those who may get one; not those who had one in an earlier generation and are gone.
   present() {
-    return this.members.filter((member) => member.rank >= 0 || (member.state !== "left" && member.state !== "dead"));
+    return this.members.filter((member) => member.rank >= 0 || !gone(member));
   }
 
   // Those whose steps are known, the one that needs longest between operations first: the others wait for it.

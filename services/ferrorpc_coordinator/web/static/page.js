@@ -1,7 +1,7 @@
 // The status page: takes states as they come, and shows them. It changes nothing at the coordinator.
 
 import { matrix, spark, tiles } from "./draw.js";
-import { Model, TROUBLE } from "./model.js";
+import { Model, TROUBLE, gone } from "./model.js";
 import { bytes, clock, count, duration, element, fill, milliseconds, plural, ranks, rate, setText } from "./text.js";
 
 const ROWS = 32;
@@ -25,8 +25,8 @@ const COLUMNS = [
   ["ops/s", "right", (m) => rate(m.stepsPerSecond), (m) => m.stepsPerSecond],
   ["in operations", "", null, (m) => m.within],
   ["beats, last minute", "", null, (m) => -m.beat_age_ms],
-  ["last beat", "right", (m) => (m.state === "left" || m.state === "dead" ? "" : duration(m.beat_age_ms)), (m) => -m.beat_age_ms],
-  ["doing", "", (m) => m.doing, null],
+  ["last beat", "right", (m) => (gone(m) ? "" : duration(m.beat_age_ms)), (m) => -m.beat_age_ms],
+  ["last operation", "operation", (m) => m.doing, null],
   ["why", "wrap", (m) => m.reason, null],
 ];
 
@@ -63,6 +63,7 @@ function draw() {
   drawn = true;
   const state = model.state;
   const kept = state.durable ? "journal on disk" : "in memory";
+  find("about").title = `cluster ${state.cluster_id}`;
   setText(find("about"), `cluster ${state.cluster_id.slice(0, 8)} · epoch ${state.epoch} · ${kept} · ${state.version}`);
   setText(document.querySelector("title"), `${state.job} · ferrorpc`);
   const [mood, headline, subline] = model.verdict();
@@ -87,16 +88,28 @@ function drawNumbers() {
   const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
   const newest = model.newest();
   const within = mean(known.map((m) => m.within));
-  const sent = model.links.reduce((sum, link) => sum + (link.bytesPerSecond || 0), 0);
+  const rates = model.links.filter((link) => link.bytesPerSecond !== null);
+  const sent = rates.reduce((sum, link) => sum + link.bytesPerSecond, 0);
   const numbers = [
     [`${active.length} / ${model.seated().length}`, "ranks active"],
-    [newest ? `${newest.generation}` : "–", newest && newest.age_ms !== null ? `generation, ${duration(newest.age_ms)} old` : "generation"],
+    [newest ? `${newest.generation}` : "–", `generation${newest ? lived(newest) : ""}`],
     [rate(mean(known.map((m) => m.stepsPerSecond))), "operations/s on a rank"],
     [within === null ? "–" : `${Math.round(within * 100)} %`, "of time in operations"],
-    [`${bytes(sent)}/s`, "sent between ranks"],
+    [rates.length ? `${bytes(sent)}/s` : "–", "sent between ranks"],
     [count(state.store.keys), `keys in the store, ${bytes(state.store.bytes)}`],
   ];
   fill(find("numbers"), numbers.map(([value, what]) => element("div", "number", element("b", "", value), element("span", "", what))));
+}
+
+function lived(generation) {
+  if (generation.lasted_ms !== null) return `, lasted ${duration(generation.lasted_ms)}`;
+  if (generation.end_reason) return ", over";
+  return generation.age_ms === null ? "" : `, ${duration(generation.age_ms)} old`;
+}
+
+// Whether a generation ended as it should: its members asked for another, or had done their work.
+function calm(generation) {
+  return /^replaced by|^all its members/.test(generation.end_reason);
 }
 
 function drawRanks() {
@@ -153,14 +166,14 @@ function drawRow(row, member, columns) {
       cell.title = member.within === null ? "" : `${Math.round(member.within * 100)} %`;
     } else {
       setText(cell, text(member));
-      if (cell.className === "name") cell.title = text(member);
+      if (cell.className === "name") cell.title = text(member); // which may be cut off
     }
   });
 }
 
-function drawPager(total, pages, gone) {
+function drawPager(total, pages, earlier) {
   const pager = find("pager");
-  if (pages === 1) return fill(pager, [plural(total, "member") + (gone ? `, and ${count(gone)} of earlier generations` : "")]);
+  if (pages === 1) return fill(pager, [plural(total, "member") + (earlier ? `, and ${count(earlier)} of earlier generations` : "")]);
   if (!pager.querySelector("button")) {
     const turn = (by) => () => { view.page = Math.max(0, view.page + by); drawn = false; draw(); };
     const [back, on] = [element("button", "", "‹"), element("button", "", "›")];
@@ -196,14 +209,14 @@ function drawBarriers() {
     return element("div", "row", element("span", "", `rank ${straggler.rank}`), bar,
       element("span", "", `${plural(straggler.barriers, "barrier")}, ${duration(straggler.waited_ms)}`));
   });
-  fill(find("stragglers"), lasts.length ? lasts : [element("p", "none", "No named barrier was released in this generation.")]);
+  fill(find("stragglers"), lasts.length ? lasts : [element("p", "none", "None of the script's was released in this generation.")]);
 }
 
 function drawGenerations() {
   const lines = model.state.generations;
   fill(find("timeline"), lines.map((line) => {
     const long = line.lasted_ms ?? line.age_ms ?? 0;
-    const broken = line.end_reason && !/^replaced by|^all its members/.test(line.end_reason);
+    const broken = line.end_reason && !calm(line);
     const span = element("span", broken ? "broken" : line.end_reason ? "ended" : "", `${line.generation}`);
     span.style.flexGrow = `${1 + Math.log1p(long / 1000)}`;
     return span;
@@ -212,7 +225,7 @@ function drawGenerations() {
     const since = line.age_ms === null ? "before this coordinator started" : `since ${clock(line.age_ms)}`;
     const lasted = line.lasted_ms === null ? "" : `, lasted ${duration(line.lasted_ms)}`;
     const item = element("li", "", element("strong", "", `${line.generation}`), ` · ${plural(line.size, "rank")} · ${since}${lasted} · ${line.reason}`);
-    if (line.end_reason) item.append(element("span", "why", `ended: ${line.end_reason}`));
+    if (line.end_reason) item.append(element("span", calm(line) ? "end" : "end broken", `ended: ${line.end_reason}`));
     return item;
   }));
 }
