@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.arrays.kinds import spec_of, view_out
+from ferrorpc.ddp.naming import Named
+from ferrorpc.ddp.parameter import HasGradient
 from ferrorpc.ddp.parcel import common_gpu
 from ferrorpc.ddp.pytree import flatten
 from ferrorpc.ddp.rules import Array, Rule
@@ -46,7 +48,7 @@ class ZeroOptimizer:
         self._group = group = group_given(group)
         self._weights = flatten(weights)
         _check_apart(self._weights)
-        specs = [(name, spec_of(leaf)) for name, leaf in self._weights.items()]
+        specs = [(name, _spec(name, leaf)) for name, leaf in self._weights.items()]
         for name, spec in specs:
             if spec.dtype not in _DTYPES:
                 raise TensorMismatchError(
@@ -140,6 +142,14 @@ class ZeroOptimizer:
             for number, memory in enumerate(self._memory)
             for slot, array in enumerate(memory)
         }
+
+
+def _spec(name: str, leaf: Any) -> TensorSpec:
+    what = f"weights {name!r}" if name else "weights"
+    if isinstance(leaf, HasGradient) and not hasattr(leaf, "dtype"):
+        raise UsageError(f"{what}: {type(leaf).__name__} is no array", hint="pass the arrays themselves: parameter.data")
+    with Named(what):
+        return spec_of(leaf)
 
 
 def _check_apart(weights: Mapping[str, Any]) -> None:

@@ -88,7 +88,7 @@ class Pipeline:
         self._rows = self.schedule.with_messages().actions
         self._is_first = 0 in numbers
         self._is_last = self.schedule.virtual_stages - 1 in numbers
-        ties = [names if isinstance(names, str) else list(names) for names in tied]
+        ties = _given(tied)
         self._name = _agreed(self.schedule, ties, group)
         self._ties = Ties(ties, self._pieces, self.schedule.placement, group)
         self._lanes = lanes_of(
@@ -314,6 +314,18 @@ def _chosen(
     if findings:
         raise UsageError(f"{schedule} is not sound: " + "; ".join(str(each) for each in findings[:3]))
     return chosen
+
+
+def _given(tied: Any) -> list[str | list[str]]:
+    """The ties, if they hold nothing but text."""
+    try:
+        ties = [names if isinstance(names, str) else list(names) for names in tied]
+    except TypeError:
+        ties = [[None]]
+    if isinstance(tied, str) or not all(isinstance(name, str) for names in ties for name in names):
+        hint = 'list the copies of each weight: [("0/embedding", "3/head")]'
+        raise UsageError(f"tied={tied!r} are no names of weights", hint=hint)
+    return ties
 
 
 def _agreed(schedule: Schedule, ties: Sequence[str | Sequence[str]], group: ProcessGroup) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ferrorpc.errors import UsageError
+from ferrorpc.torch.given import module_given
 from ferrorpc.torch.split import SplitBackward
 
 
@@ -43,12 +44,15 @@ class Stage:
         split: whether schedules may do its backward in two. Say no for modules whose graph is one node that does everything,
             as compiled ones: it would do everything twice. And for re-entrant checkpoints, which torch refuses then.
 
+    Raises:
+        UsageError: it is no module of torch.
+
     Attributes:
         needs_grad_x: whether gradients of inputs are computed. A pipeline says no where the stage is the model's first.
     """
 
     def __init__(self, module: torch.nn.Module, split: bool = True) -> None:
-        self.module = module
+        self.module = module_given(module)
         self.needs_grad_x = True
         if split:
             self.backward_input = self._backward_input
@@ -114,7 +118,15 @@ def with_gradient(criterion: Callable[[Any, Any], torch.Tensor]) -> Callable[[An
 
     Returns:
         loss_fn(y, target) -> (loss, gradient of y); for a tuple y a tuple of gradients.
+
+    Raises:
+        UsageError: it is no function, or a class of losses in place of a loss.
     """
+    if isinstance(criterion, type):
+        raise UsageError(f"criterion={criterion.__name__} is a class", hint=f"pass an instance of it: {criterion.__name__}()")
+    if not callable(criterion):
+        hint = "pass a loss such as torch.nn.functional.cross_entropy"
+        raise UsageError(f"criterion={criterion!r} is no function", hint=hint)
 
     def loss_fn(y: Any, target: Any) -> tuple[torch.Tensor, Any]:
         leaves = tuple(_leaf(each) for each in y) if isinstance(y, tuple) else _leaf(y)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -41,7 +42,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         options: the optimizer's own, such as lr.
 
     Raises:
-        UsageError: one of torch's optimizers that does not treat every element alike.
+        UsageError: one of torch's optimizers that does not treat every element alike, or no class of an optimizer; or what
+            torch's own refuse.
         CollectiveMismatchError: ranks gave different parameters; the message says where they differ.
     """
 
@@ -54,10 +56,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket_cap_mb: float = 25,
         **options: Any,
     ) -> None:
+        _check_class(optimizer)
         _check_elementwise(optimizer)
         self._group = group = group_given(group)
         self._shards: list[Shards] = []
-        super().__init__(parameters, options)
+        with _translated("parameters", "pass model.parameters(), or torch's dicts of such"):
+            super().__init__(parameters, options)
         self._trained = [_named(members) for members in self.param_groups]
         inner = []
         for number, (members, trained) in enumerate(zip(self.param_groups, self._trained, strict=True)):
@@ -66,7 +70,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             shards = Shards(specs, group, bucket_cap_mb, f"{optimizer.__name__}, group {number}", common_gpu(held))
             self._shards.append(shards)
             inner.append(_settings(members) | {"params": [_parameter(shard) for shard in shards.shards]})
-        self._inner = optimizer(inner, **options)
+        with _translated(optimizer.__name__, "pass its own options after the group, as in torch: lr=1e-3"):
+            self._inner = optimizer(inner, **options)
         self.defaults = self._inner.defaults
         for members, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             members.update({name: value for name, value in _settings(own).items() if name not in members})
@@ -174,6 +179,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for state in self._inner.state.values()
             for value in state.values()
             if isinstance(value, torch.Tensor)
+        )
+
+
+@contextmanager
+def _translated(what: str, hint: str) -> Iterator[None]:
+    """Torch's refusals as UsageErrors."""
+    try:
+        yield
+    except (TypeError, ValueError) as problem:
+        raise UsageError(f"{what}: {problem}", hint=hint) from None
+
+
+def _check_class(optimizer: Any) -> None:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer)
+        raise UsageError(
+            f"optimizer={kind.__name__}(...) is an optimizer already",
+            hint=f"pass its class: ZeroOptimizer(parameters, torch.optim.{kind.__name__}, group, lr=...)",
+        )
+    if not isinstance(optimizer, type) or not issubclass(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"optimizer={optimizer!r} is no class of optimizer",
+            hint="the order is ZeroOptimizer(parameters, torch.optim.AdamW, group, lr=1e-3)",
         )
 
 
