@@ -98,7 +98,7 @@ def batch_norm_gradient(grad_y: Any, forward: Normalised, group: ProcessGroup) -
         raise UsageError(f"forward is a {type(forward).__name__}", hint="pass what batch_norm() returned, not its y alone")
     given, made = _checked(grad_y, forward.axis), view(forward.y)
     if given.spec != made.spec:
-        raise TensorMismatchError(f"grad_y is {given.spec}, but y was {made.spec}")
+        raise TensorMismatchError(f"grad_y is {given.spec}, but y was {made.spec}", hint="give a gradient like forward.y")
     gradient = _channels_first(given, forward.axis)
     sums = np.stack([gradient.sum(axis=1), (gradient * forward.scaled).sum(axis=1)])
     means = group.all_reduce(sums, out=sums) / forward.moments.values

@@ -238,6 +238,7 @@ class Replica:
                 self._compare_in_turn(current)
                 follow()
 
+        check_follow(follow)
         first = self.rounds
         self._is_uneven, self._weights_differ = True, follow is None
         try:
@@ -261,6 +262,12 @@ def _steps_given(check_every: Any) -> int:
 
 def _trains(parameter: Any) -> bool:
     return bool(getattr(parameter, "requires_grad", True))
+
+
+def check_follow(follow: Any) -> None:
+    """Raises UsageError: it cannot be called."""
+    if follow is not None and not callable(follow):
+        raise UsageError(f"follow={follow!r} is no function", hint="pass what the loop does with means, such as optimizer.step")
 
 
 def named_parameters(module: Any) -> dict[str, HasGradient]:
@@ -293,7 +300,7 @@ def named_parameters(module: Any) -> dict[str, HasGradient]:
         if id(parameter) in seen:
             continue
         if name in found:
-            raise UsageError(f"two parameters are named {name!r}")
+            raise UsageError(f"two parameters are named {name!r}", hint="give each a name of its own")
         seen.add(id(parameter))
         found[name] = parameter
     return found

@@ -96,6 +96,10 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         self._after(outputs)
         return outputs
 
+    def extra_repr(self) -> str:
+        """For the module's repr."""
+        return self._replica.text
+
     def _before(self) -> None:
         if torch.is_grad_enabled():
             if self._changes.may_be():

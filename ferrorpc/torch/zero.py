@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -62,6 +62,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shards: list[Shards] = []
         with _translated("parameters", "pass model.parameters(), or torch's dicts of such"):
             super().__init__(parameters, options)
+        _check_apart(self.param_groups)
         self._trained = [_named(members) for members in self.param_groups]
         inner = []
         for number, (members, trained) in enumerate(zip(self.param_groups, self._trained, strict=True)):
@@ -85,6 +86,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: a parameter that was frozen when the optimizer was made has a gradient. Nothing was sent then.
         """
+        if closure is not None and not callable(closure):
+            raise UsageError(
+                f"closure={closure!r} is no function", hint="step() takes no loss, and no gradients: they are in .grad"
+            )
         loss = None if closure is None else closure()
         for members, trained in zip(self.param_groups, self._trained, strict=True):
             _check_frozen(members, trained)
@@ -130,6 +135,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             UsageError: it is another optimizer's, another rank's, or of a group of another size; or torch's own has made more
                 steps with some parameters than with others that travel with them.
         """
+        _check_state(state_dict)
         if _RANK in state_dict:
             self._check_own(state_dict)
             own = {key: value for key, value in state_dict.items() if key != _RANK}
@@ -140,8 +146,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             members.update(_settings(inner))
 
     def _check_own(self, state_dict: dict[str, Any]) -> None:
-        rank, size = state_dict[_RANK]
-        check_whose(self._group, rank, size, "gather_state_dict")
+        check_whose(self._group, state_dict[_RANK], "gather_state_dict")
         shards = [shard.weights.shape for shards in self._shards for shard in shards.shards]
         for number, state in state_dict["state"].items():
             shapes = {tuple(value.shape) for value in state.values() if is_piece(value)}
@@ -166,6 +171,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 states = {name: whole["state"].get(settings["params"][_place(name)], {}) for name in shard.shapes}
                 own["state"][number] = joined(shard, states, pieces)
         return own
+
+    def __repr__(self) -> str:
+        where = f"rank {self._group.rank} of {self._group.size}"
+        return super().__repr__().replace(" (", f" of {type(self._inner).__name__}, {where} (", 1)
+
+    def __getstate__(self) -> Any:
+        """Refuses: what it holds belongs to this process and its group."""
+        raise UsageError("a ZeroOptimizer cannot be copied or pickled", hint="save state_dict(), or gather_state_dict()")
 
     def _hand_down_settings(self) -> None:
         for members, own in zip(self.param_groups, self._inner.param_groups, strict=True):
@@ -212,6 +225,25 @@ def _check_elementwise(optimizer: type[torch.optim.Optimizer]) -> None:
             f"{name} looks at whole parameters, but each rank has flat pieces of them",
             hint="use one that treats every element alike, such as AdamW",
         )
+
+
+def _check_apart(groups: Iterable[dict[str, Any]]) -> None:
+    seen: dict[int, int] = {}
+    for place, parameter in enumerate(each for group in groups for each in group["params"]):
+        before = seen.setdefault(id(parameter), place)
+        if before != place:
+            raise UsageError(
+                f"parameters {before} and {place} are one", hint="give each once: model.parameters() does, tied ones as well"
+            )
+
+
+def _check_state(state: Any) -> None:
+    hint = "pass what state_dict() or gather_state_dict() gave"
+    if not isinstance(state, Mapping):
+        raise UsageError(f"{type(state).__name__} is no state", hint=hint)
+    for key, kind in (("state", Mapping), ("param_groups", list)):
+        if not isinstance(state.get(key), kind):
+            raise UsageError(f"the state has no {key!r}, as torch's optimizers give it", hint=hint)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

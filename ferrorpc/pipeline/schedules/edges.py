@@ -35,7 +35,7 @@ class Edges:
                     hint="edges lead from a piece to a later one; pieces count from 0",
                 )
             if target in self._after[source]:
-                raise UsageError(f"the edge from piece {source} to piece {target} is there twice")
+                raise UsageError(f"the edge from piece {source} to piece {target} is there twice", hint="list each edge once")
             self._after[source].append(target)
             self._before[target].append(source)
         for piece in range(pieces):
