@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Generic
@@ -144,6 +144,10 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Into the module. Names may begin with "module.", as torch's own wrapper has them."""
+        if not isinstance(state_dict, Mapping):
+            raise UsageError(
+                f"{type(state_dict).__name__} is no state", hint="pass what state_dict() gave, by torch.load(path)"
+            )
         prefix = "module."
         foreign = state_dict.keys() - self.module.state_dict().keys()
         if foreign and all(name.startswith(prefix) for name in state_dict):

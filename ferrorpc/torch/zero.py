@@ -174,7 +174,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         where = f"rank {self._group.rank} of {self._group.size}"
-        return super().__repr__().replace(" (", f" of {type(self._inner).__name__}, {where} (", 1)
+        settings: str = super().__repr__()
+        return settings.replace(" (", f" of {type(self._inner).__name__}, {where} (", 1)
 
     def __getstate__(self) -> Any:
         """Refuses: what it holds belongs to this process and its group."""

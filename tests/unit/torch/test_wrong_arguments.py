@@ -110,8 +110,21 @@ def train(group: ferrorpc.ProcessGroup, loss_fn: object) -> object:
     return ferrorpc.Pipeline(Stage(layer()), group, "gpipe", 2).step(torch.ones(2, 2), torch.ones(2, 2), loss_fn)
 
 
+def step_without_buffer(group: ferrorpc.ProcessGroup) -> None:
+    module = layer()
+    module.register_buffer("mask", torch.zeros(1))
+    ddp = DistributedDataParallel(module, group)
+    module.mask = None
+    ddp(torch.ones(1, 2)).sum().backward()
+
+
 ONE = zero()
 WRONG |= {
+    "ddp: a state in words": (
+        lambda g: DistributedDataParallel(layer(), g).load_state_dict("model.pt"),
+        r"str is no state\ntry: .*torch\.load",
+    ),
+    "ddp: a buffer that is gone": (step_without_buffer, "buffer 'mask': NoneType is no array"),
     "zero: no state": (lambda g: load(g, 3), r"int is no state\ntry: .*gather_state_dict"),
     "zero: an empty state": (lambda g: load(g, {}), r"has no 'state'(.|\n)*try: .*gather_state_dict"),
     "zero: whose state is that?": (lambda g: load(g, {"rank": 3, "state": {}, "param_groups": []}), r"rank.*\ntry: "),
