@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ferrorpc.backends.simulated import SimulatedBackend as SimulatedBackend
     from ferrorpc.bootstrap.process_group import init_process_group as init_process_group
     from ferrorpc.ddp import hooks as hooks, rules as rules
+    from ferrorpc.ddp.batch_norm import batch_norm as batch_norm, batch_norm_gradient as batch_norm_gradient
     from ferrorpc.ddp.module import DistributedDataParallel as DistributedDataParallel
     from ferrorpc.ddp.parameter import Parameter as Parameter
     from ferrorpc.ddp.synchroniser import GradientSynchronizer as GradientSynchronizer
@@ -79,6 +80,8 @@ _HOMES = {
     "GradientSynchronizer": "ferrorpc.ddp.synchroniser",
     "Parameter": "ferrorpc.ddp.parameter",
     "ZeroOptimizer": "ferrorpc.ddp.zero",
+    "batch_norm": "ferrorpc.ddp.batch_norm",
+    "batch_norm_gradient": "ferrorpc.ddp.batch_norm",
     "hooks": "ferrorpc.ddp",
     "Mesh": "ferrorpc.mesh",
     "rules": "ferrorpc.ddp",

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Final
 
 from ferrorpc.errors import ConfigError
@@ -213,6 +214,23 @@ SETTINGS: Final = (
 _BY_NAME: Final = {setting.name: setting for setting in SETTINGS}
 
 
+_PLACE: Final = "leave it away: `ferrorpc run`, torchrun, SLURM or mpirun tell it by variables"
+_ADDRESS: Final = 'leave it away under a launcher, else pass coordinator="host:port"'
+_COUNTERPARTS: Final = {
+    "init_method": _ADDRESS,
+    "master_addr": _ADDRESS,
+    "master_port": _ADDRESS,
+    "rank": f"{_PLACE}, such as RANK; rank_hint= asks for a rank where it is free",
+    "local_rank": _PLACE,
+    "size": "world_size=, which is a setting; a launcher tells it by a variable",
+    "store": "leave it away: the group comes with one, group.store",
+    "group_name": 'job="name" keeps jobs on one coordinator apart',
+    "pg_options": "leave it away",
+    "device_id": "device=, the number of this rank's GPU",
+}
+"""What torch's init_process_group takes by these names, and what to do here."""
+
+
 def strangers(environment: Mapping[str, str]) -> list[tuple[str, str]]:
     """Variables that are called like settings and are none, each with the setting that is likely meant; "" where none is."""
     known = {setting.variable.removeprefix(PREFIX): setting.variable for setting in SETTINGS}
@@ -237,7 +255,7 @@ class Config(Mapping[str, Any]):
         given = {name: value for name, value in (arguments or {}).items() if value is not None}
         unknown = sorted(set(given) - set(_BY_NAME))
         if unknown:
-            raise ConfigError(f"no setting is called {', '.join(unknown)}", hint=f"settings are: {', '.join(_BY_NAME)}")
+            raise ConfigError(f"no setting is called {', '.join(unknown)}", hint=_meant_by(unknown[0]))
         self._values = {setting.name: _resolve(setting, given, environment) for setting in SETTINGS}
 
     def __getitem__(self, name: str) -> Any:
@@ -258,8 +276,18 @@ class Config(Mapping[str, Any]):
         return f"Config({shown})"
 
 
+def _meant_by(name: str) -> str:
+    """What to try in place of an argument that is no setting."""
+    if name in _COUNTERPARTS:
+        return _COUNTERPARTS[name]
+    (near,) = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=_LIKENESS_MIN) or [""]
+    return f"{near}=, which is a setting" if near else f"settings are: {', '.join(_BY_NAME)}"
+
+
 def _text(raw: Any) -> str:
     """An argument as its variable would say it, so that both are held to the same rules: (2, 4) as "2:4"."""
+    if isinstance(raw, timedelta):
+        return str(raw.total_seconds())
     return ":".join(map(str, raw)) if isinstance(raw, tuple | list) else str(raw)
 
 

@@ -34,6 +34,12 @@ SECTIONS = {
         "DistributedDataParallel",
         "Parameter",
         "ZeroOptimizer",
+        "ddp.steps.Steps",
+        "ddp.steps.StepTimes",
+        "batch_norm",
+        "batch_norm_gradient",
+        "ddp.batch_norm.Normalised",
+        "ddp.batch_norm.Moments",
     ],
     "Update rules: `ferrorpc.rules`": ["ddp.rules"],
     "Compression: `ferrorpc.hooks`": ["ddp.hooks"],
@@ -60,7 +66,7 @@ SECTIONS = {
 SHOWN = frozenset({"Backend", "BasicBackendContract", "Hook", "FerroError", "CollectiveTimeoutError"})
 """Classes that others on the page descend from: what they have is said once."""
 
-FOR_USERS = {"Session": ("barrier", "describe")}
+FOR_USERS = {"Session": ("barrier", "describe"), "Steps": ("mean", "by_rank", "timeline", "to_chrome_trace")}
 """Of classes whose other members are for ferrorpc's own rooms."""
 
 INTRODUCTION = """\
@@ -103,8 +109,9 @@ class Page:
                     self._object(f"{path}.{name}")
         elif isinstance(found, griffe.Class):
             self.lines += ["", f"### {found.name}"]
-            if found.parameters and not _is_abstract(found):
-                self.lines += ["", f"`{_signature(found.name, list(found.parameters))}`"]
+            parameters = _parameters(found)
+            if parameters:
+                self.lines += ["", f"`{_signature(found.name, parameters)}`"]
             self._text(found)
             for member in _members(found):
                 self._member(member)
@@ -157,6 +164,16 @@ def _is_abstract(found: griffe.Class) -> bool:
     return any(str(base) in ("ABC", "Protocol", "Enum", "IntEnum") for base in found.bases)
 
 
+def _parameters(found: griffe.Class) -> list[griffe.Parameter]:
+    """What a user makes one with; nothing where no user does."""
+    if _is_abstract(found) or found.name in FOR_USERS:
+        return []
+    if any(str(base) == "NamedTuple" for base in found.bases):
+        fields = [each for each in found.attributes.values() if each.annotation is not None and "property" not in each.labels]
+        return [griffe.Parameter(each.name, default=each.value and str(each.value)) for each in fields]
+    return list(found.parameters)
+
+
 def _is_retryable(found: griffe.Class) -> bool:
     own = found.all_members.get("default_retryable")
     return own is not None and str(own.value) == "True"
@@ -202,8 +219,11 @@ def _section(section: Any) -> list[str]:
         return _prose(section.value)
     lines = []
     for each in section.value:
-        label = {"raises": f"raises `{each.annotation}`", "returns": "returns"}.get(section.kind.value) or f"`{each.name}`"
-        lines.append(f"- {label}: {' '.join(each.description.split())}")
+        name, said = getattr(each, "name", ""), " ".join(each.description.split())
+        if name.endswith(","):  # griffe takes what comes after the first of several names for a type
+            name += f" {each.annotation}"
+        label = {"raises": f"raises `{each.annotation}`", "returns": "returns"}.get(section.kind.value) or f"`{name}`"
+        lines.append(f"- {label}: {said}")
     return lines
 
 
@@ -231,7 +251,11 @@ def _anchor(heading: str) -> str:
 def page() -> str:
     """What docs/reference.md should be."""
     package = griffe.load(
-        "ferrorpc", search_paths=[ROOT], docstring_parser="google", docstring_options={"warnings": False}, resolve_aliases=True
+        "ferrorpc",
+        search_paths=[ROOT],
+        docstring_parser="google",
+        docstring_options={"warnings": False, "returns_multiple_items": False},
+        resolve_aliases=True,
     )
     assert isinstance(package, griffe.Module)
     return Page(package).write()

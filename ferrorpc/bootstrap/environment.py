@@ -109,7 +109,7 @@ def own_coordinator(place: Place, port: int) -> str:
         ConfigError: nobody said which process is rank 0, or where it is.
     """
     if place.pinned_rank is None:
-        hint = "set FERRORPC_COORDINATOR=HOST:PORT"
+        hint = f"start the script with `ferrorpc run -n {place.world[1]}`, or set FERRORPC_COORDINATOR=HOST:PORT"
         raise ConfigError(f"a world of {place.world[1]} members needs a coordinator, and none is named", hint=hint)
     host = "127.0.0.1" if place.one_node else place.master
     if not host:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -18,7 +19,7 @@ from ferrorpc.config import LAUNCH, Config, strangers
 from ferrorpc.coordination import farewell
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.coordination.session import RemoteSession
-from ferrorpc.errors import CoordinatorUnavailableError, GroupAbortedError, PeerLostError, UsageError
+from ferrorpc.errors import ConfigError, CoordinatorUnavailableError, GroupAbortedError, PeerLostError, UsageError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.logs import set_up_logging
@@ -33,6 +34,8 @@ _OWN: Final = (
     "whether MASTER_ADDR and FERRORPC_PORT, which say where, are the same for all"
 )
 _NO_GROUP: Final = "no group was made: call ferrorpc.init_process_group() again, or let the launcher start the ranks again"
+_TORCHS_BACKENDS: Final = ("gloo", "mpi", "ucc")
+"""Those of torch.distributed for arrays on the host."""
 _open: list[LocalSession | RemoteSession] = []
 """The seat of this process's group; the next `init_process_group` looks whether it was left."""
 
@@ -65,11 +68,7 @@ def init_process_group(
         PeerLostError, GroupAbortedError: a rank was lost, or gave up, before the group was made.
     """
     farewell.install()
-    if _open and not _open[-1].left:
-        raise UsageError(
-            "this process has an open group already",
-            hint="close() it first; for several groups at once use group.subgroup(), or ProcessGroup(backend)",
-        )
+    _refuse_second()
     chosen = {"backend": backend, "transport": transport}
     arguments = settings | {name: value for name, value in chosen.items() if value != "auto"} | {"timeout": timeout}
     config = Config(arguments)
@@ -78,7 +77,7 @@ def init_process_group(
     for name, meant in strangers(os.environ):
         if meant:
             _log.warning("%s is set, but no setting is called so: %s is", name, meant)
-    registry.check(config["backend"], config.source("backend"))
+    _check_backend(config)
     asked = asked_for(config["algorithm"] or ())
     place = detect(os.environ, config)
     _log.info("place in the job taken from %s: %s", place.source, place)
@@ -93,6 +92,39 @@ def init_process_group(
         session.leave(farewell.reason_of(error))
         if isinstance(error, PeerLostError | GroupAbortedError):
             raise error.again(_NO_GROUP) from None
+        raise
+
+
+def _refuse_second() -> None:
+    """Raises UsageError where the last group is open. One of this process alone that it does not hold any more is left."""
+    if not _open or _open[-1].left:
+        return
+    if any(group._backend.session is _open[-1] for group in _groups_held()):
+        raise UsageError(
+            "this process has an open group already",
+            hint="use the group that the first call returned, or close() it first; for several groups at once use "
+            "group.subgroup(), or ProcessGroup(backend)",
+        )
+    if _open[-1].membership.assignment.size > 1:
+        raise UsageError(
+            "this process is in a group already, which nothing in it holds any more, so that it can be neither used nor closed",
+            hint="group = ferrorpc.init_process_group(), once, and keep it; start the job again",
+        )
+    _open[-1].leave()
+
+
+def _groups_held() -> list[ProcessGroup]:
+    """All that this process holds. `isinstance` would ask dead proxies of weak references what they are."""
+    gc.collect()
+    return [each for each in gc.get_objects() if issubclass(type(each), ProcessGroup)]
+
+
+def _check_backend(config: Config) -> None:
+    try:
+        registry.check(config["backend"], config.source("backend"))
+    except ConfigError as error:
+        if any(name in config["backend"] for name in _TORCHS_BACKENDS):
+            raise error.again('leave it out, or pass "grpc": arrays on the host travel through memory or over gRPC') from None
         raise
 
 

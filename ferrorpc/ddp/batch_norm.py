@@ -12,7 +12,9 @@ Cost, for c channels on p ranks: one all_gather of 1 + 2 c float64 forward, one 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import math
+from numbers import Real
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,10 +22,8 @@ from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.kinds import NUMPY, view
 from ferrorpc.ddp.memory import Array
 from ferrorpc.errors import TensorMismatchError, UsageError
+from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.types import TensorSpec
-
-if TYPE_CHECKING:
-    from ferrorpc.group import ProcessGroup
 
 
 class Moments(NamedTuple):
@@ -51,7 +51,7 @@ class Normalised(NamedTuple):
     y: Any
     moments: Moments
     scaled: Array
-    """y in float64, channels first."""
+    """For the gradient: y in float64, channels first."""
     deviation: Array
     axis: int
 
@@ -61,12 +61,17 @@ def batch_norm(x: Any, group: ProcessGroup, *, axis: int = 1, epsilon: float = 1
 
     Args:
         x: this rank's batch: an array of real floats whose shape may differ from other ranks' except along `axis`.
+        group: every rank calls it at the same point of its program.
         axis: where the channels are.
+        epsilon: what is added to the variance, so that a channel of equal values can be divided by it.
 
     Raises:
-        UsageError: no rank has a value.
+        UsageError: no rank has a value, or epsilon is no number of 0 or more.
         TensorMismatchError: x is not of real floats, or has no such axis; ranks have different numbers of channels.
     """
+    group_given(group)
+    if not isinstance(epsilon, Real) or not 0 <= epsilon < math.inf:
+        raise UsageError(f"epsilon={epsilon!r} is no number of 0 or more", hint="leave it away for 1e-5")
     source = _checked(x, axis)
     values = _channels_first(source, axis)
     moments = _moments(values, group)
@@ -79,12 +84,21 @@ def batch_norm(x: Any, group: ProcessGroup, *, axis: int = 1, epsilon: float = 1
 def batch_norm_gradient(grad_y: Any, forward: Normalised, group: ProcessGroup) -> Any:
     """The gradient at x of the sum of all ranks' losses, from the gradient at `forward.y`. Collective.
 
+    Args:
+        grad_y: an array like `forward.y`.
+        forward: what `batch_norm` gave on this rank.
+        group: the same as there.
+
     Raises:
+        UsageError: `forward` is something else.
         TensorMismatchError: grad_y is not as y was.
     """
+    group_given(group)
+    if not isinstance(forward, Normalised):
+        raise UsageError(f"forward is a {type(forward).__name__}", hint="pass what batch_norm() returned, not its y alone")
     given, made = _checked(grad_y, forward.axis), view(forward.y)
     if given.spec != made.spec:
-        raise TensorMismatchError(f"grad_y is {given.spec}, but y was {made.spec}")
+        raise TensorMismatchError(f"grad_y is {given.spec}, but y was {made.spec}", hint="give a gradient like forward.y")
     gradient = _channels_first(given, forward.axis)
     sums = np.stack([gradient.sum(axis=1), (gradient * forward.scaled).sum(axis=1)])
     means = group.all_reduce(sums, out=sums) / forward.moments.values
@@ -115,8 +129,10 @@ def _moments(values: Array, group: ProcessGroup) -> Moments:
     return Moments(mean, squares / count, int(count))
 
 
-def _checked(x: Any, axis: int) -> View:
+def _checked(x: Any, axis: Any) -> View:
     source = view(x)
+    if not isinstance(axis, int | np.integer):
+        raise UsageError(f"axis={axis!r} is no whole number", hint="pass the axis where channels are: 1, or -1 for the last")
     if not source.spec.dtype.is_float or not -len(source.spec.shape) <= axis < len(source.spec.shape):
         raise TensorMismatchError(
             f"{source.spec} has no channels of real floats along axis {axis}", hint="pass floats, and axis= where channels are"

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Final
+from typing import Any, Final
 
 from ferrorpc.errors import UsageError
 from ferrorpc.types import DType, TensorSpec
@@ -111,7 +111,7 @@ def lay_out(
         UsageError: `order` does not name each parameter once.
     """
     specs = dict(parameters)
-    names = list(reversed(specs)) if order is None else list(order)
+    names = list(reversed(specs)) if order is None else _listed(order)
     if sorted(names) != sorted(specs):
         strange = sorted(set(names) ^ set(specs)) or sorted(name for name in specs if names.count(name) > 1)
         raise UsageError(f"order= does not name each parameter once: see {', '.join(strange)}", hint="list every name once")
@@ -166,3 +166,9 @@ def _numbered(full: Iterable[_Open], text: str) -> Layout:
 
 def _aligned(count: int, unit: int) -> int:
     return -(-count // unit) * unit
+
+
+def _listed(order: Any) -> list[str]:
+    if isinstance(order, str) or not isinstance(order, Iterable):
+        raise UsageError(f"order={order!r} is no list of names", hint="list every name once")
+    return list(order)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, Self
 
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
-from ferrorpc.ddp.wrapper import Wrapper
+from ferrorpc.ddp.wrapper import Wrapper, check_unwrapped
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
 
@@ -79,7 +79,7 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
             `sync_gradients` overwrites it.
 
     Raises:
-        UsageError: the module has no parameters() or named_parameters(), or one of them is a bare array.
+        UsageError: the module has no parameters() or named_parameters(), is wrapped already, or has a bare array among them.
         TensorMismatchError: a parameter's dtype has no mean, or parameters lie on several devices; the latter not where a
             hook has the buckets on the host.
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
@@ -100,6 +100,7 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
         self.module: Module = module
         self._passes = 0
         group = group_given(group)
+        check_unwrapped(module)
         self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook, check_every)
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.kinds import NUMPY, gpu_of, view, view_out
 from ferrorpc.ddp.bucket import Bucket
+from ferrorpc.ddp.naming import Named
 from ferrorpc.errors import TensorMismatchError
 from ferrorpc.types import TensorSpec
 
@@ -60,7 +61,8 @@ class Packer:
         found = self.zeros(bucket)
         with current(self._kind):
             for slot in bucket.slots:
-                got = view(arrays.get(slot.name), near=self._kind is not None)
+                with Named(f"{what} {slot.name!r}"):
+                    got = view(arrays.get(slot.name), near=self._kind is not None)
                 if got.spec != slot.spec:
                     raise TensorMismatchError(
                         f"{what} {slot.name!r} is {got.spec}, but was {slot.spec} when it was wrapped",

@@ -153,6 +153,7 @@ def _share(weight: Any) -> float:
 
 def cap_bytes(bucket_cap_mb: Any) -> int:
     """Bytes from MiB. Raises UsageError for what is no size."""
-    if not isinstance(bucket_cap_mb, int | float) or not bucket_cap_mb > 0:
+    is_number = isinstance(bucket_cap_mb, int | float) and not isinstance(bucket_cap_mb, bool)
+    if not is_number or not 0 < bucket_cap_mb < math.inf:
         raise UsageError(f"bucket_cap_mb={bucket_cap_mb!r} is no positive number", hint="leave it away for 25")
     return int(bucket_cap_mb * MEBIBYTE)

@@ -61,10 +61,8 @@ class Replica:
         self.group = group
         self.syncs = True
         """Whether gradients are averaged now; not under `no_sync`."""
-        if check_every < 0:
-            raise UsageError(f"check_every={check_every} is no number of steps", hint="pass 0 for never, or such as 100")
         self._views = views
-        self._check_every = check_every
+        self._check_every = _steps_given(check_every)
         self._known = named_parameters(module)
         self.parameters = {name: parameter for name, parameter in self._known.items() if _trains(parameter)}
         specs = [(name, _spec(name, parameter.data)) for name, parameter in self.parameters.items()]
@@ -240,6 +238,7 @@ class Replica:
                 self._compare_in_turn(current)
                 follow()
 
+        check_follow(follow)
         first = self.rounds
         self._is_uneven, self._weights_differ = True, follow is None
         try:
@@ -255,8 +254,20 @@ class Replica:
             share(named_buffers(self.module), self.group, root)
 
 
+def _steps_given(check_every: Any) -> int:
+    if not isinstance(check_every, int | np.integer) or check_every < 0:
+        raise UsageError(f"check_every={check_every!r} is no number of steps", hint="pass 0 for never, or such as 100")
+    return int(check_every)
+
+
 def _trains(parameter: Any) -> bool:
     return bool(getattr(parameter, "requires_grad", True))
+
+
+def check_follow(follow: Any) -> None:
+    """Raises UsageError: it cannot be called."""
+    if follow is not None and not callable(follow):
+        raise UsageError(f"follow={follow!r} is no function", hint="pass what the loop does with means, such as optimizer.step")
 
 
 def named_parameters(module: Any) -> dict[str, HasGradient]:
@@ -265,14 +276,22 @@ def named_parameters(module: Any) -> dict[str, HasGradient]:
     Raises:
         UsageError: it has no named_parameters(), two of one name, or a bare array among them.
     """
-    if not hasattr(module, "named_parameters"):
+    if isinstance(module, type):
+        raise UsageError(f"module={module.__name__} is a class", hint=f"pass an instance of it: {module.__name__}(...)")
+    if not callable(getattr(module, "named_parameters", None)):
         raise UsageError(
             f"{type(module).__name__} has no named_parameters()",
             hint="give it parameters(), named_parameters(), forward(), train() and eval()",
         )
     found: dict[str, HasGradient] = {}
     seen: set[int] = set()
-    for name, parameter in module.named_parameters():
+    for pair in module.named_parameters():
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise UsageError(
+                f"named_parameters() of {type(module).__name__} gave a {type(pair).__name__}",
+                hint="let it give pairs: (name, parameter)",
+            )
+        name, parameter = pair
         if not isinstance(parameter, HasGradient):
             raise UsageError(
                 f"parameter {name!r} is a bare {type(parameter).__name__}, without .data and .grad",
@@ -281,7 +300,7 @@ def named_parameters(module: Any) -> dict[str, HasGradient]:
         if id(parameter) in seen:
             continue
         if name in found:
-            raise UsageError(f"two parameters are named {name!r}")
+            raise UsageError(f"two parameters are named {name!r}", hint="give each a name of its own")
         seen.add(id(parameter))
         found[name] = parameter
     return found

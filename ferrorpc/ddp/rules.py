@@ -8,11 +8,15 @@ and two more while an update runs.
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
+
+from ferrorpc.errors import UsageError
 
 __all__ = ["SGD", "Adam", "Rule"]
 
@@ -53,6 +57,9 @@ class SGD:
     momentum: float = 0.9
     decay: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
     def __call__(self, weights: Array, gradient: Array, memory: Sequence[Array], step: int) -> None:
         """See `Rule`."""
         (velocity,), real = memory, weights.dtype.type
@@ -75,6 +82,12 @@ class Adam:
     epsilon: float = 1e-8
     decay: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)!r} is no share", hint="pass a number from 0 to below 1")
+
     def __call__(self, weights: Array, gradient: Array, memory: Sequence[Array], step: int) -> None:
         """See `Rule`."""
         (first, second), real = memory, weights.dtype.type
@@ -92,3 +105,10 @@ class Adam:
         np.divide(first, scratch, out=scratch)
         scratch *= real(self.rate / (1 - self.beta1**step))
         weights -= scratch
+
+
+def _check_numbers(rule: SGD | Adam) -> None:
+    for each in fields(rule):
+        value = getattr(rule, each.name)
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise UsageError(f"{each.name}={value!r} is no number", hint="pass a number, such as rate=1e-3")

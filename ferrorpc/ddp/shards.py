@@ -23,6 +23,7 @@ from ferrorpc.agreement import agree
 from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.kinds import copy_into, kind_of, spec_of, split, view, view_out
 from ferrorpc.ddp.bucket import Bucket, lay_out
+from ferrorpc.ddp.naming import Named
 from ferrorpc.ddp.parcel import current
 from ferrorpc.ddp.reducer import cap_bytes
 from ferrorpc.errors import TensorMismatchError, UsageError
@@ -152,12 +153,18 @@ class Shard:
         return self._storage[start - header : stop - header]
 
 
-def check_whose(group: ProcessGroup, rank: int, size: int, gather: str) -> None:
+def check_whose(group: ProcessGroup, whose: Any, gather: str) -> None:
     """Raises UsageError where what another rank, or one of another group's size, remembered is loaded.
 
     Args:
+        whose: rank and size.
         gather: the method whose result any group can load.
     """
+    try:
+        rank, size = (int(number) for number in whose)
+    except (TypeError, ValueError):
+        hint = f"load what this rank's optimizer gave, or {gather}()"
+        raise UsageError(f"rank={whose!r} in the state is no rank and size", hint=hint) from None
     if (rank, size) != (group.rank, group.size):
         raise UsageError(
             f"the state is that of rank {rank} of {size}, and this is rank {group.rank} of {group.size}",
@@ -211,8 +218,15 @@ class Shards:
             TensorMismatchError: a gradient is not like its parameter. Nothing was sent then.
         """
         for name, spec in self._specs.items():
-            if gradients[name] is not None and (found := spec_of(gradients[name])) != spec:
-                raise TensorMismatchError(f"the gradient of {name!r} is {found}, but the parameter is {spec}")
+            if gradients[name] is None:
+                continue
+            with Named(f"the gradient of {name!r}"):
+                found = spec_of(gradients[name])
+            if found != spec:
+                raise TensorMismatchError(
+                    f"the gradient of {name!r} is {found}, but the parameter is {spec}",
+                    hint="convert parameters before their optimizer is made",
+                )
         for shard, work in [(shard, shard.reduce(gradients)) for shard in self.shards]:
             shard.cut(weights, shard.weights)
             shard.take(work)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
 
 STEPS_KEPT: Final = 256
+_PARTS: Final = ("computing", "communicating exposed", "hidden")
 
 
 class StepTimes(NamedTuple):
@@ -103,6 +104,13 @@ class Steps:
             self._activity.stepped(*times)
         if self._telemetry is not None:
             self._telemetry.stepped(*times)
+
+    def __repr__(self) -> str:
+        where, mean = f"rank {self._group.rank} of {self._group.size}", self.mean()
+        if not any(step.number for step in self._kept):
+            return f"<Steps of {where}: {len(self)} kept, none after the first>"
+        shown = (f"{seconds * 1000:.3g} ms {what}" for what, seconds in zip(_PARTS, mean, strict=True))
+        return f"<Steps of {where}: {len(self)} kept, {', '.join(shown)} each>"
 
     def __len__(self) -> int:
         return len(self._kept)

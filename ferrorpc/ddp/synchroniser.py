@@ -18,6 +18,7 @@ from ferrorpc.ddp.naming import Named
 from ferrorpc.ddp.placement import bucket_kind
 from ferrorpc.ddp.pytree import flatten, rebuild
 from ferrorpc.ddp.reducer import Reducer
+from ferrorpc.ddp.replica import check_follow
 from ferrorpc.ddp.round import Round, unless_interrupted
 from ferrorpc.ddp.steps import Steps
 from ferrorpc.errors import TensorMismatchError, UsageError
@@ -167,6 +168,7 @@ class GradientSynchronizer(Generic[Tree]):
             if follow is not None:
                 follow(rebuild(self._like, self._means(current, self._kinds)))
 
+        check_follow(follow)
         with self._reducer.uneven(followed):
             yield
 
@@ -211,7 +213,10 @@ class GradientSynchronizer(Generic[Tree]):
     def _read(self, name: str, grad: Any) -> View:
         got = self._reducer.view(grad, f"gradient {name!r}")
         if got.spec != self._specs[name]:
-            raise TensorMismatchError(f"gradient {name!r} is {got.spec}, but `like` has {self._specs[name]}")
+            raise TensorMismatchError(
+                f"gradient {name!r} is {got.spec}, but `like` has {self._specs[name]}",
+                hint="make the synchroniser with arrays like the gradients, or convert them",
+            )
         return got
 
 

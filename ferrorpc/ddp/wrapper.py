@@ -4,16 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final, Self
 
 from ferrorpc.ddp.replica import Replica
 from ferrorpc.ddp.steps import Steps
+from ferrorpc.errors import UsageError
+
+_DEVICE: Final = "bring the module to the device before it is wrapped: module.to(device)"
+_NOT_NEEDED: Final = "leave it away: ranks may use other parameters than each other, in every step"
+_COUNTERPARTS: Final = {
+    "device_ids": _DEVICE,
+    "output_device": _DEVICE,
+    "dim": "leave it away: a wrapper has one module and one device",
+    "process_group": "pass the group as group=, such as init_process_group() returned",
+    "device_mesh": "pass a group as group=, such as ferrorpc.Mesh gives for a dimension",
+    "broadcast_buffers": 'leave it away, or pass buffers="local" in place of False',
+    "find_unused_parameters": _NOT_NEEDED,
+    "skip_all_reduce_unused_params": _NOT_NEEDED,
+    "static_graph": _NOT_NEEDED,
+    "check_reduction": _NOT_NEEDED,
+    "delay_all_reduce_named_params": "leave it away",
+    "param_to_hook_all_reduce": "leave it away",
+    "mixed_precision": "use torch.autocast; what gradients travel as is hook=ferrorpc.hooks.Compress('bf16')",
+}
+"""What torch's own DistributedDataParallel takes by these names, and what to do here."""
 
 
 class Wrapper:
     """The part of DistributedDataParallel that does not ask when gradients are averaged."""
 
     _replica: Replica
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """As it is. Raises UsageError for an argument that torch's wrapper has, and this has by another name or not at all."""
+        for name in given:
+            if name in _COUNTERPARTS:
+                raise UsageError(f"{name}= is an argument of torch's {cls.__name__}, not of this", hint=_COUNTERPARTS[name])
+        return super().__new__(cls)
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Gives every rank the weights (and buffers, where the module has them) of rank `root`, in place. Collective."""
@@ -58,3 +85,15 @@ class Wrapper:
     def sent_bytes(self) -> int:
         """Bytes that the busiest rank has sent for gradients so far."""
         return self._replica.reducer.traffic.sent_bytes
+
+
+def check_unwrapped(module: Any) -> None:
+    """Raises UsageError where the module, or a part of it, has a wrapper: two would average the same gradients."""
+    parts = getattr(module, "named_modules", None)
+    is_class = isinstance(module, type)
+    for name, part in [("", module), *(parts() if callable(parts) and not is_class else ())]:
+        if isinstance(part, Wrapper):
+            raise UsageError(
+                f"{f'{name!r} of the module' if name else f'module={type(module).__name__}'} is wrapped already",
+                hint="wrap a module once; ddp.module is the one in a wrapper",
+            )

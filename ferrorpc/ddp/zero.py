@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from ferrorpc.arrays.kinds import spec_of, view_out
+from ferrorpc.ddp.naming import Named
+from ferrorpc.ddp.parameter import HasGradient
 from ferrorpc.ddp.parcel import common_gpu
 from ferrorpc.ddp.pytree import flatten
 from ferrorpc.ddp.rules import Array, Rule
@@ -46,19 +48,27 @@ class ZeroOptimizer:
         self._group = group = group_given(group)
         self._weights = flatten(weights)
         _check_apart(self._weights)
-        specs = [(name, spec_of(leaf)) for name, leaf in self._weights.items()]
+        specs = [(name, _spec(name, leaf)) for name, leaf in self._weights.items()]
         for name, spec in specs:
             if spec.dtype not in _DTYPES:
                 raise TensorMismatchError(
                     f"weights {name!r} are {spec}: this optimizer takes float32 and float64",
                     hint="keep the weights it updates in float32, and round copies of them",
                 )
-            _check_place(name, self._weights[name], spec)
+        _check_memory({name: _place(name, self._weights[name], spec) for name, spec in specs})
         _check_rule(rule)
         self._rule = rule
         self._shards = Shards(specs, group, bucket_cap_mb, f"rule: {rule!r}", common_gpu(self._weights))
         self._memory = [[np.zeros_like(shard.weights) for _ in range(rule.slots)] for shard in self._shards.shards]
         self._steps = 0
+
+    def __repr__(self) -> str:
+        where = f"rank {self._group.rank} of {self._group.size}"
+        return f"<ZeroOptimizer of {len(self._weights)} weights by {self._rule!r}, {where}, step {self._steps}>"
+
+    def __getstate__(self) -> NoReturn:
+        """Refuses: what it holds belongs to this process and its group."""
+        raise UsageError("a ZeroOptimizer cannot be copied or pickled", hint="save state(), or gather_state()")
 
     @property
     def memory_bytes(self) -> int:
@@ -112,6 +122,8 @@ class ZeroOptimizer:
         Raises:
             UsageError: it is another optimizer's, another rank's, or of a group of another size.
         """
+        if not isinstance(state, Mapping):
+            raise UsageError(f"{type(state).__name__} is no state", hint="pass what state() or gather_state() gave")
         if _RANK in state:
             self._load_own(state)
         else:
@@ -119,8 +131,7 @@ class ZeroOptimizer:
         self._steps = int(state[_STEP])
 
     def _load_own(self, state: Mapping[str, Array]) -> None:
-        rank, size = (int(number) for number in state[_RANK])
-        check_whose(self._group, rank, size, "gather_state")
+        check_whose(self._group, state[_RANK], "gather_state")
         named = self._named()
         _check_shapes(state, {name: array.shape for name, array in named.items()})
         for name, array in named.items():
@@ -142,6 +153,14 @@ class ZeroOptimizer:
         }
 
 
+def _spec(name: str, leaf: Any) -> TensorSpec:
+    what = f"weights {name!r}" if name else "weights"
+    if isinstance(leaf, HasGradient) and not hasattr(leaf, "dtype"):
+        raise UsageError(f"{what}: {type(leaf).__name__} is no array", hint="pass the arrays themselves: parameter.data")
+    with Named(what):
+        return spec_of(leaf)
+
+
 def _check_apart(weights: Mapping[str, Any]) -> None:
     names: dict[int, str] = {}
     for name, leaf in weights.items():
@@ -153,9 +172,33 @@ def _check_apart(weights: Mapping[str, Any]) -> None:
             )
 
 
-def _check_place(name: str, weights: Any, spec: TensorSpec) -> None:
+def _check_memory(places: Mapping[str, Any]) -> None:
+    """Raises UsageError where two weights have elements in common, such as views of one array. On the host."""
+    arrays = [(*_bounds(place), name, place) for name, place in places.items() if isinstance(place, np.ndarray)]
+    under_way: list[tuple[int, str, Array]] = []
+    for start, stop, name, place in sorted(arrays, key=lambda each: each[:2]):
+        under_way = [each for each in under_way if each[0] > start]
+        for _, other, before in under_way:
+            if np.shares_memory(before, place):
+                first, second = sorted((other, name), key=list(places).index)
+                raise UsageError(
+                    f"weights {first!r} and {second!r} share memory, where the update of one would be lost",
+                    hint="give what they share once, and the sum of its gradients",
+                )
+        under_way.append((stop, name, place))
+
+
+def _bounds(place: Array) -> tuple[int, int]:
+    """The addresses that all its elements lie between."""
+    first = place.__array_interface__["data"][0]
+    ways = [(count - 1) * stride for count, stride in zip(place.shape, place.strides, strict=True)]
+    low = first + sum(way for way in ways if way < 0)
+    return low, low if place.size == 0 else first + sum(way for way in ways if way > 0) + place.itemsize
+
+
+def _place(name: str, weights: Any, spec: TensorSpec) -> Any:
     try:
-        view_out(weights, spec)
+        return view_out(weights, spec).data
     except UsageError as error:
         text = f"weights {name!r} cannot be updated in place: {error.message}"
         raise UsageError(text, hint="give the optimizer arrays of your own, such as x.copy()") from None
@@ -163,7 +206,7 @@ def _check_place(name: str, weights: Any, spec: TensorSpec) -> None:
 
 def _check_shapes(state: Mapping[str, Array], slots: Mapping[str, tuple[int, ...]]) -> None:
     wanted = {_STEP: (), **slots}
-    found = {name: array.shape for name, array in state.items() if name != _RANK}
+    found = {name: getattr(array, "shape", None) for name, array in state.items() if name != _RANK}
     strange = [name for name in wanted | found if wanted.get(name) != found.get(name)]
     if strange:
         raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,7 +34,10 @@ def split(value: Any, count: int, what: str) -> list[Any]:
         )
     if isinstance(value, list):
         if len(value) != count:
-            raise UsageError(f"{what} is a list of {len(value)} microbatches, but the schedule has {count}")
+            raise UsageError(
+                f"{what} is a list of {len(value)} microbatches, but the schedule has {count}",
+                hint="pass a list of so many, or the whole batch as an array",
+            )
         return value
     total = rows(value, what)
     if total < count:
@@ -92,11 +96,40 @@ def shares(targets: Sequence[Any], reduction: str, weight: Callable[[Any], float
         return [1.0] * len(targets)
     if reduction != "mean":
         raise UsageError(f"there is no reduction {reduction!r}", hint='use "mean" or "sum", as loss_fn does')
-    weights = [float(rows(target, "target") if weight is None else weight(target)) for target in targets]
-    total = sum(weights)
-    if total <= 0 or min(weights) < 0:
-        raise UsageError(f"microbatches weigh {weights}, which is no share of a batch")
-    return [each / total for each in weights]
+    if weight is not None and not callable(weight):
+        raise UsageError(f"weight={weight!r} is no function", hint="weight(target) -> what it counts, such as its tokens")
+    weights = [rows(target, "target") if weight is None else weight(target) for target in targets]
+    try:
+        numbers = [float(each) for each in weights]
+    except (TypeError, ValueError):
+        numbers = [-1.0]
+    total = sum(numbers)
+    if not 0 < total < math.inf or min(numbers) < 0:
+        raise UsageError(
+            f"microbatches weigh {weights}, which is no share of a batch",
+            hint="let weight(target) give a number of rows or tokens, 0 or more, and not 0 for all",
+        )
+    return [each / total for each in numbers]
+
+
+def check_like(grad: Any, y: Any, what: str) -> None:
+    """Raises UsageError where what is given for a gradient of y cannot be one: no array, or of another shape."""
+    if isinstance(grad, tuple) != isinstance(y, tuple) and grad is not None:
+        given, made = ("a tuple of gradients", "one array") if isinstance(grad, tuple) else ("one gradient", "a tuple")
+        raise UsageError(f"{what}: gave {given}, but y is {made}", hint="give a gradient for each array of y")
+    if isinstance(grad, tuple) and len(grad) != len(y):
+        raise UsageError(f"{what}: gave {len(grad)}, but y has {len(y)} arrays", hint="give a gradient, or None, for each")
+    for one, other in zip(grad, y, strict=True) if isinstance(grad, tuple) else [(grad, y)]:
+        if one is None or other is None:
+            continue
+        try:
+            shape = spec_of(one).shape
+        except UsageError as error:
+            raise type(error)(f"{what}: {error.message}", hint=error.hint) from None
+        if shape != spec_of(other).shape:
+            raise UsageError(
+                f"{what}: has shape {shape}, but y has {spec_of(other).shape}", hint="give one gradient for each element of y"
+            )
 
 
 def scaled(value: Any, factor: float) -> Any:

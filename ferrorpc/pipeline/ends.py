@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
-from ferrorpc.pipeline.batch import scaled
+from ferrorpc.pipeline.batch import check_like, scaled
 from ferrorpc.pipeline.stage import two_of
 
 LossFunction: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 """(y, target) of a microbatch -> (loss, gradient of y)."""
+
+
+_LOSS: Final = "(loss, gradient of y); a loss of torch does by ferrorpc.torch.with_gradient(loss)"
 
 
 class Ends(Protocol):
@@ -45,7 +48,8 @@ class Training:
 
     def output(self, microbatch: int, y: Any) -> None:
         assert self._loss_fn is not None, "only the last stage has outputs"
-        loss, grad = two_of(self._loss_fn(y, self._targets[microbatch]), "loss_fn", "(loss, gradient of y)")
+        loss, grad = two_of(self._loss_fn(y, self._targets[microbatch]), "loss_fn", _LOSS)
+        check_like(grad, y, "loss_fn's gradient of y")
         share = self._shares[microbatch]
         self._grads[microbatch] = scaled(grad, share)
         if share:  # The loss of one that counts nothing may be no number: a mean over nothing.

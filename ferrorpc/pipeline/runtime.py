@@ -13,7 +13,7 @@ from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, seconds_of
 from ferrorpc.pipeline.actions import Action, Kind, action
-from ferrorpc.pipeline.batch import cut, join, rows, shares, split
+from ferrorpc.pipeline.batch import check_like, cut, join, rows, shares, split
 from ferrorpc.pipeline.direct import lanes_of
 from ferrorpc.pipeline.ends import Ends, Inference, LossFunction, Training
 from ferrorpc.pipeline.exchange import Exchange
@@ -88,7 +88,7 @@ class Pipeline:
         self._rows = self.schedule.with_messages().actions
         self._is_first = 0 in numbers
         self._is_last = self.schedule.virtual_stages - 1 in numbers
-        ties = [names if isinstance(names, str) else list(names) for names in tied]
+        ties = _given(tied)
         self._name = _agreed(self.schedule, ties, group)
         self._ties = Ties(ties, self._pieces, self.schedule.placement, group)
         self._lanes = lanes_of(
@@ -149,10 +149,10 @@ class Pipeline:
         """
         ends = Training(split(x, self.schedule.microbatches, "x") if self._is_first else [])
         if self._is_last:
-            if loss_fn is None:
-                raise UsageError("the rank of the last stage needs loss_fn", hint="loss_fn(y, target) -> (loss, grad_y)")
+            loss = _loss_given(loss_fn)
             targets = split(target, self.schedule.microbatches, "target")
-            ends.expect(targets, shares(targets, reduction, weight), loss_fn)
+            ends.expect(targets, shares(targets, reduction, weight), loss)
+        _check_function("on_gradients", on_gradients, "it is called with the number of a piece")
         self._begin(awaits_backward=False)
         self._run(_any, ends, True, timeout, on_gradients or _nothing)
         return ends.loss
@@ -211,8 +211,12 @@ class Pipeline:
             counts = self._row_counts or []
             for what, value in (("outputs", outputs), ("grads", grads)):
                 if value is None or rows(value, what) != sum(counts):
-                    raise UsageError(f"{what} must have the {sum(counts)} rows that forward returned")
+                    raise UsageError(
+                        f"{what} must have the {sum(counts)} rows that forward returned", hint="pass what it returned, whole"
+                    )
+            check_like(grads, outputs, "grads")
             ends.grads = cut(grads, counts)
+        _check_function("on_gradients", on_gradients, "it is called with the number of a piece")
         self._awaits_backward = False
         self._run(_is_backward, ends, True, timeout, on_gradients or _nothing)
 
@@ -306,14 +310,44 @@ def _chosen(
             f"schedule={schedule!r} is no schedule", hint="pass a name such as '1f1b', or ferrorpc.schedules.zbv(...)"
         )
     if schedule.stages != size:
-        raise UsageError(f"{schedule} is for {schedule.stages} ranks, but the group has {size}")
+        raise UsageError(
+            f"{schedule} is for {schedule.stages} ranks, but the group has {size}", hint=f"make it with stages={size}"
+        )
     if microbatches not in (None, schedule.microbatches):
         raise UsageError(f"num_microbatches={microbatches}, but the schedule is {schedule}", hint="leave num_microbatches away")
     chosen = schedule if edges is None else schedule.with_edges(edges)
     findings = chosen.validate()
     if findings:
-        raise UsageError(f"{schedule} is not sound: " + "; ".join(str(each) for each in findings[:3]))
+        said = "; ".join(str(each) for each in findings[:3])
+        raise UsageError(f"{schedule} is not sound: {said}", hint="schedule.validate() lists all that is wrong with it")
     return chosen
+
+
+def _check_function(name: str, function: Any, hint: str) -> None:
+    if function is not None and not callable(function):
+        raise UsageError(f"{name}={function!r} is no function", hint=hint)
+
+
+def _loss_given(loss_fn: Any) -> LossFunction:
+    hint = "loss_fn(y, target) -> (loss, gradient of y); ferrorpc.torch.with_gradient(loss) makes one of a loss of torch"
+    if loss_fn is None:
+        raise UsageError("the rank of the last stage needs loss_fn", hint=hint)
+    if isinstance(loss_fn, type) or not callable(loss_fn):
+        raise UsageError(f"loss_fn={loss_fn!r} is no function", hint=hint)
+    given: LossFunction = loss_fn
+    return given
+
+
+def _given(tied: Any) -> list[str | list[str]]:
+    """The ties, if they hold nothing but text."""
+    try:
+        ties = [names if isinstance(names, str) else list(names) for names in tied]
+    except TypeError:
+        ties = [[None]]
+    if isinstance(tied, str) or not all(isinstance(name, str) for names in ties for name in names):
+        hint = 'list the copies of each weight: [("0/embedding", "3/head")]'
+        raise UsageError(f"tied={tied!r} are no names of weights", hint=hint)
+    return ties
 
 
 def _agreed(schedule: Schedule, ties: Sequence[str | Sequence[str]], group: ProcessGroup) -> str:

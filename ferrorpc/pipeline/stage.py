@@ -43,6 +43,10 @@ class Piece:
     """
 
     def __init__(self, stage: Any, number: int) -> None:
+        if isinstance(stage, type):
+            raise UsageError(
+                f"stage {number} is the class {stage.__name__}", hint=f"pass an instance of it: {stage.__name__}(...)"
+            )
         self.number = number
         self.is_split = callable(getattr(stage, "backward_input", None)) and callable(getattr(stage, "backward_weight", None))
         backs = self.is_split or callable(getattr(stage, "backward", None))

@@ -219,4 +219,7 @@ def _check(named: Sequence[Mapping[int, str]], specs: Mapping[str, str]) -> None
                 raise UsageError(f"weight {each!r} is in two ties", hint="put all copies of a weight into one tie")
             seen.add(each)
         if len({specs[each] for each in full}) > 1:
-            raise UsageError("tied weights differ: " + ", ".join(f"{each} is {specs[each]}" for each in full))
+            raise UsageError(
+                "tied weights differ: " + ", ".join(f"{each} is {specs[each]}" for each in full),
+                hint="tie copies of one weight, of the same dtype and shape",
+            )

@@ -9,14 +9,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from numbers import Integral
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from ferrorpc.errors import UsageError
-from ferrorpc.group import ProcessGroup
+from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
 
+_SAMPLE: Final = "pass sample=, a microbatch of the model's input"
 REPETITIONS = 5
 """How often each module is timed; the fastest counts, since what disturbs only slows."""
 
@@ -42,18 +45,31 @@ def cut(
         clock: what times are read from.
 
     Raises:
-        UsageError: fewer modules than pieces, an unknown `by`, or no sample to measure with.
+        UsageError: no sequence, fewer modules than pieces, an unknown `by`, or no sample to measure with.
     """
+    _check(model, pieces)
     if not 1 <= pieces <= len(model):
         raise UsageError(f"{len(model)} modules cannot be cut into {pieces} pieces", hint="use fewer stages or chunks")
     if by == "parameters":
         costs = [float(sum(each.numel() for each in module.parameters())) for module in model]
     elif by == "time":
+        if group is not None:
+            group_given(group)
         costs = _agreed(_times(model, sample, clock), group)
     else:
         raise UsageError(f"cut by {by!r}", hint='use "parameters" or "time"')
     bounds = balanced(costs, pieces)
     return [model[start:stop] for start, stop in pairwise(bounds)]
+
+
+def _check(model: Any, pieces: Any) -> None:
+    if not isinstance(model, torch.nn.Sequential):
+        shown = model.__name__ if isinstance(model, type) else type(model).__name__
+        is_list = isinstance(model, list | tuple | torch.nn.ModuleList)
+        hint = "torch.nn.Sequential(*modules) makes one" if is_list else "pass the model as a sequence of its parts"
+        raise UsageError(f"model={shown} is no torch.nn.Sequential", hint=hint)
+    if not isinstance(pieces, Integral):
+        raise UsageError(f"pieces={pieces!r} is no whole number", hint="pass schedule.virtual_stages")
 
 
 def balanced(costs: Sequence[float], pieces: int) -> list[int]:
@@ -80,7 +96,9 @@ def balanced(costs: Sequence[float], pieces: int) -> list[int]:
 def _times(model: torch.nn.Sequential, sample: torch.Tensor | None, clock: Clock) -> list[float]:
     """Seconds of each module's forward and backward, measured on copies."""
     if sample is None:
-        raise UsageError("time can be measured on a sample only", hint="pass sample=, a microbatch of the model's input")
+        raise UsageError("time can be measured on a sample only", hint=_SAMPLE)
+    if not isinstance(sample, torch.Tensor):
+        raise UsageError(f"the sample is a {type(sample).__name__}", hint=f"{_SAMPLE}, as a tensor")
     x = sample.detach()
     times = []
     with torch.random.fork_rng():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, Generic
@@ -12,11 +12,12 @@ import torch
 
 from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.replica import Replica
-from ferrorpc.ddp.wrapper import Wrapper
+from ferrorpc.ddp.wrapper import Wrapper, check_unwrapped
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.torch.backward import Backward
 from ferrorpc.torch.changes import Changes
+from ferrorpc.torch.given import module_given
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # type checkers bring it; from Python 3.13 on typing's own has defaults
@@ -55,7 +56,8 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
     Raises:
         CollectiveMismatchError: ranks hold different parameters; the message says where they differ.
         TensorMismatchError: a parameter's dtype has no mean.
-        UsageError: the module holds a SyncBatchNorm, which would see this rank's batches alone, or a lazy parameter.
+        UsageError: the module holds a SyncBatchNorm, which would see this rank's batches alone, a lazy parameter, or a part
+            that is wrapped already.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         gradient_as_bucket_view: bool = True,
     ) -> None:
         super().__init__()
-        _check_initialised(module)
-        _check_batch_norm(module, group_given(group).size)
+        group_given(group)
+        check_unwrapped(module)
+        _check_initialised(module_given(module))
+        _check_batch_norm(module, group.size)
         self.module: Module = module
         self._replica = Replica(module, group, bucket_cap_mb, init_sync, buffers, gradient_as_bucket_view, hook, check_every)
         self._backward = Backward(self._replica)
@@ -91,6 +95,10 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
         outputs = self.module(*args, **kwargs)
         self._after(outputs)
         return outputs
+
+    def extra_repr(self) -> str:
+        """For the module's repr."""
+        return self._replica.text
 
     def _before(self) -> None:
         if torch.is_grad_enabled():
@@ -136,6 +144,10 @@ class DistributedDataParallel(Wrapper, torch.nn.Module, Generic[Module]):
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Into the module. Names may begin with "module.", as torch's own wrapper has them."""
+        if not isinstance(state_dict, Mapping):
+            raise UsageError(
+                f"{type(state_dict).__name__} is no state", hint="pass what state_dict() gave, by torch.load(path)"
+            )
         prefix = "module."
         foreign = state_dict.keys() - self.module.state_dict().keys()
         if foreign and all(name.startswith(prefix) for name in state_dict):

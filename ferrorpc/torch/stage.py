@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from ferrorpc.arrays.kinds import spec_of
 from ferrorpc.errors import UsageError
+from ferrorpc.torch.given import module_given
 from ferrorpc.torch.split import SplitBackward
 
 
@@ -43,16 +45,23 @@ class Stage:
         split: whether schedules may do its backward in two. Say no for modules whose graph is one node that does everything,
             as compiled ones: it would do everything twice. And for re-entrant checkpoints, which torch refuses then.
 
+    Raises:
+        UsageError: it is no module of torch.
+
     Attributes:
         needs_grad_x: whether gradients of inputs are computed. A pipeline says no where the stage is the model's first.
     """
 
     def __init__(self, module: torch.nn.Module, split: bool = True) -> None:
-        self.module = module
+        self.module = module_given(module)
         self.needs_grad_x = True
         if split:
             self.backward_input = self._backward_input
             self.backward_weight = self._backward_weight
+
+    def __repr__(self) -> str:
+        whole = "" if hasattr(self, "backward_input") else ", backward in one"
+        return f"<Stage of {type(self.module).__name__}{whole}>"
 
     @property
     def like(self) -> torch.Tensor:
@@ -114,17 +123,39 @@ def with_gradient(criterion: Callable[[Any, Any], torch.Tensor]) -> Callable[[An
 
     Returns:
         loss_fn(y, target) -> (loss, gradient of y); for a tuple y a tuple of gradients.
+
+    Raises:
+        UsageError: it is no function, or a class of losses in place of a loss.
     """
+    if isinstance(criterion, type):
+        raise UsageError(f"criterion={criterion.__name__} is a class", hint=f"pass an instance of it: {criterion.__name__}()")
+    if not callable(criterion):
+        hint = "pass a loss such as torch.nn.functional.cross_entropy"
+        raise UsageError(f"criterion={criterion!r} is no function", hint=hint)
 
     def loss_fn(y: Any, target: Any) -> tuple[torch.Tensor, Any]:
         leaves = tuple(_leaf(each) for each in y) if isinstance(y, tuple) else _leaf(y)
         with torch.enable_grad():
             loss = criterion(leaves, target)
+        _check_loss(loss)
         loss.backward()
         grads = tuple(each.grad for each in leaves) if isinstance(leaves, tuple) else leaves.grad
         return loss.detach(), grads
 
     return loss_fn
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise UsageError(f"the criterion gave a {type(loss).__name__}", hint="let it give a tensor, without .item()")
+    if loss.numel() != 1:
+        raise UsageError(
+            f"the criterion gave {spec_of(loss.detach())}, and not one number", hint='let it add up: reduction="mean" or "sum"'
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "the criterion's loss does not lead back to y", hint="compute it from y, outside of torch.inference_mode()"
+        )
 
 
 class _Entry(torch.autograd.Function):
@@ -170,6 +201,12 @@ def _detached(y: Any, module: torch.nn.Module, is_again: bool) -> Any:
 def _differentiable(outputs: tuple[Any, ...], grad_y: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The outputs through which gradients flow, and these."""
     grads = grad_y if isinstance(grad_y, tuple) else (grad_y,)
+    for each in grads:
+        if each is not None and not isinstance(each, torch.Tensor):
+            raise UsageError(
+                f"a stage of torch was given a gradient that is a {type(each).__name__}",
+                hint="let loss_fn give tensors, as ferrorpc.torch.with_gradient(loss) does",
+            )
     pairs = [(y, grad) for y, grad in zip(outputs, grads, strict=True) if grad is not None and y.requires_grad]
     return [y for y, _ in pairs], [grad for _, grad in pairs]
 

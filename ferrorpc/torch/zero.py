@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -41,7 +42,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         options: the optimizer's own, such as lr.
 
     Raises:
-        UsageError: one of torch's optimizers that does not treat every element alike.
+        UsageError: one of torch's optimizers that does not treat every element alike, or no class of an optimizer; or what
+            torch's own refuse.
         CollectiveMismatchError: ranks gave different parameters; the message says where they differ.
     """
 
@@ -54,10 +56,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket_cap_mb: float = 25,
         **options: Any,
     ) -> None:
+        _check_class(optimizer)
         _check_elementwise(optimizer)
         self._group = group = group_given(group)
         self._shards: list[Shards] = []
-        super().__init__(parameters, options)
+        with _translated("parameters", "pass model.parameters(), or torch's dicts of such"):
+            super().__init__(parameters, options)
+        _check_apart(self.param_groups)
         self._trained = [_named(members) for members in self.param_groups]
         inner = []
         for number, (members, trained) in enumerate(zip(self.param_groups, self._trained, strict=True)):
@@ -66,7 +71,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             shards = Shards(specs, group, bucket_cap_mb, f"{optimizer.__name__}, group {number}", common_gpu(held))
             self._shards.append(shards)
             inner.append(_settings(members) | {"params": [_parameter(shard) for shard in shards.shards]})
-        self._inner = optimizer(inner, **options)
+        with _translated(optimizer.__name__, "pass its own options after the group, as in torch: lr=1e-3"):
+            self._inner = optimizer(inner, **options)
         self.defaults = self._inner.defaults
         for members, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             members.update({name: value for name, value in _settings(own).items() if name not in members})
@@ -80,6 +86,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: a parameter that was frozen when the optimizer was made has a gradient. Nothing was sent then.
         """
+        if closure is not None and not callable(closure):
+            raise UsageError(
+                f"closure={closure!r} is no function", hint="step() takes no loss, and no gradients: they are in .grad"
+            )
         loss = None if closure is None else closure()
         for members, trained in zip(self.param_groups, self._trained, strict=True):
             _check_frozen(members, trained)
@@ -125,6 +135,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             UsageError: it is another optimizer's, another rank's, or of a group of another size; or torch's own has made more
                 steps with some parameters than with others that travel with them.
         """
+        _check_state(state_dict)
         if _RANK in state_dict:
             self._check_own(state_dict)
             own = {key: value for key, value in state_dict.items() if key != _RANK}
@@ -135,8 +146,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             members.update(_settings(inner))
 
     def _check_own(self, state_dict: dict[str, Any]) -> None:
-        rank, size = state_dict[_RANK]
-        check_whose(self._group, rank, size, "gather_state_dict")
+        check_whose(self._group, state_dict[_RANK], "gather_state_dict")
         shards = [shard.weights.shape for shards in self._shards for shard in shards.shards]
         for number, state in state_dict["state"].items():
             shapes = {tuple(value.shape) for value in state.values() if is_piece(value)}
@@ -162,6 +172,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 own["state"][number] = joined(shard, states, pieces)
         return own
 
+    def __repr__(self) -> str:
+        where = f"rank {self._group.rank} of {self._group.size}"
+        settings: str = super().__repr__()
+        return settings.replace(" (", f" of {type(self._inner).__name__}, {where} (", 1)
+
+    def __getstate__(self) -> Any:
+        """Refuses: what it holds belongs to this process and its group."""
+        raise UsageError("a ZeroOptimizer cannot be copied or pickled", hint="save state_dict(), or gather_state_dict()")
+
     def _hand_down_settings(self) -> None:
         for members, own in zip(self.param_groups, self._inner.param_groups, strict=True):
             own.update(_settings(members))
@@ -177,6 +196,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
 
 
+@contextmanager
+def _translated(what: str, hint: str) -> Iterator[None]:
+    """Torch's refusals as UsageErrors."""
+    try:
+        yield
+    except (TypeError, ValueError) as problem:
+        raise UsageError(f"{what}: {problem}", hint=hint) from None
+
+
+def _check_class(optimizer: Any) -> None:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer)
+        raise UsageError(
+            f"optimizer={kind.__name__}(...) is an optimizer already",
+            hint=f"pass its class: ZeroOptimizer(parameters, torch.optim.{kind.__name__}, group, lr=...)",
+        )
+    if not isinstance(optimizer, type) or not issubclass(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"optimizer={optimizer!r} is no class of optimizer",
+            hint="the order is ZeroOptimizer(parameters, torch.optim.AdamW, group, lr=1e-3)",
+        )
+
+
 def _check_elementwise(optimizer: type[torch.optim.Optimizer]) -> None:
     names = [each.__name__ for each in optimizer.__mro__ if each.__module__.startswith("torch.optim")]
     for name in _OF_WHOLE_PARAMETERS.intersection(names):
@@ -184,6 +226,25 @@ def _check_elementwise(optimizer: type[torch.optim.Optimizer]) -> None:
             f"{name} looks at whole parameters, but each rank has flat pieces of them",
             hint="use one that treats every element alike, such as AdamW",
         )
+
+
+def _check_apart(groups: Iterable[dict[str, Any]]) -> None:
+    seen: dict[int, int] = {}
+    for place, parameter in enumerate(each for group in groups for each in group["params"]):
+        before = seen.setdefault(id(parameter), place)
+        if before != place:
+            raise UsageError(
+                f"parameters {before} and {place} are one", hint="give each once: model.parameters() does, tied ones as well"
+            )
+
+
+def _check_state(state: Any) -> None:
+    hint = "pass what state_dict() or gather_state_dict() gave"
+    if not isinstance(state, Mapping):
+        raise UsageError(f"{type(state).__name__} is no state", hint=hint)
+    for key, kind in (("state", Mapping), ("param_groups", list)):
+        if not isinstance(state.get(key), kind):
+            raise UsageError(f"the state has no {key!r}, as torch's optimizers give it", hint=hint)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,8 @@ FACE = {
     "ZeroOptimizer",
     "Parameter",
     "Pipeline",
+    "batch_norm",
+    "batch_norm_gradient",
     # rooms that are public as they are
     "errors",
     "testing",

@@ -35,3 +35,20 @@ def test_a_name_of_a_room_is_on_the_page(name: str) -> None:
 
 def test_nothing_private_is_on_the_page() -> None:
     assert not re.findall(r"^\*\*`_\w+", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '- returns: name -> array: "slot0/a/b" is the first of what the rule remembers of the weights "a/b", in their shape. '
+        "What has no elements is left out.",
+        "- `rank, size`: of this group.",
+        "`TensorSpec(dtype, shape)`",
+        "`StepTimes(compute_seconds, exposed_seconds, hidden_seconds)`",
+        "**`by_rank() -> list[StepTimes]`**",
+        "### batch_norm",
+        "### batch_norm_gradient",
+    ],
+)
+def test_what_is_hard_to_read_from_docstrings_is_whole(line: str) -> None:
+    assert line in PAGE.splitlines()

@@ -1,5 +1,6 @@
 """Settings: where a value comes from, and what is refused."""
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,30 @@ def test_an_unknown_argument_is_refused() -> None:
         Config({"wrold_size": 4}, {})
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("init_method", "coordinator="),
+        ("rank", "rank_hint="),
+        ("group_name", "job="),
+        ("device_id", "device="),
+        ("store", "group.store"),
+        ("master_addr", "coordinator="),
+        ("local_rank", "ferrorpc run"),
+    ],
+)
+def test_an_argument_of_torchs_is_told_its_counterpart(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config({name: "x"}, {})
+    assert name in caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_an_argument_with_a_letter_wrong_is_told_which_is_meant() -> None:
+    with pytest.raises(ConfigError, match=r"wrold_size\ntry: world_size="):
+        Config({"wrold_size": 4}, {})
+
+
 def test_every_setting_has_a_help_text_and_a_default_it_accepts() -> None:
     for setting in SETTINGS:
         assert setting.help
@@ -76,6 +101,7 @@ def test_every_setting_has_a_help_text_and_a_default_it_accepts() -> None:
     [
         ("timeout", 2, 2.0),
         ("timeout", 0.5, 0.5),
+        ("timeout", timedelta(minutes=2), 120.0),
         ("world_size", 4, (4, 4)),
         ("world_size", (2, 4), (2, 4)),
         ("insecure", True, True),

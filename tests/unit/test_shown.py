@@ -24,6 +24,14 @@ class Model:
         return [("weight", self.weight)]
 
 
+class Stage:
+    def forward(self, x: Any) -> tuple[Any, None]:
+        return x, None
+
+    def backward(self, context: None, grad_y: Any) -> Any:
+        return grad_y
+
+
 def finished(group: ProcessGroup) -> ferrorpc.Work[Any]:
     work = group.all_reduce(1.0, async_op=True)
     work.wait()
@@ -37,6 +45,18 @@ MADE: dict[str, tuple[Callable[[ProcessGroup], Any], str]] = {
     "session": (lambda group: group.session, "<LocalSession rank 0 of 1, generation 1>"),
     "backend": (lambda _: ferrorpc.SimulatedBackend.create_group(1)[0], "<SimulatedBackend rank 0 of 1>"),
     "mesh": (lambda group: ferrorpc.Mesh({"dp": 1}, group), "<Mesh dp 1, rank 0 at {'dp': 0}>"),
+    "steps": (
+        lambda group: ferrorpc.DistributedDataParallel(Model(), group).steps,
+        "<Steps of rank 0 of 1: 0 kept, none after the first>",
+    ),
+    "optimizer": (
+        lambda group: ferrorpc.ZeroOptimizer({"a": np.zeros(2), "b": np.zeros(1)}, group, ferrorpc.rules.SGD(0.1)),
+        "<ZeroOptimizer of 2 weights by SGD(rate=0.1, momentum=0.9, decay=0.0), rank 0 of 1, step 0>",
+    ),
+    "pipeline": (
+        lambda group: ferrorpc.Pipeline(Stage(), group, "gpipe", 2),
+        "<Pipeline gpipe: 1 stages, 2 microbatches, rank 0 with stage 0>",
+    ),
     "synchroniser": (
         lambda group: ferrorpc.GradientSynchronizer({"a": np.zeros(2), "b": np.zeros(1)}, group),
         "<GradientSynchronizer of 2 gradients, rank 0 of 1>",
@@ -60,13 +80,13 @@ def test_hooks_say_what_they_do() -> None:
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda way: way.__name__)
-@pytest.mark.parametrize("name", [name for name in MADE if name != "mesh"])
+@pytest.mark.parametrize("name", [name for name in MADE if name not in ("mesh", "steps")])
 def test_it_is_not_copied_and_says_what_to_do_instead(name: str, way: Callable[[Any], Any]) -> None:
     """A synchroniser can be copied no deeper than to its group."""
 
     def body(group: ProcessGroup) -> None:
         thing = MADE[name][0](group)
-        if name == "synchroniser" and way is copy.copy:
+        if name in ("synchroniser", "optimizer", "pipeline") and way is copy.copy:
             return
         with pytest.raises(UsageError, match=r"cannot be copied or pickled\ntry: "):
             way(thing)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from numbers import Integral
+from typing import Any, TypeAlias
 
 from ferrorpc.errors import UsageError
 
@@ -24,7 +25,7 @@ class Edges:
     """
 
     def __init__(self, pieces: int, pairs: Iterable[Edge] | None = None) -> None:
-        chosen = [(piece, piece + 1) for piece in range(pieces - 1)] if pairs is None else [tuple(pair) for pair in pairs]
+        chosen = [(piece, piece + 1) for piece in range(pieces - 1)] if pairs is None else _given(pairs)
         self._after: list[list[int]] = [[] for _ in range(pieces)]
         self._before: list[list[int]] = [[] for _ in range(pieces)]
         for source, target in sorted(chosen):
@@ -34,7 +35,7 @@ class Edges:
                     hint="edges lead from a piece to a later one; pieces count from 0",
                 )
             if target in self._after[source]:
-                raise UsageError(f"the edge from piece {source} to piece {target} is there twice")
+                raise UsageError(f"the edge from piece {source} to piece {target} is there twice", hint="list each edge once")
             self._after[source].append(target)
             self._before[target].append(source)
         for piece in range(pieces):
@@ -55,3 +56,16 @@ class Edges:
     def before(self, piece: int) -> list[int]:
         """The pieces whose output it takes, in ascending order."""
         return self._before[piece]
+
+
+def _given(pairs: Any) -> list[Edge]:
+    hint = "list pairs of pieces: [(0, 1), (0, 2), (1, 2)]"
+    if not isinstance(pairs, Iterable):
+        raise UsageError(f"edges={pairs!r} are no edges", hint=hint)
+    chosen = []
+    for pair in pairs:
+        ends = tuple(pair) if isinstance(pair, Iterable) else ()
+        if len(ends) != 2 or not all(isinstance(end, Integral) for end in ends):
+            raise UsageError(f"{pair!r} is no edge", hint=hint)
+        chosen.append((int(ends[0]), int(ends[1])))
+    return chosen

@@ -14,7 +14,7 @@ def check(name: str, **counts: int) -> None:
     """Raises UsageError unless every count is an integer of at least 1."""
     for what, count in counts.items():
         if type(count) is not int or count < 1:
-            raise UsageError(f"{name} with {what}={count!r}: {what} is an integer of at least 1")
+            raise UsageError(f"{name} with {what}={count!r}: {what} is an integer of at least 1", hint=f"pass {what}=4, say")
 
 
 def loop(rank: int, stages: int, chunks: int) -> list[int]:

@@ -49,8 +49,9 @@ def named(name: str, stages: int, microbatches: int, chunks: int | None = None) 
         return make(stages, microbatches) if chunks is None else make(stages, microbatches, chunks=chunks)
     fixed = _CHUNKS.get(key, 1)
     if chunks not in (None, fixed):
+        wanted = "one stage" if fixed == 1 else f"a list of {fixed} stages"
         raise UsageError(
-            f"{name} with {chunks} chunks: every rank holds {fixed} with this schedule",
-            hint="use looped_bfs, interleaved or zb1p for another number",
+            f"{name} with {chunks} stage{'s' * (chunks != 1)} a rank: every rank holds {fixed} with this schedule",
+            hint=f"pass {wanted} (chunks={fixed}), or use looped_bfs, interleaved or zb1p for another number",
         )
     return make(stages, microbatches)

@@ -44,7 +44,10 @@ def search(
         UsageError: costs are missing or of different lengths, or nothing fits below the cap.
     """
     if set(costs) != set(NAMES) or len({len(costs[name]) for name in NAMES}) != 1:
-        raise UsageError(f"costs are lists of one length called {', '.join(NAMES)}; these are {dict(costs)}")
+        raise UsageError(
+            f"costs are lists of one length called {', '.join(NAMES)}; these are {dict(costs)}",
+            hint="give each a number for every piece of the model",
+        )
     ranked = sorted(_fitting(costs, latency, memory_cap, microbatches), key=lambda found: found[:3])
     if not ranked:
         raise UsageError(f"no schedule holds at most {memory_cap} activations a rank", hint="raise memory_cap")

@@ -72,7 +72,8 @@ def simulate(table: Table, costs: tuple[Cost, Cost, Cost], latency: float, trans
     """As `Schedule.simulate`; `costs` are those of forward, backward of input, backward of weights."""
     found = findings(table)
     if found:
-        raise UsageError(f"{table} is not sound: " + "; ".join(str(each) for each in found[:3]))
+        said = "; ".join(str(each) for each in found[:3])
+        raise UsageError(f"{table} is not sound: {said}", hint="its validate() lists all that is wrong with it")
     forward, backward_input, backward_weight = (_of_pieces(cost, table) for cost in costs)
     latency, transfer = _number(latency, "a latency"), _number(transfer, "a transfer")
     durations = {}

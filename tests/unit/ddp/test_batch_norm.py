@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ferrorpc.ddp.batch_norm import batch_norm, batch_norm_gradient
+from ferrorpc import batch_norm, batch_norm_gradient
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.testing import run_world
 
@@ -74,6 +74,27 @@ def test_channels_last_in_other_dtypes(dtype):
 
     y = np.concatenate(run_world(2, body))
     np.testing.assert_allclose(y.mean(axis=0), 0, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda group: batch_norm(np.ones((1, 3)), None), "is no ProcessGroup"),
+        (lambda group: batch_norm(group, np.ones((1, 3))), "is no ProcessGroup"),
+        (lambda group: batch_norm(np.ones((1, 3)), group, axis="channels"), "axis='channels' is no whole number"),
+        (lambda group: batch_norm(np.ones((1, 3)), group, epsilon=-1), "epsilon=-1 is no number of 0 or more"),
+        (lambda group: batch_norm(np.ones((1, 3)), group, epsilon="small"), "epsilon='small'"),
+        (lambda group: batch_norm([[1.0]], group), "list is no array"),
+        (lambda group: batch_norm_gradient(np.ones((1, 3)), np.ones((1, 3)), group), r"ndarray\ntry: .*not its y alone"),
+        (lambda group: batch_norm_gradient(np.ones((1, 3)), batch_norm(np.ones((1, 3)), group), 3), "is no ProcessGroup"),
+    ],
+)
+def test_wrong_arguments_say_what_to_pass(call, said):
+    def body(group):
+        with pytest.raises(UsageError, match=said):
+            call(group)
+
+    run_world(1, body)
 
 
 def test_what_cannot_be_normalised_is_refused():
