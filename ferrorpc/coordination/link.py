@@ -179,6 +179,10 @@ class Link:
         verdict = self._drop(request)
         return None if isinstance(verdict, FerroError) else verdict
 
+    def come_up(self, until: float) -> None:
+        """Returns when the line is up, or over, or at clock time `until`."""
+        self._monitor.wait(lambda: True if self._away_since is None or self.over is not None else None, until)
+
     def standing(self) -> str:
         """What is wrong with the line; empty while it is up."""
         away_since = self._away_since

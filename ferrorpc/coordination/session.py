@@ -40,6 +40,8 @@ from ferrorpc.wire.token import Token
 PROTOCOL_VERSION: Final = 1
 LAST_CALL_SECONDS: Final = 1.0
 """How long an elastic round stays open for more members once it has enough."""
+ROUND_SECONDS: Final = 1.0
+"""How long a member waits for the others at least, where nearly all its time went by before the coordinator was there."""
 REPORT_SECONDS: Final = 1.0
 LEAVE_SECONDS: Final = 0.7
 DETAIL_BYTES_MAX: Final = 64 << 10
@@ -124,7 +126,8 @@ class RemoteSession(Session):
         self.store = RemoteStore(self._link, self._timeout, self.clock)
 
     def join(self) -> Self:
-        """Takes the seat, and returns when the round it came to has closed: `membership` is set.
+        """Takes the seat, and returns when the round it came to has closed: `membership` is set. The timeout bounds both: until
+        the coordinator has let it in, and until the others have come.
 
         Raises:
             CoordinatorUnavailableError: nobody answered there within the timeout.
@@ -132,9 +135,11 @@ class RemoteSession(Session):
             ConfigError: the rank, the name or the policy contradicts what the others said.
         """
         farewell.watch_over(self)
+        until = self.clock.now() + self._timeout
         self._link.start()
         try:
-            self.rejoin(self._timeout)
+            self._link.come_up(until)
+            self.rejoin(max(until - self.clock.now(), min(self._timeout, ROUND_SECONDS)))
         except BaseException:
             self.leave()
             raise

@@ -101,6 +101,18 @@ def test_a_name_in_use_is_refused_naming_its_holder_until_the_timeout(service, w
     assert "no coordinator" not in caplog.text
 
 
+def test_the_timeout_bounds_waiting_for_the_coordinator_and_for_the_others_together(service, request):
+    job = request.node.name[:100]
+    holder = join(service.address, 0, 1, job=job, name="held")
+    timer = threading.Timer(2.5, holder.leave)
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(RendezvousTimeoutError):
+        join(service.address, 0, 2, job=job, name="held", timeout=4.0)
+    assert time.monotonic() - began < 6.0, "not 2.5 s and then 4 s more"
+    timer.join()
+
+
 def test_a_leave_with_a_reason_is_the_others_loss(world):
     world[1].leave("ValueError: no such file")
     for session in (world[0], world[2]):
