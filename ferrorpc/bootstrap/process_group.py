@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import socket
@@ -68,7 +67,12 @@ def init_process_group(
         PeerLostError, GroupAbortedError: a rank was lost, or gave up, before the group was made.
     """
     farewell.install()
-    _refuse_second()
+    if _open and not _open[-1].left:
+        raise UsageError(
+            "this process has an open group already",
+            hint="use the group that the first call returned, or close() it first; for several groups at once use "
+            "group.subgroup(), or ProcessGroup(backend)",
+        )
     chosen = {"backend": backend, "transport": transport}
     arguments = settings | {name: value for name, value in chosen.items() if value != "auto"} | {"timeout": timeout}
     config = Config(arguments)
@@ -93,30 +97,6 @@ def init_process_group(
         if isinstance(error, PeerLostError | GroupAbortedError):
             raise error.again(_NO_GROUP) from None
         raise
-
-
-def _refuse_second() -> None:
-    """Raises UsageError where the last group is open. One of this process alone that it does not hold any more is left."""
-    if not _open or _open[-1].left:
-        return
-    if any(group._backend.session is _open[-1] for group in _groups_held()):
-        raise UsageError(
-            "this process has an open group already",
-            hint="use the group that the first call returned, or close() it first; for several groups at once use "
-            "group.subgroup(), or ProcessGroup(backend)",
-        )
-    if _open[-1].membership.assignment.size > 1:
-        raise UsageError(
-            "this process is in a group already, which nothing in it holds any more, so that it can be neither used nor closed",
-            hint="group = ferrorpc.init_process_group(), once, and keep it; start the job again",
-        )
-    _open[-1].leave()
-
-
-def _groups_held() -> list[ProcessGroup]:
-    """All that this process holds. `isinstance` would ask dead proxies of weak references what they are."""
-    gc.collect()
-    return [each for each in gc.get_objects() if issubclass(type(each), ProcessGroup)]
 
 
 def _check_backend(config: Config) -> None:

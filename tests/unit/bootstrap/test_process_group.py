@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-
-import numpy as np
 import pytest
 
 import ferrorpc
 from ferrorpc import ConfigError, UsageError
-from ferrorpc.bootstrap import process_group
-from ferrorpc.coordination.local import LocalWorld
 
 
 @pytest.fixture(autouse=True)
@@ -24,27 +19,6 @@ def test_a_group_that_somebody_holds_is_to_be_closed_or_used() -> None:
         with pytest.raises(UsageError, match=r"has an open group already\ntry: use the group that the first call returned"):
             ferrorpc.init_process_group()
         assert group.all_reduce(2.0) == 2.0
-
-
-def test_a_group_of_one_that_nobody_kept_stands_in_nobodys_way() -> None:
-    ferrorpc.init_process_group()
-    with ferrorpc.init_process_group() as group:
-        assert np.array_equal(group.all_reduce(np.ones(2)), np.ones(2))
-
-
-def test_a_group_that_is_part_of_something_is_held() -> None:
-    sync = ferrorpc.GradientSynchronizer({"a": np.zeros(2)}, ferrorpc.init_process_group())
-    with pytest.raises(UsageError, match="has an open group already"):
-        ferrorpc.init_process_group()
-    sync._group.close()
-
-
-def test_a_larger_group_that_nobody_kept_cannot_be_taken_up_again_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = LocalWorld(2, job="kept by nobody")
-    monkeypatch.setattr(process_group, "_open", [world.session(0)])
-    gc.collect()
-    with pytest.raises(UsageError, match=r"nothing in it holds any more(.|\n)*try: group = ferrorpc\.init_process_group\(\)"):
-        ferrorpc.init_process_group()
 
 
 @pytest.mark.parametrize("name", ["gloo", "cpu:gloo,cuda:nccl", "mpi"])
