@@ -23,7 +23,7 @@ from ferrorpc.coordination.causes import replaced
 from ferrorpc.coordination.farewell import reason_of
 from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, GroupClosedError, UsageError
 from ferrorpc.guard import seconds_of
-from ferrorpc.operations.arguments import ranks_of, shape_of
+from ferrorpc.operations.arguments import check_sendable, ranks_of, shape_of
 from ferrorpc.operations.collectives import Collectives
 from ferrorpc.operations.results import NOTHING
 from ferrorpc.operations.signatures import Scalar
@@ -60,7 +60,7 @@ class ProcessGroup(Collectives):
     """
 
     def __init__(self, backend: Backend, timeout: float = 60.0) -> None:
-        super().__init__(backend, seconds_of(timeout, 60.0))
+        super().__init__(_backend_given(backend), seconds_of(timeout, 60.0))
         self._is_world = backend.group_id == 0
         self._subgroups = 0
         self._following: ProcessGroup | None = None
@@ -139,9 +139,13 @@ class ProcessGroup(Collectives):
         Raises:
             LimitExceededError: the shared memory is full.
             TensorMismatchError: there is no such dtype; the message lists them.
+            UsageError: it is no shape, or none that can be sent.
+            GroupClosedError: the group was closed.
         """
-        sizes = shape_of(shape)
-        spec = TensorSpec(dtype_given(dtype), sizes)
+        spec = TensorSpec(dtype_given(dtype), shape_of(shape))
+        check_sendable([spec])
+        if self._dispatch.closed:
+            self._dispatch.check_open()
         return NUMPY.typed(self._backend.empty(spec), spec)
 
     def subgroup(self, ranks: Sequence[int], *, timeout: float | None = None) -> ProcessGroup | None:
@@ -284,6 +288,18 @@ class ProcessGroup(Collectives):
 def _is_clean(error: BaseException) -> bool:
     """Whether a program ends by it as it meant to."""
     return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
+def _backend_given(backend: Any) -> Backend:
+    """Raises UsageError: it is no backend, or lacks what each must set."""
+    if not isinstance(backend, Backend):
+        hint = "pass a ferrorpc.Backend, or call ferrorpc.init_process_group()"
+        raise UsageError(f"backend={backend!r} is no backend", hint=hint)
+    rank, size = getattr(backend, "rank", None), getattr(backend, "size", None)
+    if not (isinstance(rank, int) and isinstance(size, int) and 0 <= rank < size):
+        hint = "let its __init__ set self.rank and self.size: integers, and 0 <= rank < size"
+        raise UsageError(f"backend {type(backend).__name__} has rank {rank!r} and size {size!r}", hint=hint)
+    return backend
 
 
 def group_given(group: Any) -> ProcessGroup:

@@ -50,3 +50,32 @@ def test_the_none_of_a_rank_outside_a_subgroup_is_told_as_such() -> None:
         group.barrier()
 
     run_world(2, body)
+
+
+class Bare(ferrorpc.Backend):
+    """Sets nothing."""
+
+    def send(self, data: Any, dst: int, tag: int = 0) -> None: ...
+
+    def recv(self, src: int, tag: int = 0, out: Any = None, timeout: float | None = None) -> Any: ...
+
+    def barrier(self, timeout: float | None = None) -> None: ...
+
+
+def test_a_group_of_what_is_no_backend_is_told_what_is_missing() -> None:
+    with pytest.raises(UsageError, match=r"backend=3 is no backend(.|\n)*init_process_group"):
+        ferrorpc.ProcessGroup(3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"backend Bare has rank None and size None(.|\n)*set self.rank and self.size"):
+        ferrorpc.ProcessGroup(Bare())
+
+
+def test_memory_is_given_only_for_what_can_be_sent_and_while_the_group_is_open() -> None:
+    def body(group: ferrorpc.ProcessGroup) -> None:
+        assert group.empty([1] * 32).ndim == 32
+        with pytest.raises(UsageError, match="33 dimensions"):
+            group.empty([1] * 33)
+        group.close()
+        with pytest.raises(ferrorpc.GroupClosedError):
+            group.empty(3)
+
+    run_world(2, body)
