@@ -227,6 +227,19 @@ def test_a_rank_that_cannot_open_the_others_memory_is_named_on_every_rank(
     assert not cupy.machine.shared
 
 
+def test_a_peer_of_which_only_a_part_can_be_opened_is_closed_again(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, events = cupy.cuda.runtime, set(cupy.machine.events)
+
+    def refuse(handle: bytes) -> int:
+        raise runtime.CUDARuntimeError(201)
+
+    monkeypatch.setattr(runtime, "ipcOpenEventHandle", refuse)
+    with pytest.raises(NcclError, match="cannot open the GPU memory of group rank 1"), ipc_backends(cupy, 2):
+        pass
+    assert runtime.ipcOpenMemHandle.__self__._opened.total() == 0
+    assert set(cupy.machine.events) == events
+
+
 @pytest.mark.parametrize("call", ["malloc", "ipcGetMemHandle", "ipcGetEventHandle"])
 def test_a_gpu_that_has_no_memory_for_it_or_shares_none_is_named_on_every_rank(
     cupy: StandIn, monkeypatch: pytest.MonkeyPatch, call: str
