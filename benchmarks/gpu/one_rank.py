@@ -24,7 +24,8 @@ import numpy as np
 
 from benchmarks.gpu.turns import judged
 from ferrorpc.arrays.cupy_device import CupyDevice, open_device
-from ferrorpc.backends.nccl.api import DataType, NcclApi, Op, State, reduction
+from ferrorpc.backends.device.communicator import DataType, Op, State, reduction
+from ferrorpc.backends.nccl.api import NcclApi
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.nccl.choose import open_nccl
 from ferrorpc.backends.simulated import Lanes, SimulatedBackend
@@ -52,7 +53,7 @@ def check_values(cupy: Any, group: ProcessGroup, backend: NcclBackend) -> int:
         x = values(dtype, (33, 3), 0)
         near = cupy.asarray(x)
         for operator in operators(dtype):
-            if reduction(operator, dtype, backend.api.features) is None:
+            if reduction(operator, dtype) is None:
                 continue
             for found in (
                 group.all_reduce(near, op=operator, async_op=True).wait(),
@@ -91,11 +92,11 @@ def overhead(cupy: Any, backend: NcclBackend, calls: int) -> dict[str, float]:
     """Host time of a bare NCCL all_reduce, of the raw form, and of an asynchronous all_reduce of the group."""
     group = ProcessGroup(backend)
     x = cupy.asarray(np.ones(1024, np.float32))
-    lineup, pointer = backend.site.lineup(0), x.data.ptr
+    launch_queue, pointer = backend.context.launch_queue(0), x.data.ptr
 
     def bare() -> None:
-        lineup.communicator.all_reduce(pointer, pointer, 1024, DataType.FLOAT32, Op.SUM, lineup.stream.pointer)
-        while lineup.communicator.state() is State.IN_PROGRESS:
+        launch_queue.communicator.all_reduce(pointer, pointer, 1024, DataType.FLOAT32, Op.SUM, launch_queue.stream.pointer)
+        while launch_queue.communicator.state() is State.IN_PROGRESS:
             pass
 
     settle = group.synchronize

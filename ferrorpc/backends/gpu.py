@@ -1,7 +1,7 @@
-"""Which GPU a rank has, what it says of it when it joins, and what follows for the choice of a backend.
+"""Which GPU a rank uses, what it tells the others about it, and which backend follows from that.
 
-A rank that may use NCCL tells the coordinator its GPU's UUID and its version of NCCL with its name, so they reach every member
-with the assignment. So all ranks draw the same conclusion, before NCCL is called and without asking each other.
+A rank that may use NCCL joins with its GPU's UUID and its version of NCCL as labels, which reach every member with the
+assignment. So all ranks come to the same choice, before NCCL is called and without further messages.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Final
 from ferrorpc.arrays.cupy_device import CupyDevice, open_device
 from ferrorpc.arrays.torch_use import chosen_in_torch, uses_gpus
 from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
+from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.nccl.choose import open_nccl
@@ -58,7 +59,7 @@ def take(asked: int | None, local_rank: int | None) -> None:
 
 
 def said_at_join(backend: str, asked: int | None, local_rank: int | None) -> dict[str, str]:
-    """What a member says of its GPU, as labels: nothing where it will not use one.
+    """The labels with which a member joins; none where it will not use a GPU.
 
     "auto" looks for a GPU only in programs that work on GPUs: others have no arrays for it.
 
@@ -127,7 +128,9 @@ def make_sharing(lanes: MessageBackend, asked: int | None, local_rank: int | Non
     return CudaIpcBackend(lanes, device)
 
 
-def make(kind: type[NcclBackend], lanes: MessageBackend, asked: int | None, local_rank: int | None) -> NcclBackend:
+def make(
+    kind: type[NcclBackend | HybridBackend], lanes: MessageBackend, asked: int | None, local_rank: int | None
+) -> NcclBackend | HybridBackend:
     """This rank's backend over its host lanes, on its GPU, which becomes CuPy's current one.
 
     Raises:

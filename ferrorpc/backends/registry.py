@@ -25,7 +25,7 @@ TRANSPORTS: Final = ("auto", "grpc", "shared_memory")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a backend is made for: one rank's seat in a job that it has joined."""
+    """The rank for which a backend is made, in a job that it has joined."""
 
     session: Session
     server: WorkerServer | None = None
@@ -90,7 +90,7 @@ def names() -> list[str]:
 
 
 def _best(place: Place) -> str:
-    """What "auto" stands for. All ranks know the same of each other, so it is the same on all."""
+    """The backend that "auto" stands for: the same on all ranks, because all know the same labels."""
     if place.server is None:
         return "simulated"
     peers = place.session.membership.assignment.peers
@@ -100,7 +100,7 @@ def _best(place: Place) -> str:
 
 
 def _auto(place: Place) -> Backend:
-    """As chosen. What stands in the way of sharing a GPU shows only when it is tried, to all ranks alike: then it is gRPC."""
+    """The chosen backend. Whether a GPU can be shared shows only when it is tried, alike on all ranks; if not, gRPC is used."""
     best = _best(place)
     if best != "cuda_ipc":
         return _factories[best](place)
@@ -116,7 +116,7 @@ def _auto(place: Place) -> Backend:
 
 
 class _WorldOfOne(SimulatedBackend):
-    """What "grpc" is where a script that asks for it runs alone: there is nobody to reach, so no server and no lane."""
+    """The backend "grpc" in a world of one, which needs neither a server nor transports."""
 
     name = "grpc"
 

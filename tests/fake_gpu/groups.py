@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ferrorpc.backends.device.backend import DeviceBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.errors import FerroError
 from ferrorpc.group import ProcessGroup
@@ -23,7 +24,7 @@ SECONDS = 10.0
 class Ranks:
     """Groups over NCCL, and what was made for them."""
 
-    def __init__(self, cupy: StandIn, size: int, kind: type[NcclBackend] = NcclBackend) -> None:
+    def __init__(self, cupy: StandIn, size: int, kind: type[DeviceBackend] = NcclBackend) -> None:
         self.cupy = cupy
         self.nccl = FakeNccl(cupy.machine)
         self.backends = nccl_backends(cupy, size, self.nccl, kind)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from ferrorpc.backends.base import Backend
+from ferrorpc.backends.device.backend import DeviceBackend
+from ferrorpc.backends.device.communicator import reduction
 from ferrorpc.backends.hybrid import HybridBackend
-from ferrorpc.backends.nccl.api import Features, reduction
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup
@@ -32,7 +33,7 @@ class TestNccl(BackendContract):
     in_rank_order = False
 
     def operators(self, dtype: DType) -> list[ReduceOp]:
-        return [op for op in operators(dtype) if reduction(op, dtype, Features.of(22809)) is not None]
+        return [op for op in operators(dtype) if reduction(op, dtype) is not None]
 
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         with stand_in(Machine(size)) as cupy:
@@ -100,7 +101,7 @@ class TestStagedGpuArrays(BackendContract):
             return with_gpu_arrays(cupy, host_lanes(size), fn)
 
 
-def on_gpus(kind: type[NcclBackend], size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
+def on_gpus(kind: type[DeviceBackend], size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
     """fn on every rank, with a group that puts every array on the rank's GPU first."""
     with stand_in(Machine(size)) as cupy:
         return with_gpu_arrays(cupy, nccl_backends(cupy, size, kind=kind), fn)

@@ -15,7 +15,7 @@ from ferrorpc.backends import gpu
 from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
 from ferrorpc.backends.cuda_ipc.communicator import kernel_of
 from ferrorpc.backends.cuda_ipc.line import SLOTS
-from ferrorpc.backends.nccl.api import DataType, Op
+from ferrorpc.backends.device.communicator import DataType, Op
 from ferrorpc.backends.registry import Place, create
 from ferrorpc.errors import (
     BackendUnavailableError,
@@ -127,10 +127,10 @@ def test_arrays_of_many_rounds_are_folded_in_rank_order(cupy: StandIn, size: int
 
 def test_a_rank_is_ahead_of_those_who_read_by_as_many_rounds_as_there_are_slots(cupy: StandIn) -> None:
     with ipc_backends(cupy, 2, slot_bytes=SLOT_BYTES) as backends:
-        ends: list[Any] = [backend.site.program.communicator for backend in backends]
+        ends: list[Any] = [backend.context.program.communicator for backend in backends]
         source = [cupy.asarray(np.full(SLOT_BYTES * 5, rank, np.uint8)) for rank in range(2)]
         target = cupy.asarray(np.zeros(SLOT_BYTES * 5, np.uint8))
-        stream = backends[0].site.program.stream.pointer, backends[1].site.program.stream.pointer
+        stream = backends[0].context.program.stream.pointer, backends[1].context.program.stream.pointer
         nbytes = source[0].nbytes
         ends[0].broadcast(source[0].data.ptr, source[0].data.ptr, nbytes, DataType.UINT8, 0, stream[0])
         for _ in range(10):
@@ -225,6 +225,19 @@ def test_a_rank_that_cannot_open_the_others_memory_is_named_on_every_rank(
         pass
     assert "--ipc=host" in raised.value.hint
     assert not cupy.machine.shared
+
+
+def test_a_peer_of_which_only_a_part_can_be_opened_is_closed_again(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, events = cupy.cuda.runtime, set(cupy.machine.events)
+
+    def refuse(handle: bytes) -> int:
+        raise runtime.CUDARuntimeError(201)
+
+    monkeypatch.setattr(runtime, "ipcOpenEventHandle", refuse)
+    with pytest.raises(NcclError, match="cannot open the GPU memory of group rank 1"), ipc_backends(cupy, 2):
+        pass
+    assert runtime.ipcOpenMemHandle.__self__._opened.total() == 0
+    assert set(cupy.machine.events) == events
 
 
 @pytest.mark.parametrize("call", ["malloc", "ipcGetMemHandle", "ipcGetEventHandle"])

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
+from ferrorpc.backends.device.all_reduce import AllReduceExecution, AllReducePrepared
+from ferrorpc.backends.device.backend import DeviceBackend
+from ferrorpc.backends.device.execution import ImmediateExecution
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
-from ferrorpc.backends.nccl.launched import Immediate
-from ferrorpc.backends.nccl.reduction import NcclReduction, Reduction
 from ferrorpc.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -38,17 +39,17 @@ SHAPE = (3, 4)
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls that took it."""
     found: list[Any] = []
-    start_at = NcclReduction.start_at
+    start_at = AllReducePrepared.start_at
 
-    def started(prepared: NcclReduction, key: Any, *arguments: Any) -> Any:
+    def started(prepared: AllReducePrepared, key: Any, *arguments: Any) -> Any:
         found.append(key)
         return start_at(prepared, key, *arguments)
 
-    monkeypatch.setattr(NcclReduction, "start_at", started)
+    monkeypatch.setattr(AllReducePrepared, "start_at", started)
     return found
 
 
-def world(cupy: StandIn, size: int, body: Callable[[ProcessGroup], Any], kind: type[NcclBackend] = NcclBackend) -> list[Any]:
+def world(cupy: StandIn, size: int, body: Callable[[ProcessGroup], Any], kind: type[DeviceBackend] = NcclBackend) -> list[Any]:
     def on_rank(group: ProcessGroup) -> Any:
         with cupy.cuda.Device(group.rank):
             return body(group)
@@ -67,7 +68,7 @@ TOTAL = numbers(0) + numbers(1)
 @pytest.mark.parametrize("place", ["new", "itself", "another", "another object over its memory"])
 @pytest.mark.parametrize("kind", [NcclBackend, HybridBackend])
 def test_a_plain_array_takes_it_wherever_the_result_goes(
-    cupy: StandIn, taken: list[Any], kind: type[NcclBackend], place: str, async_op: bool
+    cupy: StandIn, taken: list[Any], kind: type[DeviceBackend], place: str, async_op: bool
 ) -> None:
     def body(group: ProcessGroup) -> None:
         for _ in range(3):
@@ -185,14 +186,14 @@ def test_arrays_live_until_the_gpu_is_through_and_not_longer(cupy: StandIn) -> N
     alive: list[Any] = []
 
     def body(group: ProcessGroup) -> None:
-        site = group._backend.site  # type: ignore[attr-defined]
+        context = group._backend.context  # type: ignore[attr-defined]
         x = cupy.asarray(numbers(group.rank))
         memory = weakref.ref(x.data.mem)
         total = group.all_reduce(x)
-        (flying,) = [each for each in site.in_flight() if isinstance(each, Reduction)] or [None]
+        (running,) = [each for each in context.in_flight() if isinstance(each, AllReduceExecution)] or [None]
         del x
-        alive.append((memory() is not None, flying is not None))
-        del flying
+        alive.append((memory() is not None, running is not None))
+        del running
         group.synchronize()
         assert memory() is None
         np.testing.assert_array_equal(cupy.asnumpy(total), TOTAL)
@@ -263,14 +264,14 @@ def test_one_whose_peer_never_comes_ends_in_its_deadline_and_names_it(cupy: Stan
 
 def test_who_is_interrupted_while_it_launches_ends_the_group(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(cupy, 2)
-    begin = Immediate.begin
+    begin = ImmediateExecution.begin
 
     def interrupted(execution: Any) -> bool:
-        if execution.site.rank == 0 and execution.label.endswith("#3"):
+        if execution.context.rank == 0 and execution.label.endswith("#3"):
             raise KeyboardInterrupt
         return begin(execution)
 
-    monkeypatch.setattr(Immediate, "begin", interrupted)
+    monkeypatch.setattr(ImmediateExecution, "begin", interrupted)
 
     def body(group: ProcessGroup) -> None:
         x = cupy.asarray(numbers(group.rank))

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import ferrorpc
+from ferrorpc.backends.device.backend import DeviceBackend
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.group import ProcessGroup
@@ -49,7 +50,7 @@ def trained(example: ModuleType, group: ProcessGroup, xp: Any) -> tuple[list[flo
 
 @pytest.mark.parametrize("kind", [None, NcclBackend, HybridBackend], ids=["simulated", "nccl", "hybrid"])
 def test_on_gpus_it_gets_the_weights_that_it_gets_on_the_host(
-    cupy: StandIn, example: ModuleType, kind: type[NcclBackend] | None
+    cupy: StandIn, example: ModuleType, kind: type[DeviceBackend] | None
 ) -> None:
     def on_gpu(group: ProcessGroup) -> Any:
         with cupy.cuda.Device(group.rank):

@@ -187,8 +187,8 @@ def test_memory_of_what_was_in_its_stream_is_kept_until_the_gpu_has_come_past_it
         x = cupy.asarray(np.ones((2, 6), np.float32))
         group.all_reduce(x)
         group.synchronize()
-        site: Any = group._backend.site  # type: ignore[attr-defined]
-        site.program.stream.own.fake.enqueue(lambda: bool(released))
+        context: Any = group._backend.context  # type: ignore[attr-defined]
+        context.program.stream.own.fake.enqueue(lambda: bool(released))
         calls = (group.all_reduce, group.all_gather, lambda x, async_op: group.reduce_scatter([x, x], async_op=async_op))
         works = [call(x, async_op=True) for call in calls]
         memories.append(weakref.ref(x.data.mem))

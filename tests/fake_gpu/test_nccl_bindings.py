@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from ferrorpc.backends.device.communicator import DataType, Op, State, reduction
 from ferrorpc.backends.nccl import choose
-from ferrorpc.backends.nccl.api import DataType, Features, Op, State, reduction
+from ferrorpc.backends.nccl.api import Features
 from ferrorpc.backends.nccl.cupy_nccl import CupyNcclApi, open_cupy_nccl
 from ferrorpc.backends.nccl.nccl4py import Nccl4pyApi, open_nccl4py
 from ferrorpc.errors import BackendUnavailableError, NcclError
@@ -117,7 +118,7 @@ def every_call(end: Any) -> None:
 def test_nccl4py_gets_its_arguments_in_its_order() -> None:
     record = Recorder()
     api = Nccl4pyApi(nccl4py(22809, record))
-    assert (api.version, api.features, api.unique_id()) == (22809, Features(True, True, True, True), ID)
+    assert (api.version, api.features, api.unique_id()) == (22809, Features(True, True, True), ID)
     end: Any = api.init(4, 2, [ID, ID])
     assert end.state() is State.IN_PROGRESS
     every_call(end)
@@ -247,7 +248,7 @@ def complete(end: Any) -> Any:
 def test_cupys_binding_gets_its_arguments_in_its_order_on_the_right_gpu() -> None:
     record = Recorder()
     api = cupy_nccl(record)
-    assert api.features == Features(False, True, True, True)
+    assert api.features == Features(False, True, True)
     end = complete(api.init(4, 2, [ID]))
     every_call(end)
     complete(complete(end).split(1, 3))
@@ -387,21 +388,19 @@ def test_what_cupys_table_of_errors_lacks_is_still_an_error_of_nccl() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "dtype", "version", "found"),
+    ("op", "dtype", "found"),
     [
-        (ReduceOp.SUM, DType.FLOAT32, 22809, (Op.SUM, DataType.FLOAT32, 1)),
-        (ReduceOp.MEAN, DType.BFLOAT16, 22809, (Op.MEAN, DataType.BFLOAT16, 1)),
-        (ReduceOp.MEAN, DType.FLOAT32, 20900, None),
-        (ReduceOp.SUM, DType.BFLOAT16, 20900, None),
-        (ReduceOp.SUM, DType.BOOL, 22809, (Op.MAX, DataType.UINT8, 1)),
-        (ReduceOp.SUM, DType.COMPLEX64, 22809, (Op.SUM, DataType.FLOAT32, 2)),
-        (ReduceOp.PRODUCT, DType.COMPLEX64, 22809, None),
-        (ReduceOp.SUM, DType.INT16, 22809, None),
-        (ReduceOp.BXOR, DType.INT32, 22809, None),
+        (ReduceOp.SUM, DType.FLOAT32, (Op.SUM, DataType.FLOAT32, 1)),
+        (ReduceOp.MEAN, DType.BFLOAT16, (Op.MEAN, DataType.BFLOAT16, 1)),
+        (ReduceOp.SUM, DType.BOOL, (Op.MAX, DataType.UINT8, 1)),
+        (ReduceOp.SUM, DType.COMPLEX64, (Op.SUM, DataType.FLOAT32, 2)),
+        (ReduceOp.PRODUCT, DType.COMPLEX64, None),
+        (ReduceOp.SUM, DType.INT16, None),
+        (ReduceOp.BXOR, DType.INT32, None),
     ],
 )
-def test_what_nccl_has_for_an_operator_and_a_dtype(op: ReduceOp, dtype: DType, version: int, found: Any) -> None:
-    assert reduction(op, dtype, Features.of(version)) == found
+def test_what_nccl_has_for_an_operator_and_a_dtype(op: ReduceOp, dtype: DType, found: Any) -> None:
+    assert reduction(op, dtype) == found
 
 
 def test_without_a_binding_the_error_says_what_each_lacks_and_how_to_install_one(monkeypatch: pytest.MonkeyPatch) -> None:

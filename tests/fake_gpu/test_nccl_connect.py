@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.backends.device.communicator import State
 from ferrorpc.backends.nccl import connect
-from ferrorpc.backends.nccl.api import State
 from ferrorpc.backends.nccl.backend import NcclBackend
-from ferrorpc.backends.nccl.connect import Connector
+from ferrorpc.backends.nccl.connect import NcclConnector
 from ferrorpc.backends.nccl.identity import Identity, judge
 from ferrorpc.errors import BackendUnavailableError, NcclError, PeerLostError
 from ferrorpc.guard import SYSTEM_CLOCK
@@ -35,7 +35,7 @@ class World:
 
     def connect(self, rank: int, name: str = "world", seconds: float = INIT) -> Any:
         size = len(self.sessions)
-        connector = Connector(self.apis[rank], self.sessions[rank], contextlib.nullcontext, seconds, VERDICT)
+        connector = NcclConnector(self.apis[rank], self.sessions[rank], contextlib.nullcontext, seconds, VERDICT)
         return connector.connect(name, list(range(size)))
 
 
@@ -205,7 +205,7 @@ def test_a_division_that_the_end_of_the_generation_meets_raises_its_cause(
 ) -> None:
     """The communicator is aborted then, and NCCL says no more than that."""
     backend, _ = nccl_backends(cupy, 2)
-    parent = backend.site.program.communicator
+    parent = backend.context.program.communicator
 
     def end() -> None:
         if not parent.aborted:
@@ -217,7 +217,7 @@ def test_a_division_that_the_end_of_the_generation_meets_raises_its_cause(
     else:
         state = parent.state
         monkeypatch.setattr(parent, "state", lambda: (end(), state())[1])
-    connector = Connector(backend.api, backend.session, contextlib.nullcontext, INIT, VERDICT)
+    connector = NcclConnector(backend.api, backend.session, contextlib.nullcontext, INIT, VERDICT)
     with pytest.raises(PeerLostError):
         connector.split(parent, "subgroup 5", [0, 1], 0)
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ferrorpc.backends.device.context import PROBE_THREAD
 from ferrorpc.backends.nccl.backend import NcclBackend
-from ferrorpc.backends.nccl.site import ASKING
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import PeerLostError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard
@@ -44,7 +44,7 @@ def both(cupy: StandIn, backends: list[NcclBackend], number: int, stream: int = 
 def busy(cupy: StandIn, backend: Any, stream: int = 0) -> list[bool]:
     """The GPU comes to nothing of this group until what is returned has something in it: other work has taken all of it."""
     released: list[bool] = []
-    cupy.machine.stream(backend.site.lineup(stream).stream.pointer).enqueue(lambda: bool(released))
+    cupy.machine.stream(backend.context.launch_queue(stream).stream.pointer).enqueue(lambda: bool(released))
     return released
 
 
@@ -58,7 +58,7 @@ def probe(execution: Any, times: int = 4) -> None:
     """As its driver does after a while, and again, until the others were asked."""
     for _ in range(times):
         execution.probe()
-        for thread in [each for each in threading.enumerate() if each.name == ASKING]:
+        for thread in [each for each in threading.enumerate() if each.name == PROBE_THREAD]:
             thread.join(SECONDS)
 
 
@@ -67,20 +67,20 @@ def test_who_left_after_its_part_was_done_is_not_needed_however_long_the_operati
     released = busy(cupy, backends[0])
     first, given = both(cupy, backends, 1)
     second, also_given = both(cupy, backends, 2)
-    eventually(lambda: all(each.land() for each in (given, also_given)), "rank 1 is through")
+    eventually(lambda: all(each.try_complete() for each in (given, also_given)), "rank 1 is through")
     leave(backends[1])
     for execution in (first, second):
         probe(execution)
     assert backends[0].latch.cause is None
     released.append(True)
-    eventually(second.land, "the sum is there")
+    eventually(second.try_complete, "the sum is there")
     np.testing.assert_array_equal(cupy.asnumpy(second.results[0]), np.full(4, 2.0, np.float32))
 
 
 def test_who_left_without_launching_an_operation_is_needed_for_it(cupy: StandIn) -> None:
     backends = nccl_backends(cupy, 2)
     _, given = both(cupy, backends, 1)
-    eventually(given.land, "rank 1 is through")
+    eventually(given.try_complete, "rank 1 is through")
     call = started(cupy, backends[0], 2)
     eventually(call.advance, "it is in its stream")
     cupy.machine.settle()
@@ -103,7 +103,7 @@ def test_so_it_is_in_a_subgroup_that_was_closed_before(cupy: StandIn, launched: 
     released = busy(cupy, parts[0])
     if launched:
         call, given = both(cupy, parts, 1)
-        eventually(given.land, "rank 1 is through")
+        eventually(given.try_complete, "rank 1 is through")
     else:
         call = started(cupy, parts[0], 1)
         eventually(call.advance, "it is in its stream")
@@ -121,7 +121,7 @@ def test_so_it_is_with_operations_of_streams(cupy: StandIn, launched: bool) -> N
     released = busy(cupy, backends[0], 1)
     if launched:
         call, given = both(cupy, backends, 7, 1)
-        eventually(given.land, "rank 1 is through")
+        eventually(given.try_complete, "rank 1 is through")
     else:
         call = started(cupy, backends[0], 7, 1)
         eventually(call.advance, "it is in its stream")
@@ -132,7 +132,7 @@ def test_so_it_is_with_operations_of_streams(cupy: StandIn, launched: bool) -> N
 
 
 def test_who_leaves_with_an_operation_in_flight_is_needed_for_it(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ferrorpc.backends.nccl.backend.CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("ferrorpc.backends.device.backend.CLOSE_SECONDS", 0.05)
     backends = nccl_backends(cupy, 2)
     released = busy(cupy, backends[1])
     call, _ = both(cupy, backends, 1)

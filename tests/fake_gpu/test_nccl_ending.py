@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ferrorpc.backends.nccl.api import DataType, Op, State
-from ferrorpc.backends.nccl.ending import EXIT_CODE, Ending
+from ferrorpc.backends.device.communicator import DataType, Op, State
+from ferrorpc.backends.device.ending import EXIT_CODE, Ending
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedError, PeerLostError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Latch
@@ -115,7 +115,7 @@ def test_what_was_in_flight_when_a_generation_ended_holds_no_memory(cupy: StandI
 
     def is_free() -> bool:
         cupy.machine.settle()
-        return not ranks.backends[0].site.in_flight() and memory.live_blocks <= before[0]
+        return not ranks.backends[0].context.in_flight() and memory.live_blocks <= before[0]
 
     eventually(is_free, "it is let go of")
 
@@ -216,7 +216,7 @@ def test_a_communicator_that_is_still_launching_is_waited_for_before_it_is_final
     ranks = Ranks(cupy, 1)
     (meeting,) = ranks.nccl.meetings.values()
     end = meeting.ends[0]
-    array, stream = ranks.array(), ranks.backends[0].site.program.stream
+    array, stream = ranks.array(), ranks.backends[0].context.program.stream
     end.all_reduce(array.data.ptr, array.data.ptr, array.size, DataType.FLOAT32, Op.SUM, stream.pointer)
     assert ranks.run(lambda group: group.close()) == [None]
     assert (end.destroyed, end.aborted) == (True, False)

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ferrorpc.backends.device import in_flight
+from ferrorpc.backends.device.backend import DeviceBackend
+from ferrorpc.backends.device.communicator import State
 from ferrorpc.backends.hybrid import HybridBackend
-from ferrorpc.backends.nccl import airborne
-from ferrorpc.backends.nccl.api import State
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.errors import (
     CollectiveMismatchError,
@@ -86,7 +87,7 @@ def test_an_array_on_a_gpu_here_and_on_a_host_there_is_such_a_difference(cupy: S
 @pytest.mark.parametrize("kind", [NcclBackend, HybridBackend])
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_a_call_whose_root_says_where_its_arrays_are_differs_from_another_one(
-    cupy: StandIn, operation: str, kind: type[NcclBackend], on_gpu: bool
+    cupy: StandIn, operation: str, kind: type[DeviceBackend], on_gpu: bool
 ) -> None:
     ranks = Ranks(cupy, 3, kind)
 
@@ -130,7 +131,7 @@ def test_an_operation_whose_peer_never_comes_ends_in_its_deadline_and_names_it(c
 def test_an_error_that_nccl_meets_in_the_background_ends_the_group_on_every_rank(
     cupy: StandIn, status: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(airborne, "SUSPICION_SECONDS", 0.05)
+    monkeypatch.setattr(in_flight, "SUSPICION_SECONDS", 0.05)
     ranks = Ranks(cupy, 2)
 
     def body(group: ProcessGroup) -> FerroError:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.backends.nccl.api import State
+from ferrorpc.backends.device.communicator import State
+from ferrorpc.backends.device.completion import CompletionWatcher
 from ferrorpc.backends.nccl.backend import NcclBackend
-from ferrorpc.backends.nccl.flight import Flight
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.collectives.progress import PROBE_SECONDS, Progress
 from ferrorpc.errors import CollectiveTimeoutError, GroupAbortedError, NcclError, TensorMismatchError, UsageError
@@ -74,7 +74,7 @@ def test_synchronize_and_barrier_block_the_host_until_the_gpu_is_through(cupy: S
         for wait in (group.synchronize, group.barrier, backend.barrier):
             group.all_reduce(cupy.asarray(np.ones(4, np.float32)))
             wait()
-            assert not backend.site.in_flight()
+            assert not backend.context.in_flight()
 
     world(cupy, 2, body)
 
@@ -84,7 +84,7 @@ def test_what_two_threads_wait_for_is_brought_to_the_host_once(cupy: StandIn, mo
 
     def body(group: ProcessGroup) -> Any:
         backend: Any = group._backend
-        staging = backend.site.device.staging
+        staging = backend.context.device.staging
         copies: list[str] = []
         second, down = threading.Event(), staging.down
 
@@ -189,7 +189,7 @@ def test_everything_may_be_launched_in_a_stream_of_the_callers(cupy: StandIn) ->
         found = group.all_reduce(cupy.asarray(np.ones(2, np.float32)))
         np.testing.assert_array_equal(cupy.asnumpy(found), [2.0, 2.0])
         backend: Any = group._backend
-        return backend.site.lineup(0).stream.pointer
+        return backend.context.launch_queue(0).stream.pointer
 
     found = world(cupy, 2, body, kind=OnOwnStream, world=nccl)
     assert found == [stream.ptr for stream in streams]
@@ -234,7 +234,7 @@ def test_a_raw_form_is_in_flight_until_the_gpu_has_come_past_it(cupy: StandIn) -
                 backend.synchronize(SYSTEM_CLOCK.now() + 0.05)
             released.append(True)
             group.barrier()
-            assert not backend.site.in_flight()
+            assert not backend.context.in_flight()
             np.testing.assert_array_equal(cupy.asnumpy(x), np.full(4, 2.0))
 
     world(cupy, 2, body)
@@ -339,12 +339,12 @@ def test_a_rank_that_has_not_looked_yet_needs_nobody_for_what_is_complete(cupy: 
             executions[-1].until_done = False
     eventually(lambda: all(execution.advance() for execution in executions), "both are in their streams")
     cupy.machine.settle()
-    assert executions[1].land()
+    assert executions[1].try_complete()
     backends[1].close()
     for _ in range(4):
         executions[0].probe()
     assert backends[0].latch.cause is None
-    assert executions[0].land()
+    assert executions[0].try_complete()
     np.testing.assert_array_equal(cupy.asnumpy(executions[0].results[0]), np.full(4, 2.0, np.float32))
 
 
@@ -355,7 +355,7 @@ def test_who_waits_on_the_host_looks_at_the_gpu_for_itself(cupy: StandIn, monkey
         x = cupy.asarray(np.ones(4, np.float32))
         group.all_reduce(x, async_op=True).wait(host=True)  # the first connects
         with monkeypatch.context() as patch:
-            patch.setattr(Flight, "advance", lambda flight: False)
+            patch.setattr(CompletionWatcher, "advance", lambda watcher: False)
             released: list[bool] = []
             stream.fake.enqueue(lambda: bool(released))
             work = group.all_reduce(x, out=x, async_op=True)
@@ -370,7 +370,7 @@ def test_who_waits_on_the_host_looks_at_the_gpu_for_itself(cupy: StandIn, monkey
 
 
 @pytest.mark.parametrize("host", [False, True])
-def test_what_has_landed_keeps_its_result_although_the_generation_ends_before_its_work_was_told(
+def test_a_completed_operation_keeps_its_result_although_the_generation_ends_before_its_work_is_notified(
     cupy: StandIn, monkeypatch: pytest.MonkeyPatch, host: bool
 ) -> None:
     backend: Any = nccl_backends(cupy, 1)[0]
@@ -378,7 +378,7 @@ def test_what_has_landed_keeps_its_result_although_the_generation_ends_before_it
         x = cupy.asarray(np.ones(4, np.float32))
         group.all_reduce(x, async_op=True).wait(host=True)  # the first connects
         with monkeypatch.context() as patch:
-            patch.setattr(Flight, "advance", lambda flight: False)
+            patch.setattr(CompletionWatcher, "advance", lambda watcher: False)
             works = [group.all_reduce(each, async_op=True) for each in (x, x[::2])]
             backend.synchronize(SYSTEM_CLOCK.now() + 10.0)
             assert not any(work.done() for work in works)
@@ -393,19 +393,19 @@ def test_synchronize_does_not_take_the_end_of_the_generation_for_the_end_of_the_
     """What was in flight is let go of when the generation ends, maybe while somebody looks."""
     backend: Any = nccl_backends(cupy, 1)[0]
     with ProcessGroup(backend) as group:
-        in_flight = backend.site.in_flight
+        in_flight = backend.context.in_flight
 
         def ended() -> list[Any]:
             backend.latch.trip(GroupAbortedError(0, "enough"))
             return [each for each in in_flight() if not each]
 
-        monkeypatch.setattr(backend.site, "in_flight", ended)
+        monkeypatch.setattr(backend.context, "in_flight", ended)
         with pytest.raises(GroupAbortedError, match="enough"):
             group.synchronize()
 
 
 def test_what_is_launched_while_others_are_in_flight_wakes_nobody(cupy: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One flight watches over all of it, and each Work is done when the GPU has come past its own mark."""
+    """One watcher watches all of it, and each Work is done when the GPU has reached its own end event."""
     backend: Any = nccl_backends(cupy, 1)[0]
     submitted: list[str] = []
     submit = Progress.submit
@@ -438,14 +438,14 @@ def test_what_a_launch_meets_on_the_callers_thread_ends_the_work_and_the_group(c
     group = ProcessGroup(backend)
     x = cupy.asarray(np.ones(4, np.float32))
     flying = group.all_reduce(x, async_op=True)
-    backend.site.program.communicator.broken = State.SYSTEM_ERROR
+    backend.context.program.communicator.broken = State.SYSTEM_ERROR
     work = group.all_reduce(x, async_op=True)
     with pytest.raises(NcclError, match="system error"):
         work.wait()
     with pytest.raises(NcclError, match="system error"):
         group.all_reduce(x)
     eventually(flying.done, "what was in flight has ended, too")
-    assert not backend.site.in_flight()
+    assert not backend.context.in_flight()
     group.close()
 
 

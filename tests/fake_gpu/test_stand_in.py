@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ferrorpc.guard import SYSTEM_CLOCK
+from ferrorpc.testing.gpu.machine import GpuFault
 from ferrorpc.testing.gpu.stand_in import StandIn
+from tests.unit.transports.shared_memory.meetings import in_threads
 
 OWN = {"fake", "driver", "cupy", "machine", "gpu", "stream", "thread", "launch", "apply", "seen"}
 """What the stand-in has for itself."""
@@ -90,3 +94,24 @@ def test_who_waits_for_a_mark_still_waits_for_it_when_the_event_marks_something_
     released.append(True)
     cupy.machine.settle()
     assert after.done
+
+
+def test_memory_that_threads_open_at_the_same_time_can_be_closed_by_each_of_them(
+    cupy: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks are threads here. The count of who has the memory open used to lose one where another thread ran in between."""
+    runtime = cupy.cuda.runtime
+
+    class Slow(Counter[int]):
+        def __missing__(self, address: int) -> int:
+            SYSTEM_CLOCK.parker().park(SYSTEM_CLOCK.now() + 0.05)
+            return 0
+
+    monkeypatch.setattr(runtime.ipcOpenMemHandle.__self__, "_opened", Slow())
+    address = runtime.malloc(1)
+    handle = runtime.ipcGetMemHandle(address)
+    assert in_threads(3, lambda rank: runtime.ipcOpenMemHandle(handle)) == [address] * 3
+    assert in_threads(3, lambda rank: runtime.ipcCloseMemHandle(address)) == [None] * 3
+    with pytest.raises(GpuFault, match="is not open"):
+        runtime.ipcCloseMemHandle(address)
+    runtime.free(address)

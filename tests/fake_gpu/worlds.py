@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.backends.device.backend import DeviceBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.simulated import Lanes, SimulatedBackend
 from ferrorpc.coordination.local import LocalSession, LocalWorld
@@ -29,13 +30,13 @@ def host_lanes(size: int) -> list[SimulatedBackend]:
 
 
 def nccl_backends(
-    cupy: StandIn, size: int, world: FakeNccl | None = None, kind: type[NcclBackend] = NcclBackend, **options: Any
-) -> list[NcclBackend]:
+    cupy: StandIn, size: int, world: FakeNccl | None = None, kind: type[DeviceBackend] = NcclBackend, **options: Any
+) -> list[DeviceBackend]:
     """One for each rank, each on a GPU of its own."""
     nccl = FakeNccl(cupy.machine) if world is None else world
     lanes = host_lanes(size)
 
-    def make(rank: int) -> NcclBackend:
+    def make(rank: int) -> DeviceBackend:
         return kind(lanes[rank], device_of(cupy, rank), nccl.api(rank), **options)
 
     found = in_threads(size, make)

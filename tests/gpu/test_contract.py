@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
+from ferrorpc.backends.device.backend import DeviceBackend
+from ferrorpc.backends.device.communicator import reduction
 from ferrorpc.backends.hybrid import HybridBackend
-from ferrorpc.backends.nccl.api import Features, reduction
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.nccl.choose import open_nccl
 from ferrorpc.group import ProcessGroup
@@ -68,7 +69,7 @@ class TestHybridAlone(OnDevice):
     """NCCL with one rank; two on one GPU it refuses."""
 
     in_rank_order = False
-    kind: type[NcclBackend] = HybridBackend
+    kind: type[DeviceBackend] = HybridBackend
 
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
         if size > 1:
@@ -111,4 +112,4 @@ class TestNcclAlone(TestHybridAlone):
     kind = NcclBackend
 
     def operators(self, dtype: DType) -> list[ReduceOp]:
-        return [op for op in operators(dtype) if reduction(op, dtype, Features.of(22809)) is not None]
+        return [op for op in operators(dtype) if reduction(op, dtype) is not None]

@@ -10,6 +10,7 @@ import pytest
 
 from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.backends import gpu, registry
+from ferrorpc.backends.device.backend import DeviceBackend
 from ferrorpc.backends.grpc import GrpcBackend
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
@@ -65,7 +66,7 @@ class Job:
             for rank, (session, server) in enumerate(zip(self.sessions, self.servers, strict=True))
         ]
 
-        def make(kind: type[NcclBackend], lanes: Any, asked: int | None, local_rank: int | None) -> NcclBackend:
+        def make(kind: type[DeviceBackend], lanes: Any, asked: int | None, local_rank: int | None) -> NcclBackend:
             return kind(lanes, gpu.device_for(asked, local_rank), self.nccl.api(lanes.rank))
 
         monkeypatch.setattr(gpu, "make", make)

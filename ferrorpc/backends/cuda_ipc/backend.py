@@ -1,53 +1,32 @@
-"""The backend for ranks of one host whose GPUs reach each other's memory, above all for several ranks on one GPU.
+"""The backend for ranks of one host whose GPUs can read each other's memory, above all for several ranks on one GPU.
 
-NCCL refuses two ranks on one GPU. Here arrays on GPUs go by CUDA IPC, as they go by NCCL in the hybrid backend: with the same
-order of launches, deadlines, probes, streams and raw forms. Arrays on the host go by the host lanes.
+NCCL refuses two ranks on one GPU. Here arrays on GPUs go by CUDA IPC, and arrays on the host by the host lanes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from ferrorpc.arrays.device import Device
 from ferrorpc.backends.cuda_ipc.connect import SLOT_BYTES, IpcConnector, this_process
-from ferrorpc.backends.hybrid import HybridBackend
+from ferrorpc.backends.device.backend import DeviceBackend, session_of
+from ferrorpc.backends.device.ending import Ending
 from ferrorpc.backends.message import MessageBackend
-from ferrorpc.backends.nccl.api import Communicator, Features, NcclApi
-from ferrorpc.backends.nccl.backend import session_of
-from ferrorpc.backends.nccl.ending import Ending
 from ferrorpc.collectives.call import Call
-from ferrorpc.coordination.base import Session
 from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.types import ReduceOp
 
 
-class CudaIpcApi:
-    """What stands for NCCL's binding: there is no library, and nothing to be installed."""
-
-    name = library = "CUDA IPC"
-    version = 1
-    features = Features(non_blocking=True, split=False, scalable=False, bfloat16=True)
-
-    def unique_id(self) -> bytes:
-        """Ranks meet in shared memory."""
-        raise AssertionError("CUDA IPC has no ids")
-
-    def init(self, size: int, rank: int, unique_ids: Any) -> Communicator:
-        """An `IpcConnector` makes communicators."""
-        raise AssertionError("CUDA IPC has no ids")
-
-
-class CudaIpcBackend(HybridBackend):
-    """One rank's backend. Made by every rank at the same time.
+class CudaIpcBackend(DeviceBackend):
+    """One rank's backend. Every rank makes its own at the same time.
 
     Args:
         lanes: the same ranks' backend for host memory, which all of them must share; closed with this one.
         device: this rank's GPU, which may be that of other ranks.
-        api: what is told of it in words.
-        slot_bytes: what of an array is passed at a time; a group takes a little more than twice that of each GPU.
-        process: which process this is; only tests say another.
+        slot_bytes: how much of an array is passed at a time; a group takes a little more than twice that of each GPU.
+        process: names this process; only tests give another name.
 
-    The others as in `NcclBackend`.
+    The others as in `DeviceBackend`.
 
     Raises:
         BackendUnavailableError: the ranks do not share the memory of one host.
@@ -60,7 +39,6 @@ class CudaIpcBackend(HybridBackend):
         self,
         lanes: MessageBackend,
         device: Device,
-        api: NcclApi | None = None,
         *,
         stream: Any = None,
         ending: Ending | None = None,
@@ -75,15 +53,12 @@ class CudaIpcBackend(HybridBackend):
         process = this_process() if process is None else process
         memory = None if lanes.board is None else lanes.board.memory
         connector = IpcConnector(device, session_of(lanes), memory, process, slot_bytes)
-        super().__init__(lanes, device, api or CudaIpcApi(), connector=connector, stream=stream, ending=ending)
+        super().__init__(lanes, device, connector, stream=stream, ending=ending)
 
-    def _suits_nccl(self, call: Call) -> bool:
-        """NumPy divides complex numbers in a way of its own, so a mean of them has its bits on the host alone."""
+    def _suits_device(self, call: Call) -> bool:
+        """As its base, but means of complex numbers go by the host: NumPy's division has other bits than the GPU's."""
         is_mean = call.op is ReduceOp.MEAN and call.inputs[0].dtype.is_complex
-        return not is_mean and super()._suits_nccl(call)
+        return not is_mean and super()._suits_device(call)
 
-    def _explained(self) -> str:
-        return "by reading each other's GPU memory (CUDA IPC)"
-
-    def _introduce(self, line: Session, device: Device, api: NcclApi, timeout: float) -> None:
-        """Nothing keeps them apart but what their connecting would show."""
+    def _renewed(self, lanes: MessageBackend) -> Self:
+        return type(self)(lanes, self.device, stream=self._stream)

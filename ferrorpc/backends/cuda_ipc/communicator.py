@@ -27,7 +27,7 @@ from ferrorpc.arrays.device import Device
 from ferrorpc.backends.cuda_ipc.line import CLOSED, SLOTS
 from ferrorpc.backends.cuda_ipc.peers import Own, Peer
 from ferrorpc.backends.cuda_ipc.rounds import Messages, Rounds, Waits
-from ferrorpc.backends.nccl.api import Communicator, DataType, Op, State, failed
+from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
 from ferrorpc.errors import NcclError
 from ferrorpc.guard import Clock
 
@@ -87,7 +87,7 @@ class IpcCommunicator(Communicator):
         self._by_rank = {peer.rank: peer for peer in peers}
         self._release = release
         self._lock = threading.RLock()
-        self._flying: deque[Waits] = deque()
+        self._pending: deque[Waits] = deque()
         self._group: defaultdict[Hashable, list[Waits]] | None = None
         """What was called within a group, by what goes on one by one: rounds, and messages of one direction of one peer."""
         self._is_gone = False
@@ -108,17 +108,17 @@ class IpcCommunicator(Communicator):
                 raise failed("CUDA IPC", State.INVALID_USAGE, "the communicator was aborted or destroyed")
             if self._problem is not None:
                 raise self._problem.again()
-            if self._flying:
+            if self._pending:
                 with self._device.here():
                     self._advance()
-            return State.IN_PROGRESS if self._flying else State.SUCCESS
+            return State.IN_PROGRESS if self._pending else State.SUCCESS
 
     def _advance(self) -> None:
         try:
-            while self._flying:
-                for _ in self._flying[0]:
+            while self._pending:
+                for _ in self._pending[0]:
                     return
-                self._flying.popleft()
+                self._pending.popleft()
         except self._sharing.problems as problem:
             self._problem = failed("CUDA IPC", State.UNHANDLED_CUDA_ERROR, str(problem))
             raise self._problem.again() from None
@@ -165,7 +165,7 @@ class IpcCommunicator(Communicator):
         finally:
             self._group = None
         with self._lock:
-            self._flying.append(_side_by_side([itertools.chain.from_iterable(line) for line in group.values()]))
+            self._pending.append(_side_by_side([itertools.chain.from_iterable(line) for line in group.values()]))
             self.state()
 
     def split(self, color: int | None, key: int) -> Communicator | None:
@@ -186,7 +186,7 @@ class IpcCommunicator(Communicator):
             if self._is_gone:
                 return
             self._is_gone = True
-            self._flying.clear()
+            self._pending.clear()
         try:
             self._own.settle()
             self._table = None
@@ -210,7 +210,7 @@ class IpcCommunicator(Communicator):
             self._group[line].append(steps)
             return
         with self._lock:
-            self._flying.append(steps)
+            self._pending.append(steps)
             self.state()
 
     def _all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> Waits:

@@ -1,7 +1,7 @@
-"""How ranks of one host come to have each other's GPU memory open.
+"""Makes communicators whose ranks have each other's GPU memory open.
 
-Each puts up a slab of its GPU's memory and a line in shared memory, tells the others where the line is, and opens what they
-have put up. Then all say how it went, so it is the same on every rank, and names who could not.
+Each rank allocates a slab of its GPU's memory and a control block in shared memory, tells the others where the block is, and
+opens what they have allocated. Then all ranks say how it went, so that the outcome is the same on every rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ferrorpc.arrays.device import Device
 from ferrorpc.backends.cuda_ipc.communicator import IpcCommunicator
 from ferrorpc.backends.cuda_ipc.line import Line, line_bytes
 from ferrorpc.backends.cuda_ipc.peers import Own, Peer
-from ferrorpc.backends.nccl.api import Communicator, State, failed
+from ferrorpc.backends.device.communicator import Communicator, State, failed
 from ferrorpc.collectives.arena.board import Array, Memory
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import NcclError
@@ -33,7 +33,7 @@ PROBLEM_CHARACTERS: Final = 1024
 
 
 def this_process() -> str:
-    """Another word in every process, also in those of other containers and in forked ones."""
+    """A name of this process that no other has, also not in another container or after a fork."""
     return f"{os.getpid()}-{_nonce}"
 
 
@@ -42,11 +42,15 @@ class IpcConnector:
 
     Args:
         device: its GPU.
-        session: the line to the coordinator.
-        memory: the memory that the host's ranks share; None in a world of one.
-        process: which process this is: what ranks in the same one have made need not be opened.
-        slot_bytes: what of an array is passed at a time; of what goes to single ranks half of it, to all of them together.
+        session: with the coordinator.
+        memory: the host memory that the ranks share; None in a world of one.
+        process: names this process: memory of ranks in the same process need not be opened.
+        slot_bytes: how much of an array is passed at a time; messages to single ranks share half of it.
     """
+
+    library = "CUDA IPC"
+    splits = False
+    explanation = "by reading each other's GPU memory (CUDA IPC)"
 
     def __init__(
         self,
@@ -106,11 +110,11 @@ class IpcConnector:
         )
 
     def split(self, parent: Communicator, label: str, ranks: Sequence[int], group_rank: int | None) -> Communicator | None:
-        """Nothing is split here: parts are connected anew, by those who are in them."""
+        """Not supported: the ranks of a part connect anew."""
         raise failed("CUDA IPC", State.INVALID_USAGE, "communicators are connected, not split")
 
     def _room(self, size_bytes: int) -> tuple[int, Array, Callable[[], None]]:
-        """Zeros that the others can read, where they have to look, and what frees them."""
+        """Zeroed memory that the others can read, its offset for them, and a function that frees it."""
         if self._memory is None:  # a world of one
             return 0, np.zeros(size_bytes, np.uint8), _nothing
         block = self._memory.own.allocate(size_bytes)
@@ -123,7 +127,7 @@ class IpcConnector:
         return Line(self._memory.memory(rank)[offset : offset + line_bytes(size)], size)
 
     def _meet(self, name: str, ranks: Sequence[int], said: str) -> list[str]:
-        """What each of the ranks says, in their order."""
+        """Exchanges texts. Returns those of all ranks, in their order."""
         texts = self._session.barrier(f"ferrorpc/cuda_ipc/{name}", said.encode(), ranks=ranks, timeout=CONNECT_SECONDS)
         by_rank = dict(zip(sorted(ranks), (text.decode() for text in texts), strict=True))
         return [by_rank[rank] for rank in ranks]
@@ -134,7 +138,7 @@ def _rounded(size_bytes: int) -> int:
 
 
 def _nothing() -> None:
-    """Memory that goes with its last reference."""
+    """Frees memory that goes with its last reference."""
 
 
 _nonce: Final = os.urandom(8).hex()

@@ -68,6 +68,9 @@ class Peer:
         self._sharing = sharing = device.sharing
         self._is_here = is_here
         self._line = line
+        self.base = 0
+        self._opened: list[int] = []
+        """Events that were opened here."""
         with device.here():
             try:
                 self.base = line.words[BASE] if is_here else sharing.open_memory(line.handle())
@@ -76,17 +79,22 @@ class Peer:
                 self.sent = [self._event(sent(own_rank, slot)) for slot in range(SLOTS)]
                 self.got = [self._event(got(own_rank, slot)) for slot in range(SLOTS)]
             except sharing.problems as problem:
+                self.close()
                 raise NcclError(f"cannot open the GPU memory of group rank {rank}: {problem}") from None
 
     def _event(self, number: int) -> int:
         event, handle = self._line.event(number)
-        return event if self._is_here else self._sharing.open_event(handle)
+        if not self._is_here:
+            event = self._sharing.open_event(handle)
+            self._opened.append(event)
+        return event
 
     def close(self) -> None:
-        """Nothing of it is used here any more."""
+        """Closes what was opened. The GPU must be past everything that this rank has queued on it."""
         if self._is_here:
             return
         with self._device.here():
-            for event in (*self.staged, *self.left, *self.sent, *self.got):
+            for event in self._opened:
                 self._sharing.destroy_event(event)
-            self._sharing.close_memory(self.base)
+            if self.base:
+                self._sharing.close_memory(self.base)

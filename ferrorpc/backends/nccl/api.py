@@ -1,133 +1,29 @@
-"""What is asked of NCCL: a small protocol, which bindings implement and a fake on NumPy behaves like.
-
-Pointers are device addresses, `stream` is a CUDA stream, both as integers. Nothing here blocks the host for another rank:
-where a communicator is not complete, or an operation not yet launched, its `state` is IN_PROGRESS, and nothing else may be
-asked of it until that has changed. Errors are NcclError with the field `status`.
-"""
+"""What is asked of NCCL besides its communicators: a protocol that bindings implement, and a fake on NumPy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import IntEnum, unique
-from typing import Any, Final, Protocol
+from typing import Protocol
 
-from ferrorpc.errors import NcclError, TensorMismatchError
-from ferrorpc.types import DType, ReduceOp, refusal
-
-
-@unique
-class State(IntEnum):
-    """ncclResult_t."""
-
-    SUCCESS = 0
-    UNHANDLED_CUDA_ERROR = 1
-    SYSTEM_ERROR = 2
-    INTERNAL_ERROR = 3
-    INVALID_ARGUMENT = 4
-    INVALID_USAGE = 5
-    REMOTE_ERROR = 6
-    IN_PROGRESS = 7
-    TIMEOUT = 8
-
-
-@unique
-class DataType(IntEnum):
-    """ncclDataType_t, without the eight-bit floats."""
-
-    INT8 = 0
-    UINT8 = 1
-    INT32 = 2
-    UINT32 = 3
-    INT64 = 4
-    UINT64 = 5
-    FLOAT16 = 6
-    FLOAT32 = 7
-    FLOAT64 = 8
-    BFLOAT16 = 9
-
-
-@unique
-class Op(IntEnum):
-    """ncclRedOp_t."""
-
-    SUM = 0
-    PRODUCT = 1
-    MAX = 2
-    MIN = 3
-    MEAN = 4
+from ferrorpc.backends.device.communicator import Communicator
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a binding and the library it found can do."""
+    """What a binding and the library that it found can do."""
 
     non_blocking: bool
-    """Communicators that never block the host: their making can be given up."""
+    """Communicators never block the host, so their initialisation can be aborted (NCCL 2.14)."""
     split: bool
-    """Communicators made from others, without an id (NCCL 2.18)."""
+    """Communicators can be split from others, without an id (NCCL 2.18)."""
     scalable: bool
-    """Several ids for one communicator (NCCL 2.23)."""
-    bfloat16: bool
-    """bfloat16 and MEAN (NCCL 2.10)."""
+    """A communicator can be made from several ids (NCCL 2.23)."""
 
     @classmethod
     def of(cls, version: int, non_blocking: bool = True) -> Features:
         """Those of a library of this version, such as 22809; `non_blocking` is False for bindings that lack it."""
-        return cls(non_blocking and version >= 21400, version >= 21800, version >= 22300, version >= 21000)
-
-
-class Communicator(Protocol):
-    """One rank's end of a communicator."""
-
-    def state(self) -> State:
-        """ncclCommGetAsyncError: IN_PROGRESS, SUCCESS, or the error it has met in the background."""
-
-    def last_error(self) -> str:
-        """NCCL's own words on what happened last; empty where the binding cannot ask."""
-
-    def all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
-        """ncclAllReduce."""
-
-    def reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, root: int, stream: int) -> None:
-        """ncclReduce."""
-
-    def reduce_scatter(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
-        """ncclReduceScatter; `count` is that of a rank's part."""
-
-    def broadcast(self, source: int, target: int, count: int, datatype: DataType, root: int, stream: int) -> None:
-        """ncclBroadcast."""
-
-    def all_gather(self, source: int, target: int, count: int, datatype: DataType, stream: int) -> None:
-        """ncclAllGather; `count` is that of a rank's part."""
-
-    def send(self, source: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
-        """ncclSend."""
-
-    def recv(self, target: int, count: int, datatype: DataType, peer: int, stream: int) -> None:
-        """ncclRecv."""
-
-    def grouped(self) -> AbstractContextManager[Any]:
-        """ncclGroupStart and ncclGroupEnd: what this thread calls within is launched as one."""
-
-    def split(self, color: int | None, key: int) -> Communicator | None:
-        """ncclCommSplit, in which all ranks take part: a communicator for each color, ordered by key; None without a color.
-
-        This one's state is IN_PROGRESS until all ranks have come. The new one is none before that: nothing may be asked of it.
-        """
-
-    def abort(self) -> None:
-        """ncclCommAbort: ends what is in flight and frees it. May block; NCCL's own bugs have made it block for ever.
-
-        From any thread, whatever others ask meanwhile: from then on that is INVALID_USAGE.
-        """
-
-    def finalize(self) -> None:
-        """ncclCommFinalize: no more operations will come. Then the state is IN_PROGRESS until all have ended."""
-
-    def destroy(self) -> None:
-        """ncclCommDestroy, after `finalize`."""
+        return cls(non_blocking and version >= 21400, version >= 21800, version >= 22300)
 
 
 class NcclApi(Protocol):
@@ -136,10 +32,6 @@ class NcclApi(Protocol):
     @property
     def name(self) -> str:
         """Which binding, such as "nccl4py"."""
-
-    @property
-    def library(self) -> str:
-        """Whose communicators these are, for messages: "NCCL"."""
 
     @property
     def version(self) -> int:
@@ -154,81 +46,3 @@ class NcclApi(Protocol):
 
     def init(self, size: int, rank: int, unique_ids: Sequence[bytes]) -> Communicator:
         """ncclCommInitRank on the current device. The communicator's state is IN_PROGRESS until all ranks have come."""
-
-
-class Connects(Protocol):
-    """What makes communicators that are complete."""
-
-    def connect(self, name: str, ranks: Sequence[int]) -> Communicator:
-        """A new communicator of these world ranks, in their order. Raises NcclError where it does not come about."""
-
-    def split(self, parent: Communicator, label: str, ranks: Sequence[int], group_rank: int | None) -> Communicator | None:
-        """One of part of another's ranks, where the binding splits; None on ranks that take part only because all must."""
-
-
-NAMES: Final = {
-    DType.BOOL: DataType.UINT8,
-    DType.INT8: DataType.INT8,
-    DType.INT32: DataType.INT32,
-    DType.INT64: DataType.INT64,
-    DType.UINT8: DataType.UINT8,
-    DType.UINT32: DataType.UINT32,
-    DType.UINT64: DataType.UINT64,
-    DType.FLOAT16: DataType.FLOAT16,
-    DType.BFLOAT16: DataType.BFLOAT16,
-    DType.FLOAT32: DataType.FLOAT32,
-    DType.FLOAT64: DataType.FLOAT64,
-    DType.COMPLEX64: DataType.FLOAT32,
-    DType.COMPLEX128: DataType.FLOAT64,
-}
-"""What elements are for NCCL: bool is bytes of 0 and 1, a complex number two floats."""
-_OPS: Final = {
-    ReduceOp.SUM: Op.SUM,
-    ReduceOp.MEAN: Op.MEAN,
-    ReduceOp.PRODUCT: Op.PRODUCT,
-    ReduceOp.MIN: Op.MIN,
-    ReduceOp.MAX: Op.MAX,
-}
-_LOGICAL: Final = {
-    ReduceOp.SUM: Op.MAX,
-    ReduceOp.PRODUCT: Op.MIN,
-    ReduceOp.MIN: Op.MIN,
-    ReduceOp.MAX: Op.MAX,
-    ReduceOp.BAND: Op.MIN,
-    ReduceOp.BOR: Op.MAX,
-}
-"""Of bool: SUM is a logical or, PRODUCT a logical and."""
-_OF_PAIRS: Final = (ReduceOp.SUM, ReduceOp.MEAN)
-"""What a complex number's two floats go through apart."""
-
-
-def reduction(op: ReduceOp, dtype: DType, features: Features) -> tuple[Op, DataType, int] | None:
-    """NCCL's operator, its elements, and how many of them one of ours is; None where NCCL has nothing for it."""
-    if dtype not in NAMES or (dtype is DType.BFLOAT16 or op is ReduceOp.MEAN) > features.bfloat16:
-        return None
-    table = _LOGICAL if dtype is DType.BOOL else _OPS
-    if op not in table or (dtype.is_complex and op not in _OF_PAIRS):
-        return None
-    return table[op], NAMES[dtype], 2 if dtype.is_complex else 1
-
-
-def required(op: ReduceOp, dtype: DType, features: Features) -> tuple[Op, DataType, int]:
-    """As `reduction`.
-
-    Raises:
-        TensorMismatchError: the operator means nothing for the dtype, or NCCL lacks it; the message says which.
-    """
-    why_not = refusal(op, dtype)
-    found = None if why_not else reduction(op, dtype, features)
-    if found is None:
-        raise TensorMismatchError(
-            why_not.reason if why_not else f"NCCL has no op={op.value!r} for {dtype.label}",
-            hint="use backend='hybrid', which takes such calls through the host, or convert the array",
-        )
-    return found
-
-
-def failed(call: str, status: int, words: str) -> NcclError:
-    """The error of a call that NCCL refused."""
-    name = State(status).name.lower().replace("_", " ") if status in State._value2member_map_ else f"status {status}"
-    return NcclError(f"{call}: {name}" + (f" ({words})" if words else ""), status=int(status))

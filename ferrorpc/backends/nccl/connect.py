@@ -1,12 +1,12 @@
-"""How a communicator comes about in bounded time, or why it does not.
+"""Makes NCCL communicators within a deadline, and explains on every rank why one could not be made.
 
-NCCL waits for ever for a rank that does not come, and one rank that fails leaves the others waiting. So here every attempt has
-a deadline and an end that all ranks learn of: a leader mints an id, the coordinator relays it under the generation, every
-rank begins without blocking and looks until the communicator is complete, then all meet in a named barrier and say how it went.
-Unless it went well everywhere, everyone aborts, and the next attempt has a new id. Which attempt is on stands in the job's
-store, so that a rank that comes late does not wait with an id that the others have given up.
+NCCL waits without a deadline for a rank that does not come, and a rank that fails leaves the others waiting. So each attempt
+has a deadline, and all ranks learn its outcome. A leader creates an id, the coordinator relays it under the generation, and
+every rank starts a non-blocking initialisation and polls it until the communicator is complete. Then all ranks meet in a named
+barrier, where each says how it went. Unless all of them succeeded, all abort, and the next attempt uses a new id. The number of
+the current attempt is in the job's store, so a rank that comes late does not wait with an id that the others have given up.
 
-Cost: one exchange of an id and one barrier an attempt; while it lasts, a look at the store each CHECK_SECONDS.
+Cost: one exchange of an id and one barrier for each attempt; while it lasts, one read of the store every CHECK_SECONDS.
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ferrorpc.backends.nccl.api import Communicator, NcclApi, State, failed
-from ferrorpc.backends.nccl.ending import apart
+from ferrorpc.arrays.device import Device
+from ferrorpc.backends.device.backend import session_of
+from ferrorpc.backends.device.communicator import Communicator, Connector, State, failed
+from ferrorpc.backends.device.ending import on_own_thread
+from ferrorpc.backends.message import MessageBackend
+from ferrorpc.backends.nccl.api import NcclApi
+from ferrorpc.backends.nccl.identity import exchange, own_identity
 from ferrorpc.coordination.base import Session
 from ferrorpc.coordination.bootstrap import agree_on_ids
 from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroError, NcclError, StoreTimeoutError
@@ -35,26 +40,39 @@ _GOOD: Final = b"complete"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an attempt went, as far as this rank knows."""
+    """The outcome of an attempt."""
 
     communicator: Communicator | None
     problem: str = ""
 
 
 class _Overtaken(Exception):
-    """The others are at a later attempt."""
+    """The others have begun a later attempt."""
 
 
-class Connector:
+def introduced(lanes: MessageBackend, device: Device, api: NcclApi, connector: Connector | None) -> Connector:
+    """Makes sure that the ranks can use NCCL together. Returns the connector, or where that is None one over the binding.
+
+    Raises:
+        BackendUnavailableError: two ranks have one GPU, or their versions of NCCL differ; all of them are named.
+    """
+    session = session_of(lanes)
+    exchange(session, own_identity(device.uuid, api.version, api.name), lanes.timeout)
+    return NcclConnector(api, session, device.here) if connector is None else connector
+
+
+class NcclConnector:
     """Makes communicators for one rank.
 
     Args:
         api: the binding.
-        session: the line to the coordinator.
-        on_device: makes the rank's GPU the current one, as a context.
+        session: with the coordinator.
+        on_device: returns a context in which the rank's GPU is the current one.
         init_seconds: how long an attempt may take.
-        verdict_seconds: how long the ranks that are through with an attempt wait for those that are not.
+        verdict_seconds: how long the ranks that have finished an attempt wait for those that have not.
     """
+
+    library = "NCCL"
 
     def __init__(
         self,
@@ -70,12 +88,18 @@ class Connector:
         self._seconds = init_seconds
         self._verdict_seconds = verdict_seconds
         self._clock = session.clock
+        self.splits = api.features.split
+
+    @property
+    def explanation(self) -> str:
+        """As `Connector.explanation`."""
+        return f"by NCCL {self._api.version} through {self._api.name}, which chooses how"
 
     def connect(self, name: str, ranks: Sequence[int]) -> Communicator:
         """A new communicator of these world ranks, in their order.
 
         Raises:
-            NcclError: it did not come about within the attempts; the message says who did not come, or what each rank met.
+            NcclError: no attempt succeeded; the message says who did not come, or what each rank met.
             FerroError: the cause that ended the generation.
         """
         problem, attempt = "", 0
@@ -90,14 +114,14 @@ class Connector:
         raise NcclError(message, hint="look at the ranks named above; NCCL_DEBUG=INFO says what NCCL itself was at")
 
     def split(self, parent: Communicator, label: str, ranks: Sequence[int], group_rank: int | None) -> Communicator | None:
-        """A communicator of part of another's ranks, without an id; every rank of the parent takes part.
+        """A communicator of some of the parent's ranks, made without an id. Every rank of the parent calls it.
 
         Args:
-            ranks: world ranks of the new one, for messages.
-            group_rank: own rank in it; None on ranks that take part only because all must.
+            ranks: world ranks of the new communicator, for messages.
+            group_rank: this rank's number in it; None on ranks outside it, which get None.
 
         Raises:
-            NcclError: it did not come about in time, or NCCL refused.
+            NcclError: it was not complete in time, or NCCL refused.
             FerroError: the cause that ended the generation.
         """
         child = None
@@ -174,7 +198,11 @@ class Connector:
             raise failed("its initialisation", state, communicator.last_error())
 
     def _verdict(self, name: str, ranks: Sequence[int], attempt: int, own: str) -> str:
-        """What all ranks make of the attempt: nothing where it went well on all, else who did not come, or who met what."""
+        """The common outcome of an attempt: "" if all ranks succeeded, else which did not come, or what each met.
+
+        Args:
+            own: this rank's problem; "" for none.
+        """
         said = own.encode()[:1024] or _GOOD
         patience = self._verdict_seconds + (0 if own else self._seconds)
         try:
@@ -204,6 +232,6 @@ class Connector:
         return f"ferrorpc/nccl/{self._session.membership.assignment.generation}/{name}"
 
     def give_up(self, communicator: Communicator | None) -> None:
-        """Aborts a communicator on a thread of its own, because that may block, and waits at most ABORT_SECONDS for it."""
+        """Aborts a communicator, which may block, on a thread of its own, and waits at most ABORT_SECONDS for it."""
         if communicator is not None:
-            apart(self._clock, self._on_device, communicator.abort, self._clock.now() + ABORT_SECONDS)
+            on_own_thread(self._clock, self._on_device, communicator.abort, self._clock.now() + ABORT_SECONDS)

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from ferrorpc.backends.nccl.api import Communicator, DataType, Features, Op, State, failed
+from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
+from ferrorpc.backends.nccl.api import Features
 from ferrorpc.errors import BackendUnavailableError, NcclError
 from ferrorpc.guard import SYSTEM_CLOCK
 
@@ -34,7 +35,6 @@ class CupyNcclApi:
     """
 
     name = MODULE
-    library = "NCCL"
 
     def __init__(self, cupy: Any, bindings: Any) -> None:
         self._cupy = cupy

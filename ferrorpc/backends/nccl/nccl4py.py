@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from ferrorpc.backends.nccl.api import Communicator, DataType, Features, Op, State, failed
+from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
+from ferrorpc.backends.nccl.api import Features
 from ferrorpc.errors import BackendUnavailableError
 
 MODULE: Final = "nccl.bindings.nccl"
@@ -30,7 +31,6 @@ class Nccl4pyApi:
     """
 
     name = "nccl4py"
-    library = "NCCL"
 
     def __init__(self, bindings: Any) -> None:
         self._nccl = bindings

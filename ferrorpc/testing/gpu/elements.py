@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.backends.nccl.api import DataType, Op
+from ferrorpc.backends.device.communicator import DataType, Op
 from ferrorpc.testing.gpu.machine import Gpu
 
 Array = np.ndarray[Any, Any]

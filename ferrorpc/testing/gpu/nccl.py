@@ -20,7 +20,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.backends.nccl.api import Communicator, DataType, Features, Op, State, failed
+from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
+from ferrorpc.backends.nccl.api import Features
 from ferrorpc.testing.gpu.elements import elements_at, reduced, storage_of
 from ferrorpc.testing.gpu.machine import STUCK_SECONDS, FakeStream, Gpu, GpuFault, Machine
 
@@ -112,7 +113,6 @@ class FakeApi:
     """`NcclApi` on one fake GPU."""
 
     name = "fake"
-    library = "NCCL"
 
     def __init__(self, world: FakeNccl, gpu: Gpu, version: int, features: Features | None = None) -> None:
         self.world = world
@@ -179,7 +179,7 @@ class FakeCommunicator:
         self.splits = 0
         self._completes = completes
         self._operations = 0
-        self._flying = 0
+        self._running = 0
         self._connecting = 0
         self._machine = api.world.machine
         meeting.ends[rank] = self
@@ -201,7 +201,7 @@ class FakeCommunicator:
             if self._connecting:
                 self._connecting -= 1
                 return State.IN_PROGRESS
-            if self.finalized and self._flying:
+            if self.finalized and self._running:
                 self._machine.step()
                 return State.IN_PROGRESS
             return self._judged()
@@ -260,7 +260,7 @@ class FakeCommunicator:
         """As `Communicator.split`."""
         self._check("ncclCommSplit")
         with self._machine.lock:
-            if self._flying:
+            if self._running:
                 raise failed("ncclCommSplit", State.INVALID_USAGE, "operations are outstanding")
             number, self.splits = self.splits, self.splits + 1
             asked = self.meeting.splits.setdefault(number, {})
@@ -276,9 +276,9 @@ class FakeCommunicator:
         machine = self._machine
         with machine.lock:
             self.aborted = True
-            while self._flying:  # as NCCL, which frees what its kernels use once the GPU is past them
+            while self._running:  # as NCCL, which frees what its kernels use once the GPU is past them
                 if not machine.step() and not machine.moved.wait(STUCK_SECONDS):
-                    raise GpuFault(f"an abort waits for {self._flying} launches, and nothing moves")
+                    raise GpuFault(f"an abort waits for {self._running} launches, and nothing moves")
 
     def finalize(self) -> None:
         """As `Communicator.finalize`."""
@@ -312,13 +312,13 @@ class FakeCommunicator:
             if number == 0:
                 self._connecting = LOOKS_TO_CONNECT
             fake: FakeStream = self.api.gpu.stream(stream)
-            self._flying += 1
+            self._running += 1
             task = _Task(self, number, parts)
             fake.enqueue(task.run)
 
-    def landed(self) -> None:
-        """One of its launches has ended."""
-        self._flying -= 1
+    def launch_ended(self) -> None:
+        """Counts a launch that has ended."""
+        self._running -= 1
 
 
 class _Child(FakeCommunicator):
@@ -371,7 +371,7 @@ class _Task:
         owner = self._owner
         if owner.aborted:
             self._take_back()
-            owner.landed()
+            owner.launch_ended()
             return True
         if not self._here:
             self._arrive()
@@ -380,7 +380,7 @@ class _Task:
                 self._done.add(place)
         if len(self._done) < len(self._parts):
             return False
-        owner.landed()
+        owner.launch_ended()
         return True
 
     def _arrive(self) -> None:

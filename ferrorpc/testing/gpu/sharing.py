@@ -67,15 +67,17 @@ class Sharing:
 
     def open_memory(self, handle: bytes) -> int:
         address = int.from_bytes(handle, "little")
-        if address not in self._machine.shared:
-            raise self._gone()
-        self._opened[address] += 1
+        with self._machine.lock:
+            if address not in self._machine.shared:
+                raise self._gone()
+            self._opened[address] += 1
         return address
 
     def close_memory(self, address: int) -> None:
-        if not self._opened[address]:
-            raise GpuFault(f"memory at {address:#x} is not open")
-        self._opened[address] -= 1
+        with self._machine.lock:
+            if not self._opened[address]:
+                raise GpuFault(f"memory at {address:#x} is not open")
+            self._opened[address] -= 1
 
     def create(self, flags: int) -> int:
         if flags not in (DISABLE_TIMING, DISABLE_TIMING | INTERPROCESS):

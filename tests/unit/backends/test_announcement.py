@@ -5,7 +5,7 @@ import struct
 import numpy as np
 import pytest
 
-from ferrorpc.backends.nccl.announcement import Announced, pack, unpack
+from ferrorpc.backends.device.announcement import Announced, pack, unpack
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, TensorSpec
 from ferrorpc.wire.frames import DIMENSION_MAX, NDIM_MAX

@@ -1,36 +1,36 @@
-"""A barrier that blocks the host: no rank leaves it before every rank's GPU has done what the group gave it."""
+"""A barrier that blocks the host until every rank's GPU has finished what the group gave it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from ferrorpc.backends.nccl.site import Site
+from ferrorpc.backends.device.context import GroupContext
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.wire.frames import Key
 
 
-class SettledBarrier(Prepared):
-    """A barrier of the host lanes, entered once this rank's GPU is through."""
+class DeviceBarrier(Prepared):
+    """A barrier of the host lanes, which a rank enters once its own GPU has finished the group's operations."""
 
-    def __init__(self, site: Site, inner: Prepared) -> None:
-        self._site = site
+    def __init__(self, context: GroupContext, inner: Prepared) -> None:
+        self._context = context
         self._inner = inner
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
-        return _Settling(self._site, self._inner.start(key, inputs, outputs, guard))
+        return _BarrierExecution(self._context, self._inner.start(key, inputs, outputs, guard))
 
 
-class _Settling(Execution):
-    """First what was in flight when it was started, then the barrier."""
+class _BarrierExecution(Execution):
+    """Waits for the operations that were in flight when it was started, then enters the barrier of the host lanes."""
 
-    def __init__(self, site: Site, inner: Execution) -> None:
+    def __init__(self, context: GroupContext, inner: Execution) -> None:
         self.guard = inner.guard
-        self.polling = site.polling
+        self.polling = context.polling
         self.results, self.specs = [], []
-        self._before = site.in_flight()
+        self._before = context.in_flight()
         self._inner = inner
 
     @property
@@ -38,7 +38,7 @@ class _Settling(Execution):
         return self._inner.label
 
     def advance(self) -> bool:
-        self._before = [execution for execution in self._before if not execution.land()]
+        self._before = [execution for execution in self._before if not execution.try_complete()]
         if self._before:
             return False
         self._inner.wake = self.wake

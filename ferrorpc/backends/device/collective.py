@@ -1,12 +1,12 @@
-"""One operation by NCCL, from the caller's arrays to the mark in the stream after which the result is there.
+"""A collective on arrays, from the call to the end event behind which the result is valid.
 
-Phases. It announces, where something has to be announced. When its turn has come it is launched in the communicator's stream,
-which first waits for what the caller's stream held when the operation was started. Once NCCL has launched everything, the
-copies that follow are queued, and a mark. From then on the result is certain: what is on the GPU may be used by whatever comes
-after the mark. When the GPU has come past the mark, results for the host are brought there, and what the operation held is let
-go: until then every buffer is kept, whatever the caller does with it.
+Phases. The operation exchanges an announcement, where one is needed. At its turn it is launched in the communicator's stream,
+which first waits for what the caller's stream held when the operation was started. Once the communicator has launched
+everything, the copies that follow are queued and the end event is recorded. From then on whatever is ordered after the end
+event may use results on the GPU. When the GPU has reached the end event, results for the host are copied there, and the buffers
+are released. Until then every buffer is kept alive, whatever the caller does with its arrays.
 
-Nothing here blocks: whoever drives it looks again.
+Nothing here blocks: a driver calls `advance` again.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy as np
 
 from ferrorpc.arrays.device import DeviceArray, is_host
 from ferrorpc.arrays.kinds import copy_into
-from ferrorpc.backends.nccl.airborne import first_cause, nobody
-from ferrorpc.backends.nccl.announcement import DESCRIBED, Announced, announcing_call, key_beside, pack, unpack
-from ferrorpc.backends.nccl.api import DataType, Op
-from ferrorpc.backends.nccl.launch import Launch, results_of
-from ferrorpc.backends.nccl.launched import Launched
-from ferrorpc.backends.nccl.lineup import NumberedLineup
-from ferrorpc.backends.nccl.site import Site
+from ferrorpc.backends.device.announcement import DESCRIBED, Announced, announcing_call, key_beside, pack, unpack
+from ferrorpc.backends.device.communicator import DataType, Op
+from ferrorpc.backends.device.context import GroupContext
+from ferrorpc.backends.device.execution import DeviceExecution
+from ferrorpc.backends.device.in_flight import first_cause, wake_nobody
+from ferrorpc.backends.device.launch import Launch, results_of
+from ferrorpc.backends.device.launch_queue import NumberedLaunchQueue
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.errors import TensorMismatchError
@@ -36,64 +36,65 @@ from ferrorpc.wire.frames import Key
 Array = np.ndarray[Any, Any]
 
 
-class NcclPrepared(Prepared):
-    """A call, for one group.
+class CollectivePrepared(Prepared):
+    """A collective prepared for one group.
 
     Args:
-        library: whose communicator it is, in words.
+        library: as in `Connector`.
         reduction: as in `Launch`.
-        on_host: what runs the call instead where the root announces that its arrays are on the host; None: NCCL does all.
+        on_host: runs the call instead where the root announces that its arrays are on the host; None: the communicator
+            always runs it.
     """
 
     def __init__(
         self,
-        site: Site,
+        context: GroupContext,
         call: Call,
         library: str,
         reduction: tuple[Op, DataType, int] | None,
         on_host: Prepared | None = None,
     ) -> None:
-        self.site = site
+        self.context = context
         self.call = call
         self.reduction = reduction
         self.on_host = on_host
-        # So that a rank whose array is on the host is found to call something else; unless the root decides.
+        # Unless the root decides, this differs from the host lanes' signature: a rank whose array is on the host is a mismatch.
         self.signature = call.signature + ("" if on_host else f" by {library}")
         self._announcing: dict[int, Prepared] = {}
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
         for array in (*inputs, *(outputs or ())):
-            if not is_host(array) and not self.site.device.holds(array):
-                own = self.site.device.index
+            if not is_host(array) and not self.context.device.holds(array):
+                own = self.context.device.index
                 raise TensorMismatchError(
                     f"the array is on GPU {array.device.id}, but this rank's communicator is on GPU {own}",
                     hint="make arrays on this rank's GPU, which FERRORPC_DEVICE names, or copy them there",
                 )
-        return NcclExecution(self, key, inputs, outputs, guard)
+        return CollectiveExecution(self, key, inputs, outputs, guard)
 
     def announce(self, key: Key, number: int, on_host: bool, guard: Guard) -> Execution | None:
-        """The exchange that has to come first, where one has to."""
-        site, call = self.site, self.call
+        """The exchange that has to come before the launch; None where none has to."""
+        context, call = self.context, self.call
         if call.operation not in DESCRIBED and key.stream == 0:
             return None
-        speaks = call.operation in DESCRIBED or site.rank == 0
+        speaks = call.operation in DESCRIBED or context.rank == 0
         message = pack(number, on_host, call.inputs if call.operation in DESCRIBED else ()) if speaks else None
         size = -1 if message is None else message.size
         prepared = self._announcing.get(size)
         if prepared is None:
             announcing = announcing_call(call, message, f"announcing {self.signature}")
-            prepared = self._announcing[size] = site.lanes.prepare(announcing)
+            prepared = self._announcing[size] = context.lanes.prepare(announcing)
         return prepared.start(key_beside(key), [] if message is None else [message], None, guard)
 
 
-class NcclExecution(Launched):
-    """One run of a call."""
+class CollectiveExecution(DeviceExecution):
+    """One run of a prepared collective."""
 
     def __init__(
-        self, prepared: NcclPrepared, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard
+        self, prepared: CollectivePrepared, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard
     ) -> None:
-        site = prepared.site
-        super().__init__(site, site.lineup(key.stream), guard)
+        context = prepared.context
+        super().__init__(context, context.launch_queue(key.stream), guard)
         self.results: list[Any] = []
         self.specs: list[TensorSpec] = []
         self.until_done = True
@@ -102,7 +103,7 @@ class NcclExecution(Launched):
         self._outputs = outputs
         self._on_host = all(is_host(array) for array in (*inputs, *(outputs or ())))
         self.gives_device_arrays = not self._on_host
-        self.caller = site.device.current()
+        self.caller = context.device.current()
         self._inputs = inputs
         stays = self._on_host and prepared.on_host is not None
         self._sources: list[DeviceArray] = [] if stays else [self._uploaded(array) for array in inputs]
@@ -113,21 +114,21 @@ class NcclExecution(Launched):
             self._place()
         self._begins = self.caller.record()
         self._launch: Launch | None = None
-        self._landing = threading.Lock()
-        """One thread brings results home: they are the caller's once its driver is through."""
+        self._completing = threading.Lock()
+        """Held while results are copied to the host, which only one thread may do: afterwards they belong to the caller."""
         self._diverted: Execution | None = None
-        """The call by the host lanes, where it turned out to be one for them."""
-        self._number = self.lineup.join(self)
+        """The run by the host lanes, where the root has announced that its arrays are on the host."""
+        self._number = self.launch_queue.enqueue(self)
         self._announcement = prepared.announce(key, self._number, self._on_host, guard)
-        site.lanes.transport.mailbox.enter(key, prepared.signature, nobody)
-        site.took_off(self)
+        context.lanes.transport.mailbox.enter(key, prepared.signature, wake_nobody)
+        context.add(self)
 
     def begin(self) -> bool:
-        """Unless others have to say something first, which wakes whoever drives it."""
+        """As `InFlightExecution.begin`, except where an announcement is awaited: that wakes the driver."""
         return self._announcement is None and super().begin()
 
     def _uploaded(self, array: Any) -> DeviceArray:
-        return self.site.device.staging.up(array) if is_host(array) else array
+        return self.context.device.staging.up(array) if is_host(array) else array
 
     @property
     def label(self) -> str:
@@ -135,14 +136,14 @@ class NcclExecution(Launched):
 
     @first_cause
     def advance(self) -> bool:
-        self.raise_met()
+        self.raise_early_error()
         if self._announcement is not None and not self._announced(self._announcement):
             return False
         if self._diverted is not None:
             return self._advance_on_host(self._diverted)
-        if self.mark is None and not (self._launched() and self._settled()):
+        if self.end_event is None and not (self._is_launched() and self._is_queued()):
             return False
-        return not self.until_done or self.land()
+        return not self.until_done or self.try_complete()
 
     def _announced(self, announcement: Execution) -> bool:
         announcement.wake = self.wake
@@ -151,14 +152,14 @@ class NcclExecution(Launched):
         heard = [unpack(message) for message in announcement.results]
         if self._prepared.call.operation in DESCRIBED:
             self._everyones = heard
-        if isinstance(self.lineup, NumberedLineup):
+        if isinstance(self.launch_queue, NumberedLaunchQueue):
             self._number = heard[0].number
         self._announcement = None
         announcement.finish()
         on_host, root = self._prepared.on_host, self._prepared.call.root
         if on_host is not None and root is not None and heard[root].on_host:
-            with self.lineup.lock:
-                self.lineup.passed(self, self._number)
+            with self.launch_queue.lock:
+                self.launch_queue.dequeue(self, self._number)
             outputs = self._outputs if self._on_host else None
             self._diverted = on_host.start(self._key, self._inputs, outputs, self.guard)
         return True
@@ -176,28 +177,28 @@ class NcclExecution(Launched):
         """What runs on the host lanes for it now."""
         return self._announcement or self._diverted
 
-    def _launched(self) -> bool:
-        """Launches it when it is its turn."""
+    def _is_launched(self) -> bool:
+        """Launches it at its turn. Returns whether that is done."""
         if self._launch is not None:
             return True
-        lineup = self.lineup
-        with lineup.lock:
-            if not lineup.is_next(self, self._number):
+        queue = self.launch_queue
+        with queue.lock:
+            if not queue.is_next(self, self._number):
                 return False
-            call, site = self._prepared.call, self.site
-            with site.device.here():
-                lineup.stream.wait(self._begins)
-                self.after = [self._begins] if lineup.latest is None else [self._begins, lineup.latest]
+            call, context = self._prepared.call, self.context
+            with context.device.here():
+                queue.stream.wait(self._begins)
+                self.after = [self._begins] if queue.last_event is None else [self._begins, queue.last_event]
                 if call.operation in DESCRIBED and self._place():
                     made = self.caller.record()
-                    lineup.stream.wait(made)  # in whose order their memory was given back before
+                    queue.stream.wait(made)  # because their memory was used, and given back, in the caller's stream
                     self.after = [*self.after, made]
                 self._launch = Launch(
-                    lineup.communicator,
-                    site.device,
-                    lineup.stream,
-                    site.rank,
-                    site.size,
+                    queue.communicator,
+                    context.device,
+                    queue.stream,
+                    context.rank,
+                    context.size,
                     call,
                     self._sources,
                     self._targets,
@@ -208,65 +209,68 @@ class NcclExecution(Launched):
         return True
 
     def _place(self) -> bool:
-        """Where results go: where the caller wants them, as far as that is on the GPU and fits. Whether memory was made."""
-        call, site = self._prepared.call, self.site
-        self.specs = results_of(call, site.rank, self._everyones)
+        """Chooses where results go: the caller's outputs where they are on the GPU and fit, else new arrays.
+
+        Returns whether any array was made.
+        """
+        call, context = self._prepared.call, self.context
+        self.specs = results_of(call, context.rank, self._everyones)
         if self._everyones and call.root is not None and not self._sources:
             self._on_host = self._on_host and self._everyones[call.root].on_host
         wanted = list(self._outputs or ())
         fit = [item < len(wanted) and _fits(wanted[item], spec) for item, spec in enumerate(self.specs)]
         if len(self.specs) > 1 and not any(fit) and len(set(self.specs)) == 1:
             spec = self.specs[0]
-            whole = site.device.empty((len(self.specs), *spec.shape), spec.dtype.storage, self.caller)
+            whole = context.device.empty((len(self.specs), *spec.shape), spec.dtype.storage, self.caller)
             self._targets = [whole[item] for item in range(len(self.specs))]
             return True
         self._targets = [
-            wanted[item] if fit[item] else site.device.empty(spec.shape, spec.dtype.storage, self.caller)
+            wanted[item] if fit[item] else context.device.empty(spec.shape, spec.dtype.storage, self.caller)
             for item, spec in enumerate(self.specs)
         ]
         return not all(fit)
 
     def _room(self, size_bytes: int) -> DeviceArray:
-        """Scratch memory, which only the communicator's stream uses."""
-        self._scratch.append(self.site.device.empty((size_bytes,), np.dtype(np.uint8), self.lineup.stream))
+        """Scratch memory for the communicator's stream alone."""
+        self._scratch.append(self.context.device.empty((size_bytes,), np.dtype(np.uint8), self.launch_queue.stream))
         return self._scratch[-1]
 
-    def _settled(self) -> bool:
-        """Queues what follows, and the mark, once NCCL has launched everything."""
-        lineup, launch = self.lineup, self._launch
-        if not lineup.has_launched(self) or launch is None:
+    def _is_queued(self) -> bool:
+        """Queues the copies that follow and records the end event, once all is launched. Returns whether that is done."""
+        queue, launch = self.launch_queue, self._launch
+        if not queue.has_launched(self) or launch is None:
             return False
-        with lineup.lock:
-            if self.mark is None:
+        with queue.lock:
+            if self.end_event is None:
                 for target, source in launch.after:
-                    self.site.device.copy(target, source, lineup.stream)
-                mark = lineup.stream.record()
+                    self.context.device.copy(target, source, queue.stream)
+                end_event = queue.stream.record()
                 self.results = self._targets
-                self.mark = lineup.latest = mark
-                lineup.passed(self, self._number)
-        self.was_queued()
+                self.end_event = queue.last_event = end_event
+                queue.dequeue(self, self._number)
+        self.notify_queued()
         return True
 
     @first_cause
-    def land(self) -> bool:
-        """Whether the GPU has come past the mark; then results for the host are there. Raises what NCCL has met meanwhile."""
-        if self.is_over():
+    def try_complete(self) -> bool:
+        """As `InFlightExecution.try_complete`; copies results for the host there."""
+        if self.was_released():
             return True
-        if self._other is not None or not self.is_through():
+        if self._other is not None or not self.check_end_reached():
             return False
-        with self._landing:
-            if not self.over:
+        with self._completing:
+            if not self.released:
                 if self._on_host:
-                    self._bring_home()
+                    self._copy_to_host()
                 self.release()
         return True
 
-    def _bring_home(self) -> None:
-        down = self.site.device.staging.down
+    def _copy_to_host(self) -> None:
+        down = self.context.device.staging.down
         wanted = list(self._outputs or ())
         self.results = []
         for item, (target, spec) in enumerate(zip(self._targets, self.specs, strict=True)):
-            with self.site.homewards():
+            with self.context.copying_to_host():
                 found = down(target).reshape(spec.shape)
             if item < len(wanted) and wanted[item].shape == spec.shape and wanted[item].dtype == spec.dtype.storage:
                 copy_into(wanted[item], found)
@@ -279,20 +283,20 @@ class NcclExecution(Launched):
     def probe(self) -> None:
         if self._other is not None:
             self._other.probe()
-        self.ask(self._key, self._prepared.signature, self._number)
+        self.probe_others(self._key, self._prepared.signature, self._number)
 
     def explain(self) -> str:
         return super().explain() if self._other is None else self._other.explain()
 
-    def holdings(self) -> object:
+    def buffers_in_use(self) -> object:
         if self._launch is None:
             return None
         return self._inputs, self._outputs, self._sources, self._targets, self._scratch, self._launch.after
 
-    def let_go(self) -> None:
+    def drop_references(self) -> None:
         if self._other is not None:
             self._other.finish()
-        self.site.lanes.transport.mailbox.leave(self._key)
+        self.context.lanes.transport.mailbox.leave(self._key)
         self._sources, self._scratch, self._launch = [], [], None
 
 

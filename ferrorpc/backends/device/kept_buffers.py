@@ -1,7 +1,8 @@
-"""What was in its stream when its generation ended: the GPU may still use its memory, and nobody else may have it until then.
+"""Keeps the buffers of operations that were in flight when their generation ended, until the GPU no longer uses them.
 
-An abort does not take back what was launched: kernels end, sooner or later, and the copies behind them run. To let go of arrays
-at once would give their memory to whoever asks next, and have it written over.
+To abort a communicator does not take back what was launched: its kernels end sooner or later, and the copies queued behind
+them still run. If the arrays were released at once, the allocator could give their memory to other arrays, and the GPU would
+overwrite those.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ import threading
 from collections import deque
 
 from ferrorpc.arrays.device import Device, Event
-from ferrorpc.backends.nccl.airborne import nobody
-from ferrorpc.backends.nccl.flight import EMPTY_SECONDS, IDLE_SECONDS
+from ferrorpc.backends.device.completion import EMPTY_SECONDS, IDLE_SECONDS
+from ferrorpc.backends.device.in_flight import wake_nobody
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import Polling
 from ferrorpc.errors import BackendUnavailableError, CollectiveTimeoutError, FerroError
 from ferrorpc.guard import Clock, Guard, Latch
 
 
-class Wreck(Execution):
-    """Keeps what was in one stream until the GPU has come past it.
+class KeptBuffers(Execution):
+    """The buffers of operations in one stream.
 
     Args:
         device: the GPU.
@@ -27,8 +28,8 @@ class Wreck(Execution):
     """
 
     def __init__(self, device: Device, clock: Clock, polling: Polling) -> None:
-        self.guard = Guard(clock, Latch(), EMPTY_SECONDS)  # what has ended is the other one's
-        self.wake = nobody
+        self.guard = Guard(clock, Latch(), EMPTY_SECONDS)  # a latch of its own: that of the generation has tripped
+        self.wake = wake_nobody
         self.polling = polling
         self.device = device
         self.results, self.specs = [], []
@@ -36,11 +37,11 @@ class Wreck(Execution):
         self._is_over = False
         self._kept: deque[tuple[Event, object]] = deque()
 
-    def keep(self, mark: Event, things: object) -> bool:
-        """Keeps things until the GPU has come past a mark, unless this is over. To be called in the order of the marks."""
+    def keep(self, event: Event, buffers: object) -> bool:
+        """Keeps buffers until the GPU has reached an event, in the order of the events. Returns False if this has ended."""
         with self._lock:
             if not self._is_over:
-                self._kept.append((mark, things))
+                self._kept.append((event, buffers))
             return not self._is_over
 
     @property
@@ -53,7 +54,7 @@ class Wreck(Execution):
 
     def advance(self) -> bool:
         while self._kept:
-            if not self._has_passed(self._kept[0][0]):
+            if not self._is_reached(self._kept[0][0]):
                 return False
             self._kept.popleft()
             self.position += 1
@@ -61,17 +62,17 @@ class Wreck(Execution):
             self._is_over = not self._kept
             return self._is_over
 
-    def _has_passed(self, mark: Event) -> bool:
+    def _is_reached(self, event: Event) -> bool:
         try:
-            return mark.done
-        except BackendUnavailableError:  # the GPU has failed, and uses nothing any more
+            return event.done
+        except BackendUnavailableError:  # the GPU has failed, and uses no memory any more
             return True
 
     def waiting_on(self) -> list[int]:
         return []
 
     def probe(self) -> None:
-        """There is nobody to ask."""
+        """No rank is waited for."""
 
     def explain(self) -> str:
         return f"the GPU has not come past {self.label}, whose arrays are kept for it"

@@ -1,9 +1,9 @@
-"""How communicators end: at once and without mercy when the generation is over, in order when the group is closed.
+"""How communicators end: they are aborted when the generation ends, finalized and destroyed when the group is closed.
 
-A generation's end reaches this rank through its latch: a member died, a call did not match, a deadline passed. NCCL's kernels
-know nothing of it and spin on, so every communicator is aborted. NCCL's abort has been known to hang; a process whose abort
-does so holds a GPU that nobody can use, and nothing within it can mend that. So past a budget the process ends, with the exit
-code that launchers take for "start me again".
+A rank learns of a generation's end through its latch: a member died, a call did not match, or a deadline passed. NCCL's kernels
+do not learn of it and go on spinning, so every communicator is aborted. NCCL's abort has been known to hang. A process in which
+it hangs holds a GPU that nobody can use, and has no way to free it. So the process exits when an abort exceeds its time, with
+the exit code that tells launchers to start it again.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
-from ferrorpc.backends.nccl.api import Communicator, State
+from ferrorpc.backends.device.communicator import Communicator, State
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Clock, Latch
 
 ABORT_SECONDS: Final = 10.0
 """How long an abort may take."""
 CLOSE_SECONDS: Final = 0.8
+"""How long closing a group may take until its communicators are aborted."""
 EXIT_CODE: Final = 75
 """Membership lost: start again."""
-LOOK_SECONDS: Final = 1e-3
-_log = logging.getLogger("ferrorpc.backends.nccl")
+POLL_SECONDS: Final = 1e-3
+_log = logging.getLogger("ferrorpc.backends.device")
 
 
 class Ending:
-    """Watches over the communicators of one generation.
+    """Ends the communicators of one generation.
 
     Args:
         latch: trips when the generation ends.
-        on_device: makes the rank's GPU the current one, as a context.
+        on_device: returns a context in which the rank's GPU is the current one.
         abort_seconds: how long aborting may take before the process ends.
         leave: ends the process with an exit code.
     """
@@ -58,7 +59,7 @@ class Ending:
         latch.watch(self._broken)
 
     def add(self, communicator: Communicator) -> None:
-        """One more; aborted at once where the generation has ended already."""
+        """Adds a communicator. It is aborted at once if the generation has ended."""
         with self._lock:
             self._communicators.append(communicator)
             late = self._ended
@@ -66,7 +67,7 @@ class Ending:
             self._start_abort(communicator)
 
     def communicators(self) -> list[Communicator]:
-        """Those that have not ended, the latest first: those that were split from others before these."""
+        """The communicators that have not ended, the latest first, so that a split one comes before its parent."""
         with self._lock:
             return self._communicators[::-1]
 
@@ -78,11 +79,11 @@ class Ending:
             self._start_abort(communicator)
 
     def _start_abort(self, communicator: Communicator) -> None:
-        """On a thread of its own: an abort waits until the GPU is past what was launched, and that may wait for operations of
-        other communicators, which are being aborted too."""
+        """Aborts on a thread of its own: an abort waits until the GPU has run past what was launched, and that may wait for
+        operations of other communicators, which have to be aborted at the same time."""
         over = threading.Event()
         self._clock.call_at(self._clock.now() + self._seconds, lambda: self._check(over))
-        self._clock.start(lambda: self._abort(communicator, over), "ferrorpc-nccl-abort")
+        self._clock.start(lambda: self._abort(communicator, over), "ferrorpc-device-abort")
 
     def _abort(self, communicator: Communicator, over: threading.Event) -> None:
         try:
@@ -103,7 +104,7 @@ class Ending:
             self._leave(EXIT_CODE)
 
     def close(self, communicators: Sequence[Communicator], until: float) -> None:
-        """Finalizes and destroys them; what is not through by clock time `until`, or fails, is aborted. For the normal end."""
+        """Finalizes and destroys communicators. Those that are not finished by clock time `until`, or fail, are aborted."""
         for communicator in communicators:
             if not self._closed(communicator, until):
                 self._start_abort(communicator)
@@ -112,7 +113,7 @@ class Ending:
                     self._communicators.remove(communicator)
 
     def _closed(self, communicator: Communicator, until: float) -> bool:
-        """Whether it has ended, or is just being destroyed, which waits for the other ranks of its host."""
+        """Whether it is destroyed, or is still being destroyed, which waits for the other ranks of its host."""
         try:
             with self._on_device():
                 if self._settled(communicator, until):
@@ -120,22 +121,24 @@ class Ending:
                 if not self._settled(communicator, until):
                     return False
         except FerroError as error:
-            _log.debug("closing a communicator of NCCL's: %s", error.message)
+            _log.debug("closing a communicator: %s", error.message)
             return False
-        if not apart(self._clock, self._on_device, communicator.destroy, until):
-            _log.debug("NCCL still destroys a communicator: another rank has not come to that")
+        if not on_own_thread(self._clock, self._on_device, communicator.destroy, until):
+            _log.debug("a communicator is still being destroyed: another rank has not begun to")
         return True
 
     def _settled(self, communicator: Communicator, until: float) -> bool:
-        """Whether NCCL is through with what it was asked: before, it takes nothing else."""
+        """Whether the communicator has finished what it was asked for; before that it takes no other call."""
         parker = self._clock.parker()
         while (state := communicator.state()) is State.IN_PROGRESS and self._clock.now() < until:
-            parker.park(self._clock.now() + LOOK_SECONDS)
+            parker.park(self._clock.now() + POLL_SECONDS)
         return state is State.SUCCESS
 
 
-def apart(clock: Clock, on_device: Callable[[], AbstractContextManager[Any]], work: Callable[[], None], until: float) -> bool:
-    """Does what may block within NCCL on a thread of its own; whether that was over by clock time `until`."""
+def on_own_thread(
+    clock: Clock, on_device: Callable[[], AbstractContextManager[Any]], work: Callable[[], None], until: float
+) -> bool:
+    """Runs a call that may block on a thread of its own. Returns whether it was over by clock time `until`."""
     over: list[bool] = []
     parker = clock.parker()
 
@@ -144,11 +147,11 @@ def apart(clock: Clock, on_device: Callable[[], AbstractContextManager[Any]], wo
             with on_device():
                 work()
         except FerroError as error:
-            _log.debug("ending a communicator of NCCL's: %s", error.message)
+            _log.debug("ending a communicator: %s", error.message)
         over.append(True)
         parker.unpark()
 
-    clock.start(body, "ferrorpc-nccl-end")
+    clock.start(body, "ferrorpc-device-end")
     while not over and parker.park(until):
         pass
     return bool(over)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ferrorpc.backends.nccl.airborne import tell
-from ferrorpc.backends.nccl.flight import TELLING_SECONDS
-from ferrorpc.backends.nccl.launched import Launched
+from ferrorpc.backends.device.completion import NOTIFY_SECONDS
+from ferrorpc.backends.device.execution import DeviceExecution
+from ferrorpc.backends.device.in_flight import notify
 from ferrorpc.collectives.execution import Execution
 from ferrorpc.collectives.polling import nap_seconds
 from ferrorpc.errors import FerroError
@@ -16,44 +16,47 @@ from ferrorpc.work import Work
 
 
 class DeviceWork(Work[Any]):
-    """Done when the GPU is; but `wait` returns as soon as the operation is in the stream, and the current stream goes on after
-    it. `wait(host=True)` returns when the result is there."""
+    """A Work that is done when the GPU has finished the operation.
 
-    def __init__(self, clock: Clock, execution: Launched, convert: Callable[[Execution], Any]) -> None:
+    `wait` returns as soon as the operation is in its stream, and makes the calling thread's current stream wait for it.
+    `wait(host=True)` blocks the host until the operation is done.
+    """
+
+    def __init__(self, clock: Clock, execution: DeviceExecution, convert: Callable[[Execution], Any]) -> None:
         super().__init__(clock, execution.label)
         self._execution = execution
         self._convert = convert
         self._queued: Work[None] | None = None
-        if execution.mark is None:
+        if execution.end_event is None:
             self._queued = Work(clock, f"{execution.label}, until it is in its stream")
-            execution.queued = self._is_queued
+            execution.on_queued = self._is_queued
 
     def _park(self, until: float, timeout: float | None) -> None:
-        """What watches the GPU looks seldom, to leave the interpreter to others; a thread that waits anyway looks itself."""
-        if self._execution.mark is not None:
+        """Polls the GPU on this thread, which waits anyway: the watcher polls seldom, to leave the GIL to other threads."""
+        if self._execution.end_event is not None:
             parker = self._clock.parker()
             self.on_done(parker.unpark)
             began = now = self._clock.now()
-            while not self._done and now < until and not self._has_landed():
-                parker.park(min(until, now + min(nap_seconds(now - began), TELLING_SECONDS)))
+            while not self._done and now < until and not self._is_settled():
+                parker.park(min(until, now + min(nap_seconds(now - began), NOTIFY_SECONDS)))
                 now = self._clock.now()
             self._forget(parker.unpark)
         super()._park(until, timeout)
 
-    def _has_landed(self) -> bool:
-        """Whether this thread need not look again: it has landed, or whoever watches it will say what became of it."""
+    def _is_settled(self) -> bool:
+        """Whether this thread can stop polling: the operation is complete, or has failed, which its watcher will report."""
         execution = self._execution
         try:
             with execution.device.here():
-                if not execution.land():
+                if not execution.try_complete():
                     return False
-                tell(execution, None)
+                notify(execution, None)
         except FerroError:
             pass
         return True
 
-    def landed(self, error: FerroError | None) -> None:
-        """For what watches the GPU: it has come past the operation, or this ended its flight."""
+    def on_complete(self, error: FerroError | None) -> None:
+        """As `InFlightExecution.on_complete`: sets the result, or the error that ended the operation."""
         if error is None:
             try:
                 return self.complete(self._convert(self._execution))
@@ -71,8 +74,8 @@ class DeviceWork(Work[Any]):
             return super().wait(timeout)
         if self._queued is not None:
             self._queued.wait(timeout)
-        may_have_failed = execution.guard.latch.cause is not None and not execution.has_landed
-        if execution.mark is None or may_have_failed:
+        may_have_failed = execution.guard.latch.cause is not None and not execution.has_completed
+        if execution.end_event is None or may_have_failed:
             return super().wait(timeout)
         execution.join()
         self._give(execution)
@@ -83,7 +86,7 @@ class DeviceWork(Work[Any]):
         super()._end()
 
     def complete(self, result: Any) -> None:
-        """For the driver: the GPU is done. What `wait` has made already stays."""
+        """Sets the result, unless `wait` has made it already."""
         with self._bringing:
             if self.bring is not None or self._result is None:
                 self._result = result

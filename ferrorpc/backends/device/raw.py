@@ -1,7 +1,7 @@
-"""Collectives on raw device pointers: for code that has memory of its own, and wants nothing between it and NCCL.
+"""Collectives on raw device pointers, for code that manages its own memory and wants the least overhead.
 
-No array is looked at, no shape announced, no buffer kept alive: pointers are addresses on this rank's GPU, counts are elements,
-and memory must stay as it is until the stream has come past the operation. Deadlines, probes and the watch over the
+No array is inspected, no shape announced, no buffer kept alive. Pointers are addresses on this rank's GPU, counts are elements,
+and the memory must stay valid and unchanged until the GPU has finished the operation. Deadlines and error checks of the
 communicator are those of every other operation.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ferrorpc.arrays.device import Stream
-from ferrorpc.backends.nccl.api import Communicator, DataType, NcclApi, Op, required
-from ferrorpc.backends.nccl.launch import BYTES
-from ferrorpc.backends.nccl.launched import Immediate
-from ferrorpc.backends.nccl.site import Site
+from ferrorpc.backends.device.communicator import Communicator, DataType, Op, required
+from ferrorpc.backends.device.context import GroupContext
+from ferrorpc.backends.device.execution import ImmediateExecution
+from ferrorpc.backends.device.launch import BYTES
 from ferrorpc.errors import InvalidRankError, SelfSendError
 from ferrorpc.guard import Guard
 from ferrorpc.types import DType, ReduceOp, dtype_named
@@ -28,23 +28,23 @@ class RawOperations:
     holds now and what it holds next. `dtype` is a name such as "float32" or a DType.
 
     Raises:
-        TensorMismatchError: NCCL lacks the operator for this dtype.
-        FerroError: the generation's first cause; CollectiveTimeoutError where an earlier operation blocks the way.
+        TensorMismatchError: the communicator lacks the operator for this dtype.
+        CollectiveTimeoutError: an earlier operation could not be launched in time.
+        FerroError: the generation's first cause.
     """
 
-    site: Site
-    api: NcclApi
+    context: GroupContext
     reductions: dict[tuple[str | ReduceOp, str | DType], tuple[Op, DataType, int]]
-    """What NCCL has for those that were asked for before, as callers name them."""
+    """`communicator.required` of earlier calls, by operator and dtype as callers name them."""
 
     def all_reduce_raw(
         self, source: int, target: int, count: int, dtype: str | DType, op: str | ReduceOp = "sum", *, stream: Any = None
     ) -> None:
-        """target[:count] = the reduction of every rank's source[:count]. They may be one."""
+        """target[:count] = the reduction of every rank's source[:count]. `target` may be `source`."""
         chosen, datatype, factor = self._reduction(op, dtype)
         self._raw(
             lambda: f"all_reduce_raw(op={chosen.name.lower()}, {_name(dtype)}[{count}])",
-            lambda nccl, queue: nccl.all_reduce(source, target, factor * count, datatype, chosen, queue),
+            lambda end, pointer: end.all_reduce(source, target, factor * count, datatype, chosen, pointer),
             stream,
         )
 
@@ -52,13 +52,13 @@ class RawOperations:
         self, source: int, target: int, count: int, dtype: str | DType, root: int = 0, *, stream: Any = None
     ) -> None:
         """target[:count] = source[:count] of rank `root`. Elsewhere `source` is not read."""
-        size = self.site.size
+        size = self.context.size
         if not 0 <= root < size:
             raise InvalidRankError(f"root is {root!r}, but this group has ranks 0 to {size - 1}")
         size_bytes = count * _dtype(dtype).itemsize
         self._raw(
             lambda: f"broadcast_raw({_name(dtype)}[{count}], root={root})",
-            lambda nccl, queue: nccl.broadcast(source, target, size_bytes, BYTES, root, queue),
+            lambda end, pointer: end.broadcast(source, target, size_bytes, BYTES, root, pointer),
             stream,
         )
 
@@ -67,7 +67,7 @@ class RawOperations:
         size_bytes = count * _dtype(dtype).itemsize
         self._raw(
             lambda: f"all_gather_raw({_name(dtype)}[{count}])",
-            lambda nccl, queue: nccl.all_gather(source, target, size_bytes, BYTES, queue),
+            lambda end, pointer: end.all_gather(source, target, size_bytes, BYTES, pointer),
             stream,
         )
 
@@ -78,7 +78,7 @@ class RawOperations:
         chosen, datatype, factor = self._reduction(op, dtype)
         self._raw(
             lambda: f"reduce_scatter_raw(op={chosen.name.lower()}, {_name(dtype)}[{count}])",
-            lambda nccl, queue: nccl.reduce_scatter(source, target, factor * count, datatype, chosen, queue),
+            lambda end, pointer: end.reduce_scatter(source, target, factor * count, datatype, chosen, pointer),
             stream,
         )
 
@@ -93,19 +93,19 @@ class RawOperations:
             sends: (source, bytes, group rank it goes to).
             recvs: (target, bytes, group rank it comes from); those from one rank in the order in which it sends them.
         """
-        rank, size = self.site.rank, self.site.size
+        rank, size = self.context.rank, self.context.size
         for peer in (each[2] for each in (*sends, *recvs)):
             if not 0 <= peer < size:
                 raise InvalidRankError(f"a peer is {peer!r}, but this group has ranks 0 to {size - 1}")
             if peer == rank:
                 raise SelfSendError(f"rank {peer} cannot send to or receive from itself")
 
-        def launch(nccl: Communicator, queue: int) -> None:
-            with nccl.grouped():
+        def launch(end: Communicator, pointer: int) -> None:
+            with end.grouped():
                 for source, size_bytes, peer in sends:
-                    nccl.send(source, size_bytes, BYTES, peer, queue)
+                    end.send(source, size_bytes, BYTES, peer, pointer)
                 for target, size_bytes, peer in recvs:
-                    nccl.recv(target, size_bytes, BYTES, peer, queue)
+                    end.recv(target, size_bytes, BYTES, peer, pointer)
 
         if sends or recvs:
             label = f"exchange_raw({len(sends)} sends, {len(recvs)} receives)"
@@ -117,26 +117,26 @@ class RawOperations:
         except TypeError:  # what cannot be hashed is refused below
             found = None
         if found is None:
-            found = self.reductions[op, dtype] = required(ReduceOp.named(op), _dtype(dtype), self.api.features)
+            found = self.reductions[op, dtype] = required(ReduceOp.named(op), _dtype(dtype))
         return found
 
     def _raw(self, label: Callable[[], str], launch: Callable[[Communicator, int], None], stream: Any) -> None:
-        site, lanes = self.site, self.site.lanes
+        context, lanes = self.context, self.context.lanes
         lanes.latch.check()
-        given = None if stream is None else site.device.adopt(stream)
-        execution = RawExecution(site, label, launch, given, lanes.guard(None))
-        site.drive(execution)
+        given = None if stream is None else context.device.adopt(stream)
+        execution = RawExecution(context, label, launch, given, lanes.guard(None))
+        context.drive(execution)
         if given is None:
             execution.join(execution.caller)
-        site.see_off(execution)
+        context.watch(execution)
 
 
-class RawExecution(Immediate):
-    """One call, until the GPU has come past it."""
+class RawExecution(ImmediateExecution):
+    """One run of a raw form."""
 
     def __init__(
         self,
-        site: Site,
+        context: GroupContext,
         label: Callable[[], str],
         launch: Callable[[Communicator, int], None],
         given: Stream | None,
@@ -144,17 +144,17 @@ class RawExecution(Immediate):
     ) -> None:
         self._say = label
         self._run = launch
-        super().__init__(site, guard, given)
+        super().__init__(context, guard, given)
 
     @property
     def label(self) -> str:
         return self._say()
 
     def launch(self, pointer: int) -> None:
-        self._run(self.lineup.communicator, pointer)
+        self._run(self.launch_queue.communicator, pointer)
 
     def probe(self) -> None:
-        """Raw calls have no key that others could be asked about."""
+        """Raw calls have no key under which other ranks could be probed."""
 
 
 def _dtype(dtype: str | DType) -> DType:

@@ -1,8 +1,8 @@
-"""How each operation of the face is asked of NCCL, once all arrays are on the GPU and all shapes are known.
+"""Translates each collective into calls of a communicator, once all arrays are on the GPU and all shapes are known.
 
-NCCL has all_reduce, reduce, broadcast, and all_gather and reduce_scatter of even parts. The rest are groups of sends and
-receives, or of reduces and broadcasts, launched as one. Moves are bytes, so every dtype moves. Nothing is asked for arrays
-without elements, on any rank.
+A communicator has all_reduce, reduce, broadcast, and all_gather and reduce_scatter of even parts. The others are groups of
+sends and receives, or of reduces and broadcasts, launched as one. Moves are moves of bytes, so they take every dtype. No rank
+calls anything for arrays without elements.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ferrorpc.arrays.device import Device, DeviceArray, Stream
-from ferrorpc.backends.nccl.announcement import Announced
-from ferrorpc.backends.nccl.api import Communicator, DataType, Op
+from ferrorpc.backends.device.announcement import Announced
+from ferrorpc.backends.device.communicator import Communicator, DataType, Op
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.types import TensorSpec
 
@@ -26,11 +26,11 @@ class Launch:
     """One operation on one rank.
 
     Attributes:
-        sources: what this rank brings, on the GPU.
+        sources: this rank's inputs, on the GPU.
         targets: where results go, on the GPU, as `results_of` lists them.
-        reduction: NCCL's operator and elements, and how many of them one of ours is; None for moves.
-        room: makes scratch memory of so many bytes on the GPU, which lives as long as the operation.
-        after: copies (target, source) on the GPU that are due once NCCL has launched everything.
+        reduction: as `communicator.reduction` returns it; None for moves.
+        room: allocates scratch memory of so many bytes on the GPU, which lives as long as the operation.
+        after: copies (target, source) on the GPU to be queued once the communicator has launched everything.
     """
 
     communicator: Communicator
@@ -46,42 +46,42 @@ class Launch:
     after: list[tuple[DeviceArray, DeviceArray]] = field(default_factory=list)
 
     def run(self) -> None:
-        """Puts it in the stream, or begins to: `after` has to wait until NCCL has launched everything. Raises NcclError."""
+        """Launches it. The communicator may finish that later: its state tells. Raises NcclError."""
         _LAUNCHES[self.call.operation](self)
 
     def address(self, array: DeviceArray) -> int:
-        """Where an array begins."""
+        """The address of an array."""
         return self.device.pointer(array)
 
     def reduced(self) -> tuple[Op, DataType, int]:
-        """`reduction`, of a call that reduces."""
+        """`reduction` of a call that has one."""
         if self.reduction is None:
             raise AssertionError(f"{self.call.signature} reduces nothing")
         return self.reduction
 
     def root(self) -> int:
-        """Of a call that has one."""
+        """The root of a call that has one."""
         if self.call.root is None:
             raise AssertionError(f"{self.call.signature} has no root")
         return self.call.root
 
     def send(self, array: DeviceArray, peer: int) -> None:
-        """To another rank; to this one it is a copy, which is made elsewhere."""
+        """Sends to another rank. For this rank it does nothing: its own part is copied by `keep`."""
         if array.nbytes and peer != self.rank:
             self.communicator.send(self.address(array), array.nbytes, BYTES, peer, self.stream.pointer)
 
     def recv(self, array: DeviceArray, peer: int) -> None:
-        """From another rank."""
+        """Receives from another rank; as `send` for this one."""
         if array.nbytes and peer != self.rank:
             self.communicator.recv(self.address(array), array.nbytes, BYTES, peer, self.stream.pointer)
 
     def adjoin(self, arrays: Sequence[DeviceArray]) -> bool:
-        """Whether arrays of one size lie one after the other."""
+        """Whether arrays of equal size lie one after the other."""
         first, step = self.address(arrays[0]), arrays[0].nbytes
         return all(self.address(array) == first + place * step for place, array in enumerate(arrays))
 
     def packed(self, arrays: Sequence[DeviceArray]) -> DeviceArray:
-        """Arrays of one size, one after the other in scratch memory."""
+        """A copy of arrays of equal size, one after the other in scratch memory."""
         step = arrays[0].nbytes
         block = self.room(len(arrays) * step)
         for place, array in enumerate(arrays):
@@ -89,13 +89,13 @@ class Launch:
         return block
 
     def keep(self, target: DeviceArray, source: DeviceArray) -> None:
-        """This rank's own part."""
+        """Copies this rank's own part to its place."""
         if source.nbytes and self.address(target) != self.address(source):
             self.device.copy(target, source, self.stream)
 
 
 def results_of(call: Call, rank: int, everyones: Sequence[Announced]) -> list[TensorSpec]:
-    """What this rank gets."""
+    """The dtype and shape of each result of this rank."""
     operation, root = call.operation, call.root or 0
     if operation is Operation.ALL_REDUCE:
         return [call.inputs[0]]
@@ -137,7 +137,7 @@ def _reduce_to(launch: Launch, source: DeviceArray, root: int) -> None:
 
 
 def _reduce_scatter(launch: Launch) -> None:
-    """Even parts by NCCL's own, from one block; uneven ones as reduces of one launch. All ranks know which it is."""
+    """Even parts by one reduce_scatter from one block, uneven ones by a group of reduces. All ranks know which it is."""
     op, datatype, factor = launch.reduced()
     sources, target = launch.sources, launch.targets[0]
     if len({math.prod(spec.shape) for spec in launch.call.inputs}) > 1:
@@ -180,7 +180,7 @@ def _gather(launch: Launch) -> None:
 
 
 def _all_gather(launch: Launch) -> None:
-    """Even parts by NCCL's own, into one block; uneven ones as broadcasts of one launch. All ranks know which it is."""
+    """Even parts by one all_gather into one block, uneven ones by a group of broadcasts. All ranks know which it is."""
     source, targets = launch.sources[0], launch.targets
     if len({target.nbytes for target in targets}) > 1:
         for root, target in enumerate(targets):

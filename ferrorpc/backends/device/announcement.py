@@ -1,8 +1,9 @@
-"""What ranks tell each other before an operation that NCCL cannot begin without: sizes, and whose turn it is.
+"""The messages that ranks exchange before operations whose sizes or order they do not all know.
 
-NCCL's arrays have no description, so moves, whose shapes only their owners know, begin with everybody saying what it brings;
-and operations of streams begin with the first rank's number. Both are small messages on the group's host lanes, under a key
-beside the operation's own, and carry its signature: ranks that disagree find out here. Reductions in program order need none.
+A communicator's operations carry no description of the arrays. So moves, whose shapes only their owners know, begin with an
+exchange of every rank's dtypes and shapes; and operations of streams begin with the number that rank 0 gave them. Both are
+small messages on the group's host lanes, under a key next to that of the operation, and carry its signature, so that a mismatch
+is found here. Reductions in program order need none.
 
 A message: number (8 bytes, -1 from ranks that give none), whether the arrays are on the host (1 byte), how many there are
 (7 bytes), then for each dtype (1), dimensions (7) and each dimension (8); little-endian.
@@ -33,7 +34,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Announced(NamedTuple):
-    """What one rank said."""
+    """The announcement of one rank."""
 
     number: int
     on_host: bool
@@ -41,22 +42,22 @@ class Announced(NamedTuple):
 
 
 def key_beside(key: Key) -> Key:
-    """Where an operation's announcement travels."""
+    """The key of an operation's announcement."""
     return Key(key.group, key.stream | BESIDE, key.number)
 
 
 def pack(number: int, on_host: bool, specs: Sequence[TensorSpec]) -> Array:
-    """A message, as uint8."""
+    """Encodes an announcement, as uint8."""
     parts = [_HEAD.pack(number, len(specs) | on_host * _HOST)]
     parts += [struct.pack(f"<Q{len(s.shape)}Q", int(s.dtype) | len(s.shape) << 8, *s.shape) for s in specs]
     return np.frombuffer(b"".join(parts), np.uint8)
 
 
 def unpack(message: Array) -> Announced:
-    """What a message says.
+    """Decodes an announcement.
 
     Raises:
-        CodecError: it is none.
+        CodecError: the bytes are none.
     """
     words = np.frombuffer(message.tobytes(), "<u8").tolist() if message.size % 8 == 0 else []
     if len(words) < 2:
@@ -77,10 +78,10 @@ def unpack(message: Array) -> Announced:
 
 
 def announcing_call(call: Call, message: Array | None, note: str) -> Call:
-    """The operation of the host lanes that carries the announcement of `call`: everybody's, or only the first rank's number.
+    """The operation of the host lanes that carries the announcements of `call`: those of all ranks, or only rank 0's number.
 
     Args:
-        message: what this rank says; None on a rank that only listens.
+        message: this rank's; None on a rank that only receives.
     """
     said = () if message is None else (TensorSpec(DType.UINT8, message.shape),)
     if call.operation in DESCRIBED:

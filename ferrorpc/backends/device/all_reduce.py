@@ -1,0 +1,85 @@
+"""all_reduce in its most frequent form: of one contiguous array of this GPU, into another or in place.
+
+The communicator then needs an address and a count alone, and nothing is announced, allocated or copied. So the shortest way
+(`ferrorpc.operations.device_shortcut`) calls `start_at` with addresses; all other forms call `start`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from ferrorpc.arrays.device import Device
+from ferrorpc.backends.device.collective import CollectivePrepared
+from ferrorpc.backends.device.communicator import DataType, Op
+from ferrorpc.backends.device.execution import ImmediateExecution
+from ferrorpc.backends.device.in_flight import wake_nobody
+from ferrorpc.collectives.execution import Bare, Execution
+from ferrorpc.guard import Guard
+from ferrorpc.wire.frames import Key
+
+
+class AllReducePrepared(CollectivePrepared):
+    """An all_reduce prepared for one group."""
+
+    @cached_property
+    def asked(self) -> tuple[int, DataType, Op]:
+        """What the communicator is asked for: the count and type of its elements, and its operator."""
+        if self.reduction is None:
+            raise AssertionError(f"{self.call.signature} reduces nothing")
+        op, datatype, factor = self.reduction
+        return factor * self.call.inputs[0].elements, datatype, op
+
+    def bare(self, device: Device) -> Bare | None:
+        return self if device is self.context.device else None
+
+    def start_at(self, key: Key, source: int, target: int, keeps: Any, guard: Guard) -> Execution:
+        """As `Bare.start_at`."""
+        return AllReduceExecution(self, key, source, target, keeps, guard)
+
+    def ran(self, execution: Execution) -> bool:
+        """As `Bare.ran`."""
+        if not isinstance(execution, AllReduceExecution) or not execution.begin():
+            return False
+        execution.join(execution.caller)
+        self.context.watch(execution)
+        return True
+
+
+class AllReduceExecution(ImmediateExecution):
+    """One run of a prepared all_reduce on addresses."""
+
+    def __init__(self, prepared: AllReducePrepared, key: Key, source: int, target: int, keeps: Any, guard: Guard) -> None:
+        self._prepared = prepared
+        self._key = key
+        self._source, self._target = source, target
+        self._keeps = keeps
+        self._mailbox = prepared.context.lanes.transport.mailbox
+        self._is_probing = False
+        super().__init__(prepared.context, guard)
+        self._mailbox.note(key, prepared.signature)
+
+    @property
+    def label(self) -> str:
+        return f"{self._prepared.signature} #{self._key.number}"
+
+    def launch(self, pointer: int) -> None:
+        self.launch_queue.communicator.all_reduce(self._source, self._target, *self._prepared.asked, pointer)
+
+    def probe(self) -> None:
+        """Enters the mailbox first, which receives the answers."""
+        key, signature = self._key, self._prepared.signature
+        self._is_probing = True
+        self._mailbox.enter(key, signature, wake_nobody)
+        if self.released:  # by another thread, meanwhile
+            self._mailbox.leave(key)
+        else:
+            self.probe_others(key, signature, self.number)
+
+    def buffers_in_use(self) -> object:
+        return self._keeps if self.is_launched else None
+
+    def drop_references(self) -> None:
+        if self._is_probing:
+            self._mailbox.leave(self._key)
+        self._keeps = None

@@ -1,0 +1,345 @@
+"""The base of backends for arrays on GPUs: collectives by communicators, whose beginning and end are bounded and explained.
+
+A communicator moves elements, and nothing else: it knows neither shapes nor tags nor who has died, and it waits without a
+deadline. So each such group also has host lanes, a group of the same ranks over gRPC or shared memory. They carry small
+messages: announcements, barriers, probes, and send and recv, whose messages have tags and describe themselves.
+
+Arrays of a GPU go by the communicator, those of a host by the host lanes, with the algorithms, bits and compression they have
+there. What the communicator lacks (operators, dtypes, `wire=`, `algorithm=`) goes by the host lanes too, through pinned memory.
+All ranks must come to the same answer. Where every rank brings an array, each looks at its own: an array on a GPU here and on
+a host there is a mismatch, which is found and explained like any other. Where only the root brings one (broadcast, scatter),
+the root announces where it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, Self
+
+import numpy as np
+
+from ferrorpc.arrays.device import Device, Stream, is_host
+from ferrorpc.backends.base import Backend, Capabilities
+from ferrorpc.backends.device.all_reduce import AllReducePrepared
+from ferrorpc.backends.device.barrier import DeviceBarrier
+from ferrorpc.backends.device.collective import CollectivePrepared
+from ferrorpc.backends.device.communicator import Communicator, Connector, reduction, required
+from ferrorpc.backends.device.context import GroupContext
+from ferrorpc.backends.device.departures import LEAVE_SECONDS, Departures
+from ferrorpc.backends.device.ending import CLOSE_SECONDS, Ending, on_own_thread
+from ferrorpc.backends.device.execution import DeviceExecution
+from ferrorpc.backends.device.launch_queue import LaunchQueue, NumberedLaunchQueue
+from ferrorpc.backends.device.raw import RawOperations
+from ferrorpc.backends.device.work import DeviceWork
+from ferrorpc.backends.message import MessageBackend
+from ferrorpc.collectives import select
+from ferrorpc.collectives.arena.arena import Arena
+from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.execution import Bare, Execution, Prepared, as_it_is
+from ferrorpc.collectives.progress import progress_of
+from ferrorpc.coordination.base import Session
+from ferrorpc.errors import CollectiveTimeoutError, FerroError
+from ferrorpc.guard import Guard
+from ferrorpc.types import TensorSpec
+from ferrorpc.wire.frames import Key
+from ferrorpc.work import Work
+
+POLL_SECONDS: Final = 200e-6
+WORLD: Final = "world"
+ROOT_DECIDES: Final = (Operation.BROADCAST, Operation.SCATTER)
+"""Operations of which only the root knows whether its arrays are on a GPU."""
+
+
+class DeviceBackend(RawOperations, Backend):
+    """One rank's backend. Every rank makes its own at the same time.
+
+    Args:
+        lanes: the same ranks' backend for host memory; closed with this one.
+        device: this rank's GPU.
+        connector: makes communicators.
+        stream: where everything is launched, CuPy's or a CUDA stream as a number; None for a stream of the backend's own, of
+            the highest priority, which does not wait for the legacy default stream.
+        ending: aborts and closes communicators; None for the default, whose last resort is to end the process.
+
+    Raises:
+        NcclError: the communicator could not be made; the message says who did not come or what each rank met.
+    """
+
+    def __init__(
+        self,
+        lanes: MessageBackend,
+        device: Device,
+        connector: Connector,
+        *,
+        stream: Any = None,
+        ending: Ending | None = None,
+    ) -> None:
+        communicator = connector.connect(WORLD, lanes.world_ranks)
+        program = LaunchQueue(communicator, _stream(device, stream))
+        ending = Ending(lanes.clock, lanes.latch, device.here) if ending is None else ending
+        self._set_up(GroupContext(lanes, device, program, Departures(session_of(lanes))), connector, stream, ending)
+        ending.add(communicator)
+
+    def _set_up(self, context: GroupContext, connector: Connector, stream: Any, ending: Ending) -> None:
+        lanes = context.lanes
+        self.context = context
+        self.lanes = lanes
+        self.device = context.device
+        self.session = lanes.session
+        self.latch = lanes.latch
+        self.clock = lanes.clock
+        self.rank, self.size = lanes.rank, lanes.size
+        self.world_ranks = lanes.world_ranks
+        self.group_id = lanes.group_id
+        self.timeout = lanes.timeout
+        self._connector = connector
+        self._stream = stream
+        self._ending = ending
+        self._closed = False
+        self.reductions = {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(device_arrays=True, device_moves=True)
+
+    @property
+    def arena(self) -> Arena | None:
+        return self.lanes.arena
+
+    def prepare(self, call: Call) -> Prepared:
+        if call.operation is Operation.BARRIER:
+            return DeviceBarrier(self.context, self.lanes.prepare(call))
+        if call.operation in ROOT_DECIDES and call.algorithm is None:
+            # As messages, because the root's answer may come only after later operations have begun in shared memory.
+            return self.prepare_on_device(call, self.lanes.prepare_as_messages(call))
+        host = self.lanes.prepare(call)
+        return RoutedPrepared(host, self.prepare_on_device(call) if self._suits_device(call) else None)
+
+    def prepare_on_device(self, call: Call, on_host: Prepared | None = None) -> Prepared:
+        """As `prepare`, by the communicator.
+
+        Args:
+            on_host: runs the call instead where the root announces that its arrays are on the host; None: those go to the GPU
+                and back.
+        """
+        select.check(call)
+        wanted = None if call.op is None else required(call.op, call.inputs[0].dtype)
+        kind = AllReducePrepared if call.operation is Operation.ALL_REDUCE else CollectivePrepared
+        return kind(self.context, call, self._connector.library, wanted, on_host)
+
+    def _suits_device(self, call: Call) -> bool:
+        """Whether the communicator has everything that the call asks for."""
+        if call.wire is not None or call.algorithm is not None:
+            return False
+        return call.op is None or reduction(call.op, call.inputs[0].dtype) is not None
+
+    def explain(self, call: Call) -> str:
+        host = self.lanes.explain(call)
+        if call.operation is Operation.BARRIER:
+            return host
+        lacks = f"{call.signature}: {self._connector.library} has nothing for it, so as on the host"
+        near = self.explain_on_device(call) if self._suits_device(call) else lacks
+        return f"on the host: {host}\non a GPU: {near}"
+
+    def explain_on_device(self, call: Call) -> str:
+        """As `explain`, for arrays that go by the communicator. Raises as `prepare`."""
+        self.prepare(call)
+        return f"{call.signature} on {self.size} ranks: {self._connector.explanation}"
+
+    def empty(self, spec: TensorSpec) -> np.ndarray[Any, Any]:
+        return self.lanes.empty(spec)
+
+    def run(self, execution: Execution) -> list[Any]:
+        if not isinstance(execution, DeviceExecution):
+            return self.lanes.run(execution)
+        execution.until_done = not execution.gives_device_arrays
+        results = self.context.drive(execution)
+        if not execution.until_done and execution.end_event is not None:
+            execution.join(execution.caller)
+            self.context.watch(execution)
+        return results
+
+    def submit(self, execution: Execution, convert: Callable[[Execution], Any]) -> Work[Any]:
+        if not isinstance(execution, DeviceExecution):
+            return self.lanes.submit(execution, convert)
+
+        if convert is not as_it_is:
+            convert = partial(self._converted, convert)
+        execution.until_done = not execution.gives_device_arrays
+        begun = not execution.until_done and execution.begin()
+        execution.until_done = True
+        work = DeviceWork(self.clock, execution, convert)
+        if not begun:
+            return progress_of(self.clock).submit(execution, self.abort, convert, work)
+        execution.on_complete = work.on_complete
+        self.context.watch(execution)
+        return work
+
+    def _converted(self, convert: Callable[[Execution], Any], execution: Execution) -> Any:
+        with self.context.copying_to_host():
+            return convert(execution)
+
+    def start_send(self, data: Any, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
+        """By the host lanes, whose messages have tags and need no matching recv; a GPU's array goes through pinned memory."""
+        return self.lanes.start_send(data, spec, dst, tag, guard)
+
+    def start_recv(self, src: int, tag: int, out: Any, spec: TensorSpec | None, guard: Guard) -> Execution:
+        return self.lanes.start_recv(src, tag, out, spec, guard)
+
+    def send(self, data: np.ndarray[Any, Any], dst: int, tag: int = 0) -> None:
+        self.lanes.send(data, dst, tag)
+
+    def recv(
+        self, src: int, tag: int = 0, out: np.ndarray[Any, Any] | None = None, timeout: float | None = None
+    ) -> np.ndarray[Any, Any]:
+        return self.lanes.recv(src, tag, out, timeout)
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Blocks the host until this rank's GPU has finished what this group gave it, and every rank has called this."""
+        guard = Guard(self.clock, self.latch, self.timeout if timeout is None else timeout)
+        self.synchronize(guard.deadline)
+        self.lanes.barrier(guard.deadline - self.clock.now())
+
+    def synchronize(self, until: float) -> None:
+        """Blocks the host until the GPU has finished what this group gave it.
+
+        Raises:
+            CollectiveTimeoutError: it has not by clock time `until`.
+            FerroError: the generation's first cause.
+        """
+        parker = self.clock.parker()
+        for polls in range(1 << 62):
+            in_flight = self.context.in_flight()
+            self.latch.check()  # afterwards, because what has failed is not in flight either
+            if not in_flight:
+                return
+            for execution in in_flight:
+                execution.try_complete()
+            now = self.clock.now()
+            if now >= until:
+                labels = ", ".join(execution.label for execution in in_flight[:3])
+                raise CollectiveTimeoutError([], f"the GPU had not done {labels} in time")
+            if polls:
+                parker.park(min(until, now + POLL_SECONDS))
+
+    def open_stream(self, stream: int) -> None:
+        """Makes the communicator for operations of streams, the first time. Every rank calls it at the same point."""
+        if self.context.numbered is None:
+            own = _stream(self.device, self._stream)
+            communicator = self._part(f"streams of group {self.group_id:x}", list(range(self.size)), self.rank)
+            self.context.numbered = NumberedLaunchQueue(communicator, own)
+
+    def split(self, ranks: Sequence[int], group_id: int) -> Backend:
+        """The subgroup of these group ranks. The ranks outside call `stay_out` at the same time."""
+        communicator = self._part(f"subgroup {group_id:x}", list(ranks), list(ranks).index(self.rank))
+        lanes = self.lanes.split(ranks, group_id)
+        program = LaunchQueue(communicator, _stream(self.device, self._stream))
+        part = object.__new__(type(self))
+        part._set_up(
+            GroupContext(lanes, self.device, program, self.context.departures), self._connector, self._stream, self._ending
+        )
+        return part
+
+    def stay_out(self, ranks: Sequence[int], group_id: int) -> None:
+        if self._connector.splits:
+            self._divide(f"subgroup {group_id:x}", self._world(ranks), None)
+
+    def _part(self, label: str, ranks: list[int], own: int) -> Communicator:
+        """A communicator of some of this group's ranks."""
+        world = self._world(ranks)
+        if self._connector.splits:
+            found = self._divide(label, world, own)
+        else:
+            found = self._connector.connect(label.replace(" ", "/"), world)
+        if found is None:
+            raise AssertionError(f"{label} was made without this rank")
+        self._ending.add(found)
+        return found
+
+    def _divide(self, label: str, world: list[int], own: int | None) -> Communicator | None:
+        """As `Connector.split`, from the communicator of program order, in which nothing may be in flight."""
+        self.synchronize(self.clock.now() + self.timeout)
+        try:
+            return self._connector.split(self.context.program.communicator, label, world, own)
+        except FerroError as error:
+            self.abort(error)  # a communicator whose split failed, or does not end, takes nothing more
+            raise
+
+    def _world(self, ranks: Sequence[int]) -> list[int]:
+        return [self.world_ranks[rank] for rank in ranks]
+
+    def abort(self, cause: FerroError) -> None:
+        self.lanes.abort(cause)
+
+    def renew(self, timeout: float) -> Self:
+        """The backend of the next generation, with new lanes and a new communicator."""
+        self._shut(self.clock.now() + CLOSE_SECONDS)
+        lanes = self.lanes.renew(timeout)
+        if not isinstance(lanes, MessageBackend):
+            raise AssertionError(f"{lanes!r} is no message backend")
+        return self._renewed(lanes)
+
+    @abstractmethod
+    def _renewed(self, lanes: MessageBackend) -> Self:
+        """A new backend like this one over new lanes."""
+
+    def close(self) -> None:
+        self._shut(self.clock.now() + CLOSE_SECONDS)
+        self.lanes.close()
+
+    def _shut(self, until: float) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        mine = [queue.communicator for queue in (self.context.program, self.context.numbered) if queue is not None]
+        if self.group_id == 0:
+            mine = self._ending.communicators()  # also those of subgroups that were not closed
+        if self.latch.cause is None:
+            with contextlib.suppress(FerroError):  # what is still in flight is aborted with its communicator
+                self.synchronize(until)
+            self._depart()
+            if self.latch.cause is None:
+                self._ending.close(mine, until)
+
+    def _depart(self) -> None:
+        """Tells the other ranks which operations they no longer need this rank for."""
+        departures = self.context.departures
+        departures.close(self.group_id)
+        if self.group_id == 0 and self.size > 1:
+            on_own_thread(self.clock, self.device.here, departures.leave, self.clock.now() + LEAVE_SECONDS)
+
+
+class RoutedPrepared(Prepared):
+    """A call prepared for the host lanes and for the communicator; where the arrays are decides at each start.
+
+    Args:
+        host: by the host lanes.
+        near: by the communicator; None where it has nothing for the call.
+    """
+
+    def __init__(self, host: Prepared, near: Prepared | None) -> None:
+        self.host = host
+        self.near = near
+
+    def bare(self, device: Device) -> Bare | None:
+        return None if self.near is None else self.near.bare(device)
+
+    def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
+        if self.near is None or all(is_host(array) for array in inputs):
+            return self.host.start(key, inputs, outputs, guard)
+        return self.near.start(key, inputs, outputs, guard)
+
+
+def session_of(lanes: MessageBackend) -> Session:
+    """The session with the coordinator, which a message backend always has."""
+    if lanes.session is None:
+        raise AssertionError("a message backend always has a session")
+    return lanes.session
+
+
+def _stream(device: Device, given: Any) -> Stream:
+    """The given stream, or a new one."""
+    return device.new_stream() if given is None else device.adopt(given)

@@ -1,0 +1,141 @@
+"""Watches operations whose callers have gone on, until the GPU has finished them."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import deque
+from typing import Final
+
+from ferrorpc.arrays.device import Device
+from ferrorpc.backends.device.in_flight import InFlightExecution, notify, wake_nobody
+from ferrorpc.collectives.execution import Execution
+from ferrorpc.errors import FerroError
+from ferrorpc.guard import FOREVER, Guard
+from ferrorpc.work import Work
+
+IDLE_SECONDS: Final = 1e-3
+"""The interval between two polls where only buffers are waiting to be released."""
+NOTIFY_SECONDS: Final = 200e-6
+"""The interval where a thread may wait for the completion."""
+LINGER_SECONDS: Final = 5e-3
+"""How long an idle watcher goes on, so that the next operation can join it."""
+EMPTY_SECONDS: Final = 3600.0
+"""The deadline of an idle watcher, which ends long before."""
+
+
+class CompletionWatcher(Execution):
+    """Completes the operations of one launch queue, one after the other. Later ones may join while it runs.
+
+    Each query of an event releases the GIL, and so does waking the thread that makes the query. The thread that launches the
+    next operation then waits to get the GIL back, which takes longer than the rest of the launch. So a watcher polls seldom and
+    queries few events: the GPU reaches end events in the order of their stream, so a binary search finds the last one that it
+    has reached. A watcher also lingers when nothing is left in flight, so that the next small operation need not wake a thread.
+    """
+
+    def __init__(self, first: InFlightExecution, device: Device) -> None:
+        self.guard = first.guard
+        self.wake = wake_nobody
+        self.polling = first.polling
+        self.device = device
+        self.results, self.specs = [], []
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._in_flight = deque([first])
+        self._empty_since = FOREVER
+        self._notifies = first.on_complete is not None
+        """Whether a thread may wait for the completion of the operation that joined last."""
+
+    def join(self, execution: InFlightExecution) -> bool:
+        """Watches one more operation, launched after the others. Returns False if this watcher has ended, or if the operation's
+        deadline is earlier than that of the one before it."""
+        with self._lock:
+            in_flight = self._in_flight
+            if self._is_over or (in_flight and execution.guard.deadline < in_flight[-1].guard.deadline):
+                return False
+            if not in_flight:
+                self.guard = execution.guard
+            notified_before, self._notifies = self._notifies, execution.on_complete is not None
+            in_flight.append(execution)
+        if self._notifies and not notified_before:
+            self.wake()  # it sleeps for the longer interval
+        return True
+
+    @property
+    def label(self) -> str:
+        return self._in_flight[0].label if self._in_flight else "nothing in flight"
+
+    @property
+    def nap_seconds(self) -> float:
+        return NOTIFY_SECONDS if self._notifies else IDLE_SECONDS
+
+    def advance(self) -> bool:
+        self._find_reached()
+        while self._in_flight:
+            first = self._in_flight[0]
+            if not first.try_complete():
+                return False
+            notify(first, None)
+            self.position += 1
+            self._drop_first()
+        with self._lock:
+            self._is_over = not self._in_flight and self.guard.clock.now() >= self._empty_since + LINGER_SECONDS
+            return self._is_over
+
+    def _find_reached(self) -> None:
+        """Finds by binary search which end events the GPU has reached."""
+        with self._lock:
+            ordered = [each for each in self._in_flight if each.in_launch_order and not each.released]
+        for each in ordered[: bisect_left(ordered, True, key=lambda each: each.end_event is None or not each.end_event.done)]:
+            each.end_reached = True
+
+    def _drop_first(self) -> None:
+        """Stops watching the first operation, which is complete."""
+        with self._lock:
+            self._in_flight.popleft()
+            if self._in_flight:
+                self.guard = self._in_flight[0].guard
+            else:
+                self.guard = Guard(self.guard.clock, self.guard.latch, EMPTY_SECONDS)
+                self._empty_since = self.guard.started
+
+    def waiting_on(self) -> list[int]:
+        return self._in_flight[0].waiting_on() if self._in_flight else []
+
+    def probe(self) -> None:
+        if self._in_flight:
+            self._in_flight[0].probe()
+
+    def explain(self) -> str:
+        return self._in_flight[0].explain() if self._in_flight else self.label
+
+    def timeout_error(self) -> FerroError:
+        return self._in_flight[0].timeout_error()
+
+    def finish(self) -> None:
+        with self._lock:
+            self._is_over = True
+        for execution in self._in_flight:
+            execution.release()
+
+    def fail(self, error: FerroError) -> bool:
+        """Ends the operations that are left with this error, except those that another thread has completed.
+
+        Returns whether the error needs no further report: somebody was notified of it, or no operation was lost.
+        """
+        left, self._in_flight = self._in_flight, deque()
+        notified = [notify(execution, None if execution.has_completed else error.again()) for execution in left]
+        return any(notified) or all(execution.has_completed for execution in left)
+
+
+class WatcherWork(Work[None]):
+    """The Work of a watcher. It passes an error on to each operation that the watcher has left."""
+
+    def __init__(self, watcher: CompletionWatcher) -> None:
+        super().__init__(watcher.guard.clock, watcher.label)
+        self._watcher = watcher
+
+    def fail(self, error: BaseException) -> None:
+        self.label = self._watcher.label
+        if not isinstance(error, FerroError) or not self._watcher.fail(error):
+            super().fail(error)

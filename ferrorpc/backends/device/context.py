@@ -1,0 +1,151 @@
+"""What the operations of one rank in one group share: the GPU, the host lanes, the launch queues, and the set in flight."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Final
+
+from ferrorpc.arrays.device import Device, Event
+from ferrorpc.backends.device.completion import CompletionWatcher, WatcherWork
+from ferrorpc.backends.device.departures import Counts, Departures
+from ferrorpc.backends.device.in_flight import InFlightExecution
+from ferrorpc.backends.device.kept_buffers import KeptBuffers
+from ferrorpc.backends.device.launch_queue import LaunchQueue, NumberedLaunchQueue
+from ferrorpc.backends.message import MessageBackend
+from ferrorpc.collectives.execution import Execution
+from ferrorpc.collectives.polling import Polling
+from ferrorpc.collectives.progress import drive, progress_of
+from ferrorpc.errors import FerroError
+from ferrorpc.wire.frames import Key
+
+_log = logging.getLogger("ferrorpc.backends.device")
+PROBE_THREAD: Final = "ferrorpc-device-probe"
+"""The name of threads that probe other ranks."""
+
+
+class GroupContext:
+    """The shared state of a group's operations on one rank.
+
+    Args:
+        lanes: the same ranks' backend for host memory.
+        device: this rank's GPU.
+        program: the launch queue of operations in program order.
+        departures: those of this rank's generation.
+
+    Attributes:
+        numbered: the launch queue of operations of streams; None before the first stream is opened.
+        others: world ranks of the group without this one.
+    """
+
+    def __init__(self, lanes: MessageBackend, device: Device, program: LaunchQueue, departures: Departures) -> None:
+        self.lanes = lanes
+        self.device = device
+        self.program = program
+        self.numbered: NumberedLaunchQueue | None = None
+        self.rank, self.size = lanes.rank, lanes.size
+        self.others = [rank for place, rank in enumerate(lanes.world_ranks) if place != lanes.rank]
+        self.polling = Polling(1)
+        self._lock = threading.Lock()
+        self._in_flight: set[InFlightExecution] = set()
+        """Needs no lock: each use is a single call into the set, which the GIL makes atomic."""
+        self._watchers: dict[LaunchQueue, CompletionWatcher] = {}
+        """The latest watcher of each launch queue."""
+        self._kept: dict[LaunchQueue, KeptBuffers] = {}
+        """The latest kept buffers of each launch queue, once the generation has ended."""
+        self.departures = departures
+        departures.register(lanes.group_id, self._counts)
+
+    def launch_queue(self, stream: int) -> LaunchQueue:
+        """The launch queue of a stream's operations; stream 0 is program order."""
+        if stream == 0:
+            return self.program
+        if self.numbered is None:
+            raise AssertionError(f"stream {stream} was not opened")
+        return self.numbered
+
+    def add(self, execution: InFlightExecution) -> None:
+        """Adds an operation that was started."""
+        self._in_flight.add(execution)
+
+    def remove(self, execution: InFlightExecution) -> None:
+        """Removes an operation that was released."""
+        self._in_flight.discard(execution)
+
+    def in_flight(self) -> list[InFlightExecution]:
+        """The operations that this rank has started and not released."""
+        return list(self._in_flight)
+
+    def _counts(self) -> Counts | None:
+        numbered = self.numbered
+        return None if self.in_flight() else [self.program.next_number, 0 if numbered is None else numbered.next_number]
+
+    def probe(self, key: Key, signature: str, number: int) -> None:
+        """Probes the other ranks about an operation that was launched here, except those that closed after finishing theirs.
+
+        It does so on a thread of its own, because it reads the job's store, which may take long.
+        """
+
+        def body() -> None:
+            with suppress(FerroError):  # it is the generation's, which the operation's driver finds as well
+                for rank in self.departures.still_needed(self.others, key, number):
+                    self.lanes.transport.probe(rank, key, signature)
+
+        self.lanes.clock.start(body, PROBE_THREAD)
+
+    def drive(self, execution: InFlightExecution) -> list[Any]:
+        """Drives an operation on the caller's thread until it is complete. Releases one that fails."""
+        try:
+            if not execution.begin():
+                return drive(execution, self.lanes.abort)
+            execution.finish()
+            return execution.results
+        except BaseException:
+            execution.release()
+            raise
+
+    def watch(self, execution: InFlightExecution) -> None:
+        """Has the progress thread complete an operation that is launched, so that its caller can go on."""
+        queue = execution.launch_queue
+        latest = self._watchers.get(queue)
+        if latest is not None and latest.join(execution):
+            return
+        with self._lock:
+            if self._watchers.get(queue) is not latest and self._watchers[queue].join(execution):
+                return
+            watcher = self._watchers[queue] = CompletionWatcher(execution, self.device)
+        progress_of(self.lanes.clock).submit(watcher, self.lanes.abort, _nothing, WatcherWork(watcher))
+
+    def keep(self, queue: LaunchQueue, event: Event | None, buffers: object) -> None:
+        """Keeps buffers until the GPU has reached an event in the queue's stream; None stands for its end as it is now."""
+        with self._lock:
+            try:
+                event = queue.stream.record() if event is None else event
+            except Exception as problem:  # noqa: BLE001  a GPU that has failed records no event, and uses nothing any more
+                _log.debug("nothing has to be kept for the GPU: %s", problem)
+                return
+            kept = self._kept.get(queue)
+            if kept is None or not kept.keep(event, buffers):
+                clock = self.lanes.clock
+                kept = self._kept[queue] = KeptBuffers(self.device, clock, self.polling)
+                kept.keep(event, buffers)
+                progress_of(clock).submit(kept, _log_only, _nothing)
+
+    def copying_to_host(self) -> AbstractContextManager[None]:
+        """A context for copying finished results to the host. Its current stream holds copies alone, so these do not wait for
+        the program's blocking streams, as they would in the null stream."""
+        return self.device.on(self.device.staging.descents.stream)
+
+    def explain(self, label: str) -> str:
+        """What a launched operation may wait for. NCCL does not say which rank it is."""
+        return f"{label} waits for ranks {self.others}, or for what their GPUs and this one were given before it"
+
+
+def _log_only(error: FerroError) -> None:
+    """Stands for an abort: the generation has ended already."""
+    _log.warning("%s", error.message)
+
+
+def _nothing(execution: Execution) -> None:
+    """The result of a watcher's Work: the caller got that of the operation by other ways."""
