@@ -1,10 +1,10 @@
-"""A GPU through CuPy. CuPy is imported only when somebody asks for a device.
+"""A GPU through CuPy, which is imported only when a device is opened.
 
-Written against CuPy 14 (`cupy.cuda.runtime.memcpyAsync`, `Stream`, `Event`, `alloc_pinned_memory`), some of whose ways decide
-how it has to be used. The null stream is 0 on every GPU, so who uses it says on which. `with stream:` forgets a stream that the
-program made current by `use()`. `Event.done` says no for ever once the GPU has failed.
+Written against CuPy 14 (`cupy.cuda.runtime.memcpyAsync`, `Stream`, `Event`, `alloc_pinned_memory`). Some of its behaviour needs
+care. The null stream is 0 on every GPU, so its device must be current when it is used. On leaving, `with stream:`
+does not restore a stream that the program made current by `use()`. `Event.done` is False for ever once the GPU has failed.
 
-The caller's stream is CuPy's current one, or torch's where CuPy's is the null stream, in which it works unless told otherwise.
+The caller's stream is CuPy's current one; where that is the null stream, CuPy's default, it is torch's current one.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _SUCCESS: Final = 0
 _NOT_READY: Final = 600
 _UUID_BYTES: Final = 16
 _HIGHEST_PRIORITY: Final = -5
-"""The highest of today's GPUs; CUDA takes what is out of range for the nearest it has."""
+"""The highest of today's GPUs; CUDA clamps a priority to its range."""
 _SHARED_NUMBERS: Final = 2
-"""Up to here a stream's number is that of every GPU's null stream, or of every thread's."""
+"""Up to this number streams are special: the null stream of every GPU, and the per-thread default stream."""
 EVENTS_LOOKED_AT: Final = 8
-"""How many that are in use are looked at before another one is made."""
+"""How many events that are in use are looked at before a new one is made."""
 _AS_IT_IS: Final = nullcontext()
 _MODULES: Final = sys.modules
 
 
 class CupyEvent:
-    """A mark without a time. It marks something else once nobody but its device refers to it; streams that were told to wait
-    for it still wait for what it was.
+    """An event without timing. Its device records it anew once nobody else refers to it; streams that were told to wait for it
+    still wait for the earlier record.
 
     Args:
-        number: CUDA's event.
+        number: the CUDA event.
     """
 
     __slots__ = ("_runtime", "number")
@@ -65,7 +65,7 @@ class CupyEvent:
         """As `Event.done`.
 
         Raises:
-            BackendUnavailableError: the GPU has failed, and will come past no mark any more.
+            BackendUnavailableError: the GPU has failed, and will reach no event any more.
         """
         runtime = self._runtime
         status = runtime.eventQuery(self.number)
@@ -115,7 +115,7 @@ class CupyStream:
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
-        """Makes it the calling thread's current stream, on its GPU, which is current. Afterwards the one before is so again."""
+        """A context in which it is the calling thread's current stream. Its GPU must be the current device."""
         before = self._device.cupy.cuda.get_current_stream()
         self.own.use()
         try:
@@ -125,12 +125,12 @@ class CupyStream:
 
 
 def _spare(things: deque[T], alone: int) -> T | None:
-    """One of the things that nobody else refers to, if there is any among the first few, which are the last from now on.
+    """A thing to which nobody else refers, if one is among the first EVENTS_LOOKED_AT; these are moved to the end.
 
-    Of threads that look at the same one the first to have it keeps it: the others count that reference as well.
+    Where several threads look at the same thing, the first one's reference makes the others pass it over.
 
     Args:
-        alone: how many refer to one that nobody else refers to.
+        alone: the reference count of a thing to which nobody else refers.
     """
     for _ in range(min(EVENTS_LOOKED_AT, len(things))):
         found = things.popleft()
@@ -141,12 +141,12 @@ def _spare(things: deque[T], alone: int) -> T | None:
 
 
 _ALONE: Final = next(count for count in range(1, 9) if _spare(deque([object()]), count))
-"""What is counted differs among versions of Python."""
+"""Differs among versions of Python, so it is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Foreign:
-    """A CUDA stream that something else has made, as CuPy takes it."""
+    """A CUDA stream made by another library, in the form that CuPy takes."""
 
     pointer: int
 
@@ -167,11 +167,13 @@ class CupyDevice:
         self.index = index
         self.uuid = _identity(self.runtime, index)
         self.events: deque[CupyEvent] = deque()
-        """All that were ever made: somewhat more than were ever in use at once."""
+        """All events that were made: somewhat more than were ever in use at once."""
 
     def here(self) -> Any:
-        """A context in which it is the current device: none where it is so already, as CuPy's costs more than most calls.
-        torch's stream, where that is the caller's, is current there in CuPy too."""
+        """A context in which it is the current device, and torch's stream is CuPy's current one where it is the caller's.
+
+        Where nothing changes it is an empty context, because CuPy's costs more than most calls.
+        """
         if "torch" in _MODULES:
             followed = current_of_torch(self.index)
             if followed and not self._current_stream(self.index).ptr:
@@ -184,10 +186,10 @@ class CupyDevice:
             yield
 
     def event(self) -> CupyEvent:
-        """One that nobody refers to, for streams of this GPU alone.
+        """An event to which nobody refers, for streams of this GPU.
 
-        To make and free one costs more than all else that marks take, so they are kept. It is no finalizer that gives them
-        back: in a circle of garbage one of those may come before another that keeps the mark.
+        Creating and destroying an event costs more than recording it, so events are reused. Reference counts tell which are
+        free, not finalizers: in a garbage cycle a finalizer may run before that of an object which still uses the event.
         """
         found = _spare(self.events, _ALONE)
         if found is not None:
@@ -222,7 +224,7 @@ class CupyDevice:
 
     @cached_property
     def staging(self) -> Staging:
-        """Its way to host memory and back: one in a process, so that pinned memory is bounded."""
+        """As `Device.staging`. One in a process, so that pinned memory is bounded."""
         return Staging(self)
 
     @property
@@ -231,7 +233,7 @@ class CupyDevice:
         return int(self.runtime.getDeviceCount())
 
     def make_current(self) -> None:
-        """The calling thread's CuPy arrays are on it from now on."""
+        """As `Device.make_current`."""
         self.cupy.cuda.Device(self.index).use()
 
     def holds(self, array: DeviceArray) -> bool:
@@ -282,7 +284,7 @@ class CupyDevice:
     def over(
         self, address: int, shape: Sequence[int], storage: np.dtype[Any], strides: Sequence[int], owner: object
     ) -> DeviceArray:
-        """An array over memory of this GPU that something else owns, and which is kept as long as the array.
+        """An array over memory of this GPU that `owner` owns; the array keeps the owner alive.
 
         Args:
             strides: in bytes, none of them negative.
@@ -341,7 +343,7 @@ def device_of(cupy: Any, index: int) -> CupyDevice:
 
 
 def forget(cupy: Any) -> None:
-    """Lets go of the devices of a CuPy that nobody uses any more, as stand-ins for it come to be."""
+    """Forgets the devices of a CuPy module, such as a stand-in for it whose test is over."""
     with _lock:
         for known in [known for known in _devices if known[0] is cupy]:
             del _devices[known]
@@ -379,8 +381,8 @@ def _as_current(stream: Stream) -> Any:
 
 
 def _identity(runtime: Any, index: int) -> str:
-    """A GPU's UUID as text, the same in every process. CuPy reads the 16 bytes as a C string, which ends before a zero: then
-    what there is of it, and where the GPU is plugged in."""
+    """A GPU's UUID as text, the same in every process. CuPy reads the 16 bytes as a C string, which ends before a zero byte; a
+    shortened one is completed by the PCI bus id."""
     found = bytes(runtime.getDeviceProperties(index)["uuid"])[:_UUID_BYTES]
     if len(found) == _UUID_BYTES:
         return f"GPU-{UUID(bytes=found)}"

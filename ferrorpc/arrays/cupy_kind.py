@@ -65,10 +65,10 @@ class CupyKind(Kind):
 
     def out(self, x: Any, spec: TensorSpec) -> Out:
         fit(self.spec(x), spec)
-        return self.landing(x, _stored(x, spec.dtype), spec)
+        return self.out_through_host(x, _stored(x, spec.dtype), spec)
 
-    def landing(self, given: Any, stored: DeviceArray, spec: TensorSpec) -> Out:
-        """As `out`, for whoever gave an array whose memory `stored` is, in storage dtype."""
+    def out_through_host(self, given: Any, stored: DeviceArray, spec: TensorSpec) -> Out:
+        """As `out`, for an array of the caller's whose memory is `stored`, in storage dtype."""
         _check_separate(stored)
         return Out(given, spec, None, lambda data: self.assign(stored, self.staging.up(data)))
 

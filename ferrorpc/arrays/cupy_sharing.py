@@ -1,8 +1,8 @@
-"""What processes share of a GPU, through CuPy: memory and events that one makes and others open by handles of 64 bytes.
+"""CUDA IPC through CuPy: memory and events that one process creates and others open by handles of 64 bytes.
 
-A handle of memory names a whole allocation of `cudaMalloc`, never part of one, and an opened one is the whole of it: so what is
-shared is allocated apart from CuPy's pools. Whoever has made a handle cannot open it in its own process; there the address
-does. Written against `cupy.cuda.runtime` of CuPy 14. On an H100 what is opened stays readable when its maker has been killed.
+A memory handle stands for a whole allocation of `cudaMalloc`, so shared memory is allocated outside of CuPy's pools. A handle
+cannot be opened in the process that created it, where the address is valid anyway. Written against `cupy.cuda.runtime` of
+CuPy 14. On an H100 opened memory stays readable after the process that created it was killed.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any, Final
 
 HANDLE_BYTES: Final = 64
 PAGE_BYTES: Final = 2 << 20
-"""Smaller allocations share one page of the driver's, which would be opened with them."""
+"""Smaller allocations share a page of the driver, all of which would be opened."""
 
 
 class CupySharing:
-    """Of the current GPU. Addresses, events and streams are numbers of CUDA's.
+    """The calls for the current GPU. Addresses, events and streams are CUDA's, as integers.
 
     Args:
         runtime: the module `cupy.cuda.runtime`.
@@ -26,60 +26,60 @@ class CupySharing:
 
     @property
     def problems(self) -> type[Exception]:
-        """What any of this raises where CUDA refuses."""
+        """The class of errors that all of these raise where CUDA refuses."""
         problems: type[Exception] = self._runtime.CUDARuntimeError
         return problems
 
     def allocate(self, size_bytes: int) -> int:
-        """New memory that others may open."""
+        """Allocates memory that others may open. Returns its address."""
         return int(self._runtime.malloc(-(-size_bytes // PAGE_BYTES) * PAGE_BYTES))
 
     def free(self, address: int) -> None:
-        """Gives it back; waits until the GPU is through with it."""
+        """Frees memory, after waiting until the GPU is idle."""
         self._runtime.free(address)
 
     def memory_handle(self, address: int) -> bytes:
-        """By which another process opens it."""
+        """The handle with which another process opens it."""
         return bytes(self._runtime.ipcGetMemHandle(address))
 
     def open_memory(self, handle: bytes) -> int:
-        """Where another process's memory lies in this one's address space."""
+        """Opens another process's memory. Returns its address here."""
         return int(self._runtime.ipcOpenMemHandle(handle))
 
     def close_memory(self, address: int) -> None:
-        """It is not used here any more."""
+        """Closes memory that was opened here."""
         self._runtime.ipcCloseMemHandle(address)
 
     def new_event(self) -> int:
-        """A mark that others may open. As long as it was never recorded nobody waits for it."""
+        """A new event that others may open. To wait for one that was never recorded is not to wait at all."""
         flags = self._runtime.eventDisableTiming | self._runtime.eventInterprocess
         return int(self._runtime.eventCreateWithFlags(flags))
 
     def destroy_event(self, event: int) -> None:
-        """An event that was made or opened here."""
+        """Destroys an event that was created or opened here."""
         self._runtime.eventDestroy(event)
 
     def event_handle(self, event: int) -> bytes:
-        """By which another process opens it."""
+        """The handle with which another process opens it."""
         return bytes(self._runtime.ipcGetEventHandle(event))
 
     def open_event(self, handle: bytes) -> int:
-        """Another process's event."""
+        """Opens another process's event."""
         return int(self._runtime.ipcOpenEventHandle(handle))
 
     def record(self, event: int, stream: int) -> None:
-        """Marks the end of a stream's queue. Who waited for the mark before still waits for that."""
+        """Records an event in a stream. Streams that wait for its earlier record still wait for that one."""
         self._runtime.eventRecord(event, stream)
 
     def wait(self, stream: int, event: int) -> None:
-        """What is queued in the stream from now on begins after the latest mark."""
+        """Makes work queued in the stream from now on wait for the latest record of the event."""
         self._runtime.streamWaitEvent(stream, event)
 
     def copy(self, target: int, source: int, size_bytes: int, stream: int) -> None:
-        """Bytes on the device, in the stream's order; also from memory that was opened."""
+        """Copies bytes on the device, in the stream's order; also from memory that was opened."""
         if size_bytes and target != source:
             self._runtime.memcpyAsync(target, source, size_bytes, self._runtime.memcpyDeviceToDevice, stream)
 
     def settle(self, event: int) -> None:
-        """Waits until the GPU has come past the latest mark."""
+        """Blocks the host until the GPU has reached the latest record of the event."""
         self._runtime.eventSynchronize(event)

@@ -1,8 +1,8 @@
-"""What is asked of a GPU: memory, streams, events, copies. The rest of the library knows GPUs only through this.
+"""The interface of a GPU: memory, streams, events, copies. The rest of the library uses GPUs only through it.
 
-`CupyDevice` is the one there is. Nothing here blocks the host: a stream is a queue that the GPU works off in order, an event
-is a mark in it, and whoever wants to know looks at `Event.done`. Arrays are those of the device's library, one-dimensional or
-not, always C-contiguous and in storage dtypes (bfloat16 as uint16).
+`CupyDevice` implements it. Nothing here blocks the host: a stream is a queue that the GPU works off in order, an event is a
+mark in it, and `Event.done` tells whether the GPU has reached that. Arrays are those of the device's library, of any number of
+dimensions, always C-contiguous and in storage dtypes (bfloat16 as uint16).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Event(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the GPU has come past it."""
+        """Whether the GPU has reached it."""
 
 
 class Stream(Protocol):
@@ -38,10 +38,10 @@ class Stream(Protocol):
         """The CUDA stream, for libraries that take one."""
 
     def record(self) -> Event:
-        """A new mark after everything that is in the queue now."""
+        """Records a new event behind everything that is in the queue now."""
 
     def wait(self, event: Event) -> None:
-        """What is queued from now on begins after the mark, which may be in another stream. The host does not wait."""
+        """Makes work queued from now on wait for the event, which may be in another stream. The host does not wait."""
 
 
 class Device(Protocol):
@@ -52,7 +52,7 @@ class Device(Protocol):
         """Its number in this process."""
 
     def make_current(self) -> None:
-        """It is the calling thread's current device from now on."""
+        """Makes it the calling thread's current device."""
 
     def here(self) -> AbstractContextManager[Any]:
         """A context in which it is the calling thread's current device, for what is done in the caller's stream."""
@@ -66,57 +66,58 @@ class Device(Protocol):
 
     @property
     def folds(self) -> Folds:
-        """The kernels for memory that ranks share, compiled when first asked for."""
+        """The reduction kernels for memory that ranks share, compiled when first asked for."""
 
     @property
     def sharing(self) -> CupySharing:
-        """What it shares with other processes; asked where it is the current device."""
+        """Memory and events that processes share (CUDA IPC). To be used where the device is the current one."""
 
     @property
     def staging(self) -> Any:
-        """Its way to host memory and back (staging.Staging)."""
+        """Copies to host memory and back (staging.Staging)."""
 
     @property
     def uuid(self) -> str:
-        """Which GPU it is, the same in every process of every container on the host."""
+        """Identifies the GPU, alike in every process of every container on the host."""
 
     def holds(self, array: DeviceArray) -> bool:
         """Whether an array is in its memory."""
 
     def current(self) -> Stream:
-        """The stream that the calling thread works on now."""
+        """The calling thread's current stream."""
 
     def marked(self) -> tuple[Stream, Event]:
-        """That stream, and a mark of what it holds now."""
+        """The current stream, and an event recorded in it now."""
 
     def new_stream(self) -> Stream:
         """A stream of its own, of the highest priority, that does not wait for the legacy default stream."""
 
     def adopt(self, stream: Any) -> Stream:
-        """A stream that a caller has made: one of the library's, or a CUDA stream as a number."""
+        """Wraps a stream that a caller has made: one of the device's library, or a CUDA stream as a number."""
 
     def empty(self, shape: Sequence[int], storage: np.dtype[Any], stream: Stream | None = None) -> DeviceArray:
         """A new array, its contents undefined, whose memory belongs to that stream; None for the current one.
 
-        What the stream holds may still use the memory, and when the array goes, what comes in that stream next may have it.
+        Work that the stream holds may still use the memory. When the array is deleted, work queued in that stream later may
+        get it.
         """
 
     def pointer(self, array: DeviceArray) -> int:
-        """Where it begins."""
+        """Its address."""
 
     def copy(self, target: DeviceArray, source: DeviceArray, stream: Stream) -> None:
-        """target[:] = source, on the device, in that stream. Both are C-contiguous and of as many bytes."""
+        """target[:] = source, on the device, in that stream. Both are C-contiguous and of equal size in bytes."""
 
     def upload(self, target: DeviceArray, source: np.ndarray[Any, Any], stream: Stream) -> None:
-        """target[:] = source, in that stream. Pinned memory must not change before the stream has come past this."""
+        """target[:] = source, in that stream. Pinned memory must not change before the GPU has finished the copy."""
 
     def download(self, target: np.ndarray[Any, Any], source: DeviceArray, stream: Stream) -> None:
         """target[:] = source, in that stream. Into pinned memory the host does not wait."""
 
     def pinned(self, size_bytes: int) -> np.ndarray[Any, Any]:
-        """New host memory that the GPU reads and writes itself, as uint8. It stays pinned while it is referenced."""
+        """New host memory that the GPU reads and writes by DMA, as uint8. It stays pinned while it is referenced."""
 
 
 def is_host(array: Any) -> bool:
-    """Whether the processor can read an array."""
+    """Whether an array is in host memory."""
     return isinstance(array, np.ndarray)

@@ -1,14 +1,14 @@
-"""Memory of the host that a GPU reads and writes itself: lent as arrays, and as slots to copy through.
+"""Pinned host memory, which a GPU reads and writes by DMA: lent as arrays, and as slots to copy through.
 
-Idea. An array that lies in pinned memory needs no copy on the host on its way to a GPU or from there. But to pin memory costs
-more than to copy what is in it, and to let go of it waits for all that the GPU is at, which may be waiting for other ranks. So
-what was pinned once is kept, and lent again and again: a `Pool` cuts it as it is needed. That saves page faults, too, of which
-new memory has one a page. Where there is no room, arrays lie in ordinary memory and go through the few slots of a `Ring`.
+Idea. An array in pinned memory needs no copy on the host on its way to or from a GPU. But pinning memory costs more than
+copying its contents, and unpinning waits for everything that the GPU is doing, which may be waiting for other ranks. So memory
+that was pinned once is kept and lent again: a `Pool` divides it as needed. That also saves page faults, of which new memory has
+one a page. Where the pool has no room, arrays are in pageable memory and go through the few slots of a `Ring`.
 
-Life. What is lent comes back when nobody refers to it any more. While a GPU has something to do with it, `Ring.keep` refers to
-it, as to everything else that the GPU alone still needs.
+Lifetimes. A loan ends when nobody refers to the array any more. While a GPU still uses it, `Ring.keep` holds a reference, as to
+everything else that only the GPU still needs.
 
-Cost: a few microseconds a loan; to pin, once, about as long as it takes to touch the memory for the first time.
+Cost: a few microseconds a loan; pinning, once, takes about as long as touching the memory for the first time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import numpy as np
 from ferrorpc.arrays.device import Device, Event
 
 UNIT_BYTES: Final = 4 << 10
-"""Loans begin and end at multiples of it, so no two of them share what processors fetch at a time."""
+"""Loans begin and end at multiples of this, so that no two of them share a cache line."""
 SEGMENT_BYTES_MIN: Final = 4 << 20
 
 Array = np.ndarray[Any, Any]
 
 
 class _Segment:
-    """Memory that was pinned at a time, and which bytes of it are lent, in order."""
+    """Memory that was pinned in one call, and the spans of it that are lent, in order."""
 
     __slots__ = ("address", "lent", "memory")
 
@@ -41,7 +41,7 @@ class _Segment:
         self.lent: list[tuple[int, int]] = []
 
     def find(self, size_bytes: int) -> int | None:
-        """Where so many bytes are free, which are lent from now on."""
+        """Lends so many bytes. Returns their offset; None where there is no room."""
         start = 0
         for place, (first, last) in enumerate((*self.lent, (self.memory.size, self.memory.size))):
             if first - start >= size_bytes:
@@ -52,7 +52,7 @@ class _Segment:
 
 
 class _Loan:
-    """Lent bytes. NumPy's arrays of them refer to this."""
+    """Lent bytes, to which the NumPy arrays over them refer."""
 
     __slots__ = ("__array_interface__", "_returned", "_segment", "_span")
 
@@ -65,15 +65,15 @@ class _Loan:
         self._returned = returned
 
     def __del__(self) -> None:
-        # It may run within any method of the pool: no lock is taken.
+        # A finalizer may run within any method of the pool, so it takes no lock.
         self._returned.append((self._segment, self._span))
 
 
 class Pool:
-    """Pinned memory that is lent. Threads may share it.
+    """Pinned memory that is lent. Thread-safe.
 
     Args:
-        most_bytes: never more than that is pinned.
+        most_bytes: the most that is pinned.
     """
 
     def __init__(self, device: Device, most_bytes: int) -> None:
@@ -81,20 +81,13 @@ class Pool:
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._segments: tuple[_Segment, ...] = ()
-        """The small ones first, so that little arrays leave the room of large ones alone."""
+        """The small ones first, so that small arrays leave the large ones free."""
         self._returned: deque[tuple[_Segment, tuple[int, int]]] = deque()
 
     @property
     def pinned_bytes(self) -> int:
-        """How much is pinned."""
+        """How many bytes are pinned."""
         return sum(segment.memory.size for segment in self._segments)
-
-    @property
-    def lent_bytes(self) -> int:
-        """How much of it somebody has."""
-        with self._lock:
-            self._take_back()
-            return sum(stop - start for segment in self._segments for start, stop in segment.lent)
 
     def holds(self, array: Array) -> bool:
         """Whether an array is on loan from here."""
@@ -102,7 +95,7 @@ class Pool:
         return any(0 <= address - segment.address < segment.memory.size for segment in self._segments)
 
     def lend(self, shape: Sequence[int], storage: np.dtype[Any]) -> Array | None:
-        """An array, its contents undefined; None where there is no room, and for one that has no elements."""
+        """A new array, its contents undefined; None where there is no room, and for an array without elements."""
         size_bytes = math.prod(shape) * storage.itemsize
         if not 0 < size_bytes <= self._most_bytes:
             return None
@@ -130,7 +123,7 @@ class Pool:
         try:
             found = _Segment(self._device.pinned(size_bytes))
         except (MemoryError, RuntimeError):  # CuPy's own error class is a RuntimeError
-            # The host has no more to give: what there is has to do, as where the bound is reached.
+            # The host can pin no more: go on with what there is, as when the bound is reached.
             self._most_bytes = self.pinned_bytes
             return None
         self._segments = tuple(sorted((*self._segments, found), key=lambda segment: segment.memory.size))
@@ -138,7 +131,7 @@ class Pool:
 
 
 class Ring:
-    """The slots of one direction. Copies take them as they come free, several of them at a time if need be."""
+    """The slots of one direction. A copy takes them as they come free, several at a time if it needs them."""
 
     def __init__(self, device: Device, slot_bytes: int, slots: int) -> None:
         self.stream = device.new_stream()
@@ -151,7 +144,7 @@ class Ring:
         self._kept: deque[tuple[Event, Any]] = deque()
 
     def take(self) -> Array | None:
-        """A slot that nobody needs, as uint8; None while there is none. Memory is pinned when first needed."""
+        """A free slot, as uint8; None while there is none. Memory is pinned when first needed."""
         self.let_go()
         with self._lock:
             if self._free and (self._free[0][1] is None or self._free[0][1].done):
@@ -161,29 +154,24 @@ class Ring:
             self._made += 1
             return self._device.pinned(self.slot_bytes)
 
-    def give_back(self, slot: Array, mark: Event | None = None) -> None:
-        """The slot is free once the GPU has come past the mark, which is in this ring's stream."""
+    def give_back(self, slot: Array, event: Event | None = None) -> None:
+        """Frees a slot once the GPU has reached the event, which is in this ring's stream; None: at once."""
         with self._lock:
-            if mark is None:
+            if event is None:
                 self._free.appendleft((slot, None))
             else:
-                self._free.append((slot, mark))
+                self._free.append((slot, event))
 
-    def keep(self, array: Any, mark: Event) -> None:
-        """The GPU needs something that nobody else has any more, until it has come past the mark: an array, its own or pinned,
-        or a stream. For finalizers, too, which may run within any of these methods: no lock is taken."""
-        self._kept.append((mark, array))
+    def keep(self, array: Any, event: Event) -> None:
+        """Keeps an array or a stream alive until the GPU has reached the event. It takes no lock, because finalizers call it,
+        which may run within any of these methods."""
+        self._kept.append((event, array))
 
     def let_go(self) -> None:
-        """Of what was kept, what the GPU is past by now."""
+        """Drops what was kept for events that the GPU has reached."""
         with self._lock:
             for _ in range(len(self._kept)):
                 if self._kept[0][0].done:
                     self._kept.popleft()
                 else:
-                    self._kept.rotate(-1)  # one that is late holds up its own memory alone
-
-    @property
-    def taken(self) -> int:
-        """How many slots somebody has."""
-        return self._made - len(self._free)
+                    self._kept.rotate(-1)  # so that a late one keeps only its own memory

@@ -1,23 +1,24 @@
-"""GPU arrays to host memory and back, so that the host can begin with an array's first bytes while the last are on their way.
+"""Copies GPU arrays to host memory and back in pieces, so that the host can use the first bytes while the last are in transfer.
 
-Idea. A GPU copies to and from ordinary memory through small buffers of the driver, while the host waits; pinned memory it
-reads and writes itself. So an array's place on the host is pinned memory, as long as there is some (pinned.py): the GPU fills
-it piece by piece, and takes results from it, and nothing is copied on the host. What lies in ordinary memory goes through a few
-pinned slots: while the host moves one piece between a slot and the array's place, the GPU moves the next ones. Nothing here
-blocks: a `Descent` or an `Ascent` does what can be done at once whenever it is looked at, and says how far it is, so that
-whoever needs the array can begin with its first piece and give back results whose last piece is not there yet. `Staging.down`
-and `up` look until all of it is through.
+Idea. A GPU copies to and from pageable memory through small buffers of the driver, while the host waits; pinned memory it reads
+and writes by DMA. So the host side of an array is pinned memory while some is free (pinned.py): the GPU fills it piece by
+piece, and reads results from it, without a copy on the host. An array in pageable memory goes through a few pinned slots:
+while the host copies one piece between a slot and the array, the GPU transfers the next ones. Nothing here blocks. A `Descent`
+(GPU to host) or an `Ascent` (host to GPU) does what can be done at once on each `advance`, and says how far it is. So the user
+of an array can begin with its first piece, and give back a result whose last piece is not there yet. `Staging.down` and `up`
+advance until all of it is copied.
 
-Streams. All copies of a direction go through one stream. A copy to the host is queued once the caller's stream has come to
-where it was when the copy was asked for: so that stream never waits for anything but copies, and what is abandoned is over
-soon. Copies to the device are queued at once, behind the caller's stream, which goes on after them.
+Streams. All copies of one direction use one CUDA stream. A copy to the host is queued only once the caller's stream has reached
+the point at which the copy was asked for. So the copy stream never waits for anything but copies, and an abandoned copy ends
+soon. Copies to the device are queued at once; they wait for the caller's stream, which later waits for them.
 
-Life. A descent keeps its array until the GPU has read it. The memory of an ascent belongs to the caller's stream, which waits
-for the copies before it may give that memory to anyone else. Pinned memory is lent again once the GPU is past it.
+Lifetimes. A descent keeps its array alive until the GPU has read it. The target of an ascent belongs to the caller's stream,
+which waits for the copies before it can give that memory to anyone else. Pinned memory is lent again once the GPU has finished
+with it.
 
-Cost: on the host a few tens of microseconds for every SLOT_BYTES, and for arrays in ordinary memory a copy, of which all but
-the first and the last piece overlap the GPU's. Pinned on every device: at most POOL_BYTES, and SLOTS slots of SLOT_BYTES a
-direction, whoever uses them.
+Cost: on the host some tens of microseconds for every SLOT_BYTES, and for arrays in pageable memory a copy, of which all but
+the first and the last piece overlap the GPU's. Pinned on each device: at most POOL_BYTES, and for each direction SLOTS slots
+of SLOT_BYTES, shared by all users.
 """
 
 from __future__ import annotations
@@ -37,70 +38,67 @@ POOL_BYTES: Final = 256 << 20
 SLOT_BYTES: Final = 4 << 20
 SLOTS: Final = 4
 COPY_SECONDS: Final = 60.0
-"""How long a copy may take, what the caller's stream holds before it included, until it is given up."""
+"""How long a copy may take, including what the caller's stream holds before it."""
 ABANDON_SECONDS: Final = 0.2
-"""How long the host waits for what the GPU still reads of an array that nobody wants any more: a few pieces at most."""
+"""How long the host waits for pieces in transfer, a few at most, when a copy is abandoned."""
 NAP_SECONDS: Final = 50e-6
-LOOKS: Final = 100
-"""How often it is looked before the thread sleeps between looks."""
+SPINS: Final = 100
+"""How often the GPU is queried before the thread sleeps between queries."""
 
 Array = np.ndarray[Any, Any]
 
 
 class _Piece(NamedTuple):
-    """Bytes [start, stop) of an array, which the GPU has brought once it has come past the mark: into a slot, or into their
-    place where that is None."""
+    """Bytes [start, stop) of an array, copied once the GPU has reached the event: to a slot, or where that is None to their
+    place."""
 
     slot: Array | None
     start: int
     stop: int
-    mark: Event
+    end_event: Event
 
 
 class Descent:
-    """A device array on its way to host memory, from its first byte to its last, in storage dtype.
+    """A copy of a device array to host memory, from its first byte to its last, in storage dtype.
 
     Args:
         source: C-contiguous.
-        data: its place on the host.
-        is_pinned: whether the GPU writes there itself.
+        data: the array on the host to copy to.
+        is_pinned: whether `data` is pinned memory, which the GPU writes directly.
 
     Attributes:
-        data: its place there; the first `here` bytes of it hold.
+        data: the array on the host; its first `here` bytes are valid.
     """
 
-    def __init__(
-        self, device: Device, ring: Ring, clock: Clock, source: DeviceArray, data: Array, is_pinned: bool = False
-    ) -> None:
+    def __init__(self, device: Device, ring: Ring, source: DeviceArray, data: Array, is_pinned: bool = False) -> None:
         self.data = data
         self.here = 0
         self.device = device
         self._ring = ring
-        self._clock = clock
         self._source: DeviceArray | None = source
         self._is_pinned = is_pinned
         self._place = data.reshape(-1).view(np.uint8)
         self._begins = device.current().record()
         self._begun = False
         self._queued = 0
-        self._flying: deque[_Piece] = deque()
+        self._in_transfer: deque[_Piece] = deque()
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it is here."""
+        """Whether all of it is on the host."""
         return self.here == self._place.size
 
     def advance(self) -> bool:
-        """Does what can be done at once; whether more of it is here."""
+        """Does what can be done at once. Returns whether more of it is on the host."""
         before = self.here
         if not self.is_complete:
-            self._land()
+            self._collect()
             self._queue()
         return self.here > before
 
-    def _land(self) -> None:
-        while self._flying and self._flying[0].mark.done:
-            slot, start, stop, _ = self._flying.popleft()
+    def _collect(self) -> None:
+        while self._in_transfer and self._in_transfer[0].end_event.done:
+            slot, start, stop, _ = self._in_transfer.popleft()
             if slot is not None:
                 self._place[start:stop] = slot[: stop - start]
                 self._ring.give_back(slot)
@@ -118,38 +116,38 @@ class Descent:
                 slot = ring.take()
                 if slot is None:
                     return
-            elif len(self._flying) == ring.slots:
-                return  # so that other arrays come between, and what is abandoned is over soon
+            elif len(self._in_transfer) == ring.slots:
+                return  # so that other arrays get their turn, and an abandoned copy ends soon
             target = self._place[start:stop] if slot is None else slot[: stop - start]
             self.device.download(target, _flat_bytes(self._source)[start:stop], ring.stream)
-            self._flying.append(_Piece(slot, start, stop, ring.stream.record()))
+            self._in_transfer.append(_Piece(slot, start, stop, ring.stream.record()))
             self._queued = stop
 
     def finish(self) -> None:
-        """Nobody wants it any more: frees what it holds, once the GPU is past it."""
-        until = self._clock.now() + ABANDON_SECONDS
-        while self._flying:
-            slot, _, _, mark = self._flying.popleft()
+        """Ends the copy, complete or not: frees what it holds once the GPU has finished with it."""
+        until = SYSTEM_CLOCK.now() + ABANDON_SECONDS
+        while self._in_transfer:
+            slot, _, _, end_event = self._in_transfer.popleft()
+            pending: Event | None = None
             try:
-                wait_for(mark, self._clock, max(0.0, until - self._clock.now()))
-                mark_left = None
+                wait_for(end_event, SYSTEM_CLOCK, max(0.0, until - SYSTEM_CLOCK.now()))
             except CollectiveTimeoutError:
-                mark_left = mark
-                self._ring.keep((self._source, self.data), mark)
+                pending = end_event
+                self._ring.keep((self._source, self.data), end_event)
             if slot is not None:
-                self._ring.give_back(slot, mark_left)
+                self._ring.give_back(slot, pending)
         self._source = None
 
 
 class Ascent:
-    """A host array on its way to a device, in whatever order its parts are ready.
+    """A copy of a host array to a device, whose parts may become ready in any order.
 
-    Made on the caller's thread, in whose stream's order its memory is. Parts that follow each other go together: a copy of
-    SLOT_BYTES takes the GPU no longer than it takes the host to ask for one.
+    It is made on the caller's thread, and its target belongs to that thread's current stream. Adjacent parts are copied
+    together: the GPU copies SLOT_BYTES in about the time that the host needs to queue one copy.
 
     Args:
-        pool: where the array may lie pinned, and stays as it is until the GPU is past it; None where it may change before.
-        target: where it is to go, C-contiguous; None for a new array.
+        pool: pinned memory in which the array may be, if it stays unchanged until the GPU has read it; None if it may change.
+        target: the array to copy to, C-contiguous; None for a new one.
     """
 
     def __init__(self, device: Device, ring: Ring, pool: Pool | None, target: DeviceArray | None = None) -> None:
@@ -165,17 +163,17 @@ class Ascent:
         self._begun = False
         self._allowed: deque[tuple[int, int]] = deque()
         self._ready: dict[int, int] = {}
-        """Where parts that are ready end -> where they begin."""
+        """Parts that are ready and not queued: end -> start."""
         self._ready_bytes = 0
-        """How much was ever ready."""
+        """The size of all parts that have become ready so far."""
         self._queued_bytes = 0
         self._mark: Event | None = None
 
     def allow(self, data: Array, start: int, stop: int) -> None:
-        """Bytes [start, stop) of what goes there are as they shall be, and stay so. From any thread.
+        """Says that bytes [start, stop) of the array are final. May be called from any thread.
 
         Args:
-            data: the whole of it, C-contiguous, in storage dtype; the same array each time.
+            data: the whole array, C-contiguous, in storage dtype; the same one each time.
         """
         self._data = data
         self._allowed.append((start, stop))
@@ -186,7 +184,7 @@ class Ascent:
         return self._is_opened and self._data is not None and self._queued_bytes == self._data.nbytes
 
     def advance(self) -> bool:
-        """Queues what is ready, as far as there are slots. Whether it should soon be looked at again: slots come free."""
+        """Queues what is ready, as far as slots are free. Returns whether to call it again soon, when more are."""
         before, data = self._queued_bytes, self._data
         if data is None or not (self._allowed or self._ready):
             return False
@@ -202,7 +200,7 @@ class Ascent:
         self._is_pinned = self._pool is not None and self._pool.holds(data)
         if self.target is None or self.target.shape != data.shape or self.target.dtype != data.dtype:
             self.target = self.device.empty(data.shape, data.dtype, self._caller)
-            # What the caller's stream holds by now may still use that memory.
+            # What the caller's stream holds now may still use that memory.
             self._begins = self._caller.record()
 
     def _note(self, start: int, stop: int) -> None:
@@ -216,7 +214,8 @@ class Ascent:
         for stop, start in list(self._ready.items()):
             if stop - start >= least_bytes:
                 del self._ready[stop]
-                last = self._copy(here, there, start, stop) if self._is_pinned else self._carry(here, there, start, stop)
+                copy = self._copy if self._is_pinned else self._copy_through_slots
+                last = copy(here, there, start, stop)
                 self._queued_bytes += last - start
                 if last < stop:
                     self._ready[stop] = last
@@ -233,15 +232,15 @@ class Ascent:
             self._ring.stream.wait(self._begins)
 
     def _copy(self, here: Array, there: DeviceArray, start: int, stop: int) -> int:
-        """Queues a part that is in pinned memory; up to where."""
+        """Queues a part that is in pinned memory. Returns its end."""
         self._begin()
         for first in range(start, stop, self._ring.slot_bytes):
             last = min(first + self._ring.slot_bytes, stop)
             self.device.upload(there[first:last], here[first:last], self._ring.stream)
         return stop
 
-    def _carry(self, here: Array, there: DeviceArray, start: int, stop: int) -> int:
-        """As `_copy`, through slots, as far as there are any."""
+    def _copy_through_slots(self, here: Array, there: DeviceArray, start: int, stop: int) -> int:
+        """As `_copy`, through slots. Returns the end of what there were slots for."""
         ring = self._ring
         while start < stop and (slot := ring.take()) is not None:
             self._begin()
@@ -254,12 +253,12 @@ class Ascent:
         return start
 
     def arrive(self) -> None:
-        """The calling thread's current stream goes on after what is queued."""
+        """Makes the calling thread's current stream wait for what is queued."""
         if self._mark is not None:
             self.device.current().wait(self._mark)
 
     def finish(self) -> None:
-        """Nobody wants it any more. The caller's stream gives its memory away only after what is queued."""
+        """Ends the copy, complete or not. The caller's stream waits for what is queued before it can reuse the memory."""
         if self._mark is not None:
             if not self.is_complete:
                 self._caller.wait(self._mark)
@@ -275,62 +274,58 @@ class Staging:
 
     Args:
         device: the GPU.
-        clock: what waits go through.
         slot_bytes, slots: of the ring of each direction.
-        pool_bytes: how much may be pinned besides.
+        pool_bytes: the most that may be pinned besides.
     """
 
     def __init__(
         self,
         device: Device,
-        clock: Clock = SYSTEM_CLOCK,
         slot_bytes: int = SLOT_BYTES,
         slots: int = SLOTS,
         pool_bytes: int = POOL_BYTES,
     ) -> None:
         self.device = device
         self.kernels = device.new_stream()
-        """Where kernels run that make what goes down, or take what came up."""
-        self._clock = clock
+        """The stream of kernels that compute what is copied down, or use what was copied up."""
         self.descents = Ring(device, slot_bytes, slots)
         self.ascents = Ring(device, slot_bytes, slots)
         self.pool = Pool(device, pool_bytes)
 
     def room(self, shape: Sequence[int], storage: np.dtype[Any]) -> Array:
-        """A new array on the host for what comes down, or for what is to go up. In pinned memory as long as there is some, so
-        not for those who may keep it."""
+        """A new array on the host, in pinned memory while some is free. Callers must not keep it long."""
         self.descents.let_go()
         self.ascents.let_go()
         found = self.pool.lend(shape, storage)
         return np.empty(shape, storage) if found is None else found
 
     def descent(self, source: DeviceArray) -> Descent:
-        """A C-contiguous device array, on its way to the host, in memory as `room` gives it."""
+        """Begins to copy a C-contiguous device array to the host, into memory that `room` allocates."""
         data = self.room(source.shape, source.dtype)
-        return Descent(self.device, self.descents, self._clock, source, data, self.pool.holds(data))
+        return Descent(self.device, self.descents, source, data, self.pool.holds(data))
 
     def ascent(self, target: DeviceArray | None = None) -> Ascent:
-        """The way of a result to the device; to `target` where that fits it."""
+        """Begins to copy a result to the device; to `target` where its shape and dtype fit."""
         return Ascent(self.device, self.ascents, self.pool, target)
 
     def settle(self, clock: Clock, until: float) -> None:
-        """Waits until the GPU has done what the calling thread's current stream holds, or clock time `until`.
+        """Blocks the host until the GPU has finished what the calling thread's current stream holds.
 
         Raises:
-            CollectiveTimeoutError: it has not, or not within COPY_SECONDS.
+            CollectiveTimeoutError: it has not by clock time `until`, or within COPY_SECONDS.
         """
         wait_for(self.device.current().record(), clock, min(until - clock.now(), COPY_SECONDS))
 
     def down(self, source: DeviceArray) -> Array:
-        """A copy of a C-contiguous device array on the host, in storage dtype. Complete when it returns.
+        """A copy of a C-contiguous device array on the host, in storage dtype. Blocks until it is complete.
 
         Raises:
-            CollectiveTimeoutError: the GPU did not come to it within COPY_SECONDS.
+            CollectiveTimeoutError: it was not complete within COPY_SECONDS.
         """
-        return self._through(Descent(self.device, self.descents, self._clock, source, np.empty(source.shape, source.dtype)))
+        return self._through(Descent(self.device, self.descents, source, np.empty(source.shape, source.dtype)))
 
     def lent(self, source: DeviceArray) -> Array:
-        """As `down`, in memory as `room` gives it."""
+        """As `down`, in memory that `room` allocates."""
         return self._through(self.descent(source))
 
     def _through(self, descent: Descent) -> Array:
@@ -339,21 +334,21 @@ class Staging:
             return descent.is_complete
 
         try:
-            until_true(through, self._clock, COPY_SECONDS)
+            until_true(through, SYSTEM_CLOCK, COPY_SECONDS)
         finally:
             descent.finish()
         return descent.data
 
     def up(self, source: Array) -> DeviceArray:
-        """A copy of a C-contiguous host array on the device; the caller's current stream goes on after it.
+        """A copy of a C-contiguous host array on the device, for which the caller's current stream waits.
 
-        When it returns `source` may change. Raises as `down`.
+        `source` may change when it returns. Raises as `down`.
         """
         return self._raised(Ascent(self.device, self.ascents, None), source)
 
     def write(self, target: DeviceArray, source: Array) -> None:
-        """target[:] = source, a small host array of as many bytes. As `up`, but the host does not wait for the GPU as long as
-        there is pinned memory."""
+        """target[:] = source, a small host array of equal size. As `up`, but the host does not wait for the GPU while pinned
+        memory is free."""
         copy = self.room(source.shape, source.dtype)
         copy[...] = source
         self._raised(self.ascent(target), copy)
@@ -366,28 +361,28 @@ class Staging:
             return ascent.is_complete
 
         try:
-            until_true(through, self._clock, COPY_SECONDS)
+            until_true(through, SYSTEM_CLOCK, COPY_SECONDS)
             return ascent.target
         finally:
             ascent.finish()
 
 
 def wait_for(event: Event, clock: Clock, seconds: float) -> None:
-    """Returns once the GPU has come past an event. Raises as `until_true`."""
+    """Returns once the GPU has reached an event. Raises as `until_true`."""
     until_true(lambda: event.done, clock, seconds)
 
 
-def until_true(look: Callable[[], bool], clock: Clock, seconds: float) -> None:
-    """Returns once a look at the GPU is true.
+def until_true(is_reached: Callable[[], bool], clock: Clock, seconds: float) -> None:
+    """Returns once a query of the GPU is true.
 
     Raises:
         CollectiveTimeoutError: it was not within `seconds`.
     """
-    for _ in range(LOOKS):
-        if look():
+    for _ in range(SPINS):
+        if is_reached():
             return
     parker, until = clock.parker(), clock.now() + seconds
-    while not look():
+    while not is_reached():
         now = clock.now()
         if now >= until:
             message = f"the GPU did not come to the end of a copy within {seconds:g} s"

@@ -14,7 +14,7 @@ from ferrorpc.arrays.cupy_device import device_of
 from ferrorpc.backends import gpu
 from ferrorpc.backends.cuda_ipc.backend import CudaIpcBackend
 from ferrorpc.backends.cuda_ipc.communicator import kernel_of
-from ferrorpc.backends.cuda_ipc.line import SLOTS
+from ferrorpc.backends.cuda_ipc.control_block import SLOTS
 from ferrorpc.backends.device.communicator import DataType, Op
 from ferrorpc.backends.registry import Place, create
 from ferrorpc.errors import (

@@ -13,6 +13,7 @@ from ferrorpc.errors import CollectiveTimeoutError
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing.gpu.machine import FREED, Machine
 from ferrorpc.testing.gpu.stand_in import StandIn, stand_in
+from tests.fake_gpu.events import taken
 
 SLOT = 64
 
@@ -120,7 +121,7 @@ def test_two_arrays_share_the_slots_and_come_down_side_by_side(cupy: StandIn) ->
             assert descent.data[: descent.here].tobytes() == array[: descent.here].tobytes()
         looks += 1
         assert looks < 1000
-    assert staging.descents.taken == 0
+    assert taken(staging.descents) == 0
     assert cupy.machine.pinned.live_blocks <= 3
 
 

@@ -1,15 +1,15 @@
-"""One rank's end of a communicator whose ranks read each other's GPU memory (CUDA IPC): what NCCL's does, on one host.
+"""One rank's end of a communicator whose ranks read each other's GPU memory (CUDA IPC), all on one host.
 
-It is asked what a communicator of NCCL's is asked (`backends.nccl.api`), so the backend for NCCL stands on it as it does there.
-Unlike NCCL it works where ranks share one GPU: no kernel of it waits for another rank.
+It has the interface of NCCL's communicators. Unlike those it works where ranks share one GPU, because none of its kernels waits
+for another rank.
 
-Idea. Reductions are pulled: every rank lays its part out (rounds.py). Among few ranks each then folds all parts itself, in one
-kernel. Among more, each folds a slice, lays that out in place of its own part of it, and copies the slices of the others: a
-reduce-scatter and an all-gather (Rabenseifner, 2004), each one pull. The fold is in rank order on all of them, so they get the
-same bits, those of the other backends.
+Idea. Reductions are pulled: every rank copies its part into its slab (rounds.py). Among few ranks each then folds all parts
+itself, in one kernel. Among more, each folds one slice, publishes that in place of its own part, and copies the slices of the
+others: a reduce-scatter and an all-gather (Rabenseifner, 2004), each with one pull. All fold in rank order, so they get the
+same bits, which are those of the other backends.
 
 Cost, in bytes of GPU memory read and written for n bytes of p ranks on one GPU: folding everything p * (p + 3) * n, in slices
-about p * 5 * n; and one wait for the host, or two, for each slot of `slot_bytes`.
+about p * 5 * n; and for each slot of `slot_bytes` the host waits once, or twice in slices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, Final
 
 from ferrorpc.arrays.device import Device
-from ferrorpc.backends.cuda_ipc.line import CLOSED, SLOTS
+from ferrorpc.backends.cuda_ipc.control_block import CLOSED, SLOTS
 from ferrorpc.backends.cuda_ipc.peers import Own, Peer
 from ferrorpc.backends.cuda_ipc.rounds import Messages, Rounds, Waits
 from ferrorpc.backends.device.communicator import Communicator, DataType, Op, State, failed
@@ -32,12 +32,12 @@ from ferrorpc.errors import NcclError
 from ferrorpc.guard import Clock
 
 FOLD_ALL_RANKS_MAX: Final = 3
-"""Up to so many ranks fold everything themselves: it takes one wait for the others less, and up to 3 ranks fewer bytes."""
+"""Up to so many ranks each fold everything: that takes one wait less, and up to 3 ranks fewer bytes."""
 SLICE_BYTES: Final = 256
-"""Slices begin at multiples."""
+"""Slices begin at multiples of this."""
 CLOSE_SECONDS: Final = 2.0
-"""How long a rank that closes waits until the others have closed what they have open of its memory."""
-LOOK_SECONDS: Final = 1e-3
+"""How long a rank that closes waits for the others to close its memory."""
+POLL_SECONDS: Final = 1e-3
 _ITEM_BYTES: Final = {
     DataType.INT8: 1,
     DataType.UINT8: 1,
@@ -60,10 +60,10 @@ class IpcCommunicator(Communicator):
     Args:
         device: this rank's GPU.
         rank: this group rank.
-        own: this rank's slab.
-        peers: all others, by rank.
+        own: this rank's slab and events.
+        peers: those of all other ranks, in rank order.
         slot_bytes, message_bytes: as in `Own`.
-        release: gives the line back.
+        release: frees the control block.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class IpcCommunicator(Communicator):
         self._lock = threading.RLock()
         self._pending: deque[Waits] = deque()
         self._group: defaultdict[Hashable, list[Waits]] | None = None
-        """What was called within a group, by what goes on one by one: rounds, and messages of one direction of one peer."""
+        """What was called within `grouped`, by sequence: all rounds are one, and so are a peer's messages in one direction."""
         self._is_gone = False
         self._problem: NcclError | None = None
         self._rounds = Rounds(sharing, own, peers, slot_bytes)
@@ -99,10 +99,10 @@ class IpcCommunicator(Communicator):
         with device.here():
             self._table: Any = device.folds.table(bases)
 
-    # -- what is asked of a communicator -------------------------------------------------------------------------------
+    # -- the interface of a communicator -------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """As `Communicator.state`. Brings on what is not yet in its stream."""
+        """As `Communicator.state`. Also continues operations that are not yet wholly in their streams."""
         with self._lock:
             if self._is_gone:
                 raise failed("CUDA IPC", State.INVALID_USAGE, "the communicator was aborted or destroyed")
@@ -124,7 +124,7 @@ class IpcCommunicator(Communicator):
             raise self._problem.again() from None
 
     def last_error(self) -> str:
-        """What went wrong is in the error that was raised."""
+        """Nothing: errors that are raised say everything."""
         return ""
 
     def all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
@@ -157,7 +157,7 @@ class IpcCommunicator(Communicator):
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
-        """As `Communicator.grouped`: what is called within goes on side by side, but what all ranks take part in one by one."""
+        """As `Communicator.grouped`: sequences of operations proceed side by side, the operations of each in order."""
         group: defaultdict[Hashable, list[Waits]] = defaultdict(list)
         self._group = group
         try:
@@ -165,23 +165,26 @@ class IpcCommunicator(Communicator):
         finally:
             self._group = None
         with self._lock:
-            self._pending.append(_side_by_side([itertools.chain.from_iterable(line) for line in group.values()]))
+            self._pending.append(_side_by_side([itertools.chain.from_iterable(each) for each in group.values()]))
             self.state()
 
     def split(self, color: int | None, key: int) -> Communicator | None:
-        """Communicators are not split from others here: each is connected anew."""
+        """Not supported: each communicator is connected anew."""
         raise failed("CUDA IPC", State.INVALID_USAGE, "communicators are connected, not split")
 
     def finalize(self) -> None:
-        """Nothing has to be said: `destroy` waits for what is under way."""
+        """Does nothing: `destroy` waits for what is in flight."""
 
     def abort(self) -> None:
-        """As `Communicator.abort`: what is not in its stream will not be, the rest comes to its end on the GPU."""
+        """As `Communicator.abort`: what is not in its stream is dropped, and the GPU finishes the rest."""
         self.destroy()
 
     def destroy(self) -> None:
-        """As `Communicator.destroy`: closes what is open of the others' memory once the GPU is past it, and gives its own back
-        once the others have closed it, or after CLOSE_SECONDS: what a peer has open stays there for it."""
+        """As `Communicator.destroy`.
+
+        Closes the others' memory once the GPU has finished reading it. Then it waits, for at most CLOSE_SECONDS, until the
+        others have closed this rank's memory, and frees it; a peer that still has it open keeps it.
+        """
         with self._lock:
             if self._is_gone:
                 return
@@ -195,19 +198,19 @@ class IpcCommunicator(Communicator):
             self._own.words[CLOSED] = 1
             until, parker = self._clock.now() + CLOSE_SECONDS, self._clock.parker()
             while any(not peer.words[CLOSED] for peer in self._peers) and self._clock.now() < until:
-                parker.park(self._clock.now() + LOOK_SECONDS)
+                parker.park(self._clock.now() + POLL_SECONDS)
             self._own.close()
         except self._sharing.problems as problem:
             raise failed("CUDA IPC", State.UNHANDLED_CUDA_ERROR, str(problem)) from None
         finally:
             self._release()
 
-    # -- how operations go ---------------------------------------------------------------------------------------------
+    # -- operations, as generators that yield while they wait for a word ----------------------------------------------------
 
-    def _begin(self, line: Hashable, steps: Waits) -> None:
-        """Takes an operation up, and as far as it goes at once."""
+    def _begin(self, sequence: Hashable, steps: Waits) -> None:
+        """Starts an operation, and does what can be done at once."""
         if self._group is not None:
-            self._group[line].append(steps)
+            self._group[sequence].append(steps)
             return
         with self._lock:
             self._pending.append(steps)
@@ -219,7 +222,7 @@ class IpcCommunicator(Communicator):
         for first, size_bytes in _parts(count * item, rounds.slot_bytes):
             yield from rounds.begin(stream)
             self._sharing.copy(self._own.base + rounds.offset, source + first, size_bytes, stream)
-            rounds.lay_out(stream, digest)
+            rounds.publish(stream, digest)
             yield from rounds.gather(stream, digest)
             if self.size <= FOLD_ALL_RANKS_MAX:
                 self._fold(rounds.offset, size_bytes, target + first, datatype, op, stream)
@@ -233,7 +236,7 @@ class IpcCommunicator(Communicator):
         slices = [(min(rank * step, size_bytes), min((rank + 1) * step, size_bytes)) for rank in range(self.size)]
         first, last = slices[self.rank]
         self._fold(rounds.offset + first, last - first, self._own.base + rounds.offset + first, datatype, op, stream)
-        rounds.lay_out(stream, digest, phase=1)
+        rounds.publish(stream, digest, phase=1)
         self._sharing.copy(target + first, self._own.base + rounds.offset + first, last - first, stream)
         yield from rounds.gather(stream, digest, phase=1)
         for peer in self._peers:
@@ -246,7 +249,7 @@ class IpcCommunicator(Communicator):
         for first, size_bytes in _parts(count * item, rounds.slot_bytes):
             yield from rounds.begin(stream)
             self._sharing.copy(self._own.base + rounds.offset, source + first, size_bytes, stream)
-            rounds.lay_out(stream, digest)
+            rounds.publish(stream, digest)
             if self.rank == root:
                 yield from rounds.gather(stream, digest)
                 self._fold(rounds.offset, size_bytes, target + first, datatype, op, stream)
@@ -261,7 +264,7 @@ class IpcCommunicator(Communicator):
             for peer in range(self.size):
                 place = self._own.base + rounds.offset + peer * most
                 self._sharing.copy(place, source + peer * count * item + first, size_bytes, stream)
-            rounds.lay_out(stream, digest)
+            rounds.publish(stream, digest)
             yield from rounds.gather(stream, digest)
             self._fold(rounds.offset + self.rank * most, size_bytes, target + first, datatype, op, stream)
             rounds.leave(stream)
@@ -273,7 +276,7 @@ class IpcCommunicator(Communicator):
             yield from rounds.begin(stream)
             if self.rank == root:
                 self._sharing.copy(self._own.base + rounds.offset, source + first, part_bytes, stream)
-            rounds.lay_out(stream, digest)
+            rounds.publish(stream, digest)
             if self.rank != root:
                 peer = self._by_rank[root]
                 yield from rounds.gather(stream, digest, peers=[peer])
@@ -288,7 +291,7 @@ class IpcCommunicator(Communicator):
         for first, part_bytes in _parts(size_bytes, rounds.slot_bytes):
             yield from rounds.begin(stream)
             self._sharing.copy(self._own.base + rounds.offset, source + first, part_bytes, stream)
-            rounds.lay_out(stream, digest)
+            rounds.publish(stream, digest)
             yield from rounds.gather(stream, digest)
             for peer in self._peers:
                 place = target + peer.rank * size_bytes + first
@@ -297,7 +300,7 @@ class IpcCommunicator(Communicator):
         self._sharing.copy(target + self.rank * size_bytes, source, size_bytes, stream)
 
     def _fold(self, offset: int, size_bytes: int, target: int, datatype: DataType, op: Op, stream: int) -> None:
-        """The fold of what lies at `offset` in every rank's slab."""
+        """Folds what is at `offset` in every rank's slab."""
         if not size_bytes:
             return
         with self._device.on(self._device.adopt(stream)):
@@ -313,32 +316,32 @@ class IpcCommunicator(Communicator):
 
 
 def kernel_of(op: Op, datatype: DataType) -> str:
-    """The name of the kernel that folds with this operator."""
+    """The name of the kernel for an operator and an element type."""
     return f"fold_{_FOLDS[op]}_{datatype.name.lower()}"
 
 
 def _parts(size_bytes: int, most: int) -> Iterator[tuple[int, int]]:
-    """Where each part of at most so many bytes begins, and its bytes."""
+    """The offset and size of each part of at most so many bytes."""
     for first in range(0, size_bytes, most):
         yield first, min(most, size_bytes - first)
 
 
 def _messages_begin(slot_bytes: int, message_bytes: int, rank: int) -> int:
-    """Where in a slab the slots for messages to a rank begin."""
+    """The offset in a slab of the slots for messages to a rank."""
     return SLOTS * (slot_bytes + rank * message_bytes)
 
 
-def _side_by_side(lines: list[Waits]) -> Waits:
-    """Goes on with each as far as it goes."""
-    waiting = lines
-    while waiting := [line for line in waiting if not _is_over(line)]:
+def _side_by_side(sequences: list[Waits]) -> Waits:
+    """Continues each sequence as far as it can, until all are over."""
+    waiting = sequences
+    while waiting := [each for each in waiting if not _is_over(each)]:
         yield
 
 
-def _is_over(line: Waits) -> bool:
-    return next(line, True) is True
+def _is_over(sequence: Waits) -> bool:
+    return next(sequence, True) is True
 
 
 def _digest(*what: Any) -> int:
-    """The same on every rank that calls the same."""
+    """A number that is equal on all ranks that make the same call."""
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little") >> 1

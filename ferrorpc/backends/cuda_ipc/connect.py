@@ -16,7 +16,7 @@ import numpy as np
 
 from ferrorpc.arrays.device import Device
 from ferrorpc.backends.cuda_ipc.communicator import IpcCommunicator
-from ferrorpc.backends.cuda_ipc.line import Line, line_bytes
+from ferrorpc.backends.cuda_ipc.control_block import ControlBlock, block_bytes
 from ferrorpc.backends.cuda_ipc.peers import Own, Peer
 from ferrorpc.backends.device.communicator import Communicator, State, failed
 from ferrorpc.collectives.arena.board import Array, Memory
@@ -79,11 +79,11 @@ class IpcConnector:
         message_bytes = _rounded(slot_bytes // 2 // size)
         own, peers, problem = None, [], ""
         with ExitStack() as undo:
-            offset, bytes_, free = self._room(line_bytes(size))
+            offset, bytes_, free = self._room(block_bytes(size))
             undo.callback(free)
-            line = Line(bytes_, size)
+            block = ControlBlock(bytes_, size)
             try:
-                own = Own(self._device, line, size, slot_bytes, message_bytes)
+                own = Own(self._device, block, size, slot_bytes, message_bytes)
                 undo.callback(own.close)
             except NcclError as error:
                 problem = error.message[:PROBLEM_CHARACTERS]
@@ -93,7 +93,7 @@ class IpcConnector:
                 try:
                     for place, (rank, other) in enumerate(zip(ranks, others, strict=True)):
                         if place != own_rank:
-                            theirs, is_here = self._line_of(rank, other["offset"], size), other["process"] == self._process
+                            theirs, is_here = self._block_of(rank, other["offset"], size), other["process"] == self._process
                             peers.append(Peer(self._device, theirs, place, own_rank, is_here))
                             undo.callback(peers[-1].close)
                 except NcclError as error:
@@ -121,10 +121,10 @@ class IpcConnector:
         block.array[:] = 0
         return block.offset, block.array, block.free
 
-    def _line_of(self, rank: int, offset: int, size: int) -> Line:
+    def _block_of(self, rank: int, offset: int, size: int) -> ControlBlock:
         if self._memory is None:
             raise AssertionError(f"rank {rank} shares no memory")
-        return Line(self._memory.memory(rank)[offset : offset + line_bytes(size)], size)
+        return ControlBlock(self._memory.memory(rank)[offset : offset + block_bytes(size)], size)
 
     def _meet(self, name: str, ranks: Sequence[int], said: str) -> list[str]:
         """Exchanges texts. Returns those of all ranks, in their order."""

@@ -1,23 +1,23 @@
-"""What a rank has of its GPU's memory for others, and what it has open of theirs."""
+"""The GPU memory and events that a rank shares, and those of its peers that it has open."""
 
 from __future__ import annotations
 
 from ferrorpc.arrays.device import Device
-from ferrorpc.backends.cuda_ipc.line import BASE, SLOTS, Line, events_of, got, left, sent, staged
+from ferrorpc.backends.cuda_ipc.control_block import BASE, SLOTS, ControlBlock, events_of, got, left, sent, staged
 from ferrorpc.errors import NcclError
 
 
 class Own:
-    """This rank's slab and events, introduced in its line.
+    """This rank's slab and events, which it writes into its control block.
 
-    The slab: SLOTS slots of `slot_bytes` for everyone, then SLOTS slots of `message_bytes` for each rank.
+    The slab: SLOTS slots of `slot_bytes` that all ranks read, then SLOTS slots of `message_bytes` for each rank.
 
     Raises:
-        NcclError: the GPU has no memory for it.
+        NcclError: the GPU lacks the memory, or cannot share it.
     """
 
-    def __init__(self, device: Device, line: Line, size: int, slot_bytes: int, message_bytes: int) -> None:
-        self.words = line.words
+    def __init__(self, device: Device, block: ControlBlock, size: int, slot_bytes: int, message_bytes: int) -> None:
+        self.words = block.words
         self._device = device
         self._sharing = sharing = device.sharing
         self.base = 0
@@ -26,22 +26,22 @@ class Own:
         with device.here():
             try:
                 self.base = sharing.allocate(size_bytes)
-                line.introduce(self.base, sharing.memory_handle(self.base))
+                block.set_slab(self.base, sharing.memory_handle(self.base))
                 for number in range(events_of(size)):
                     self.events.append(sharing.new_event())
-                    line.introduce_event(number, self.events[-1], sharing.event_handle(self.events[-1]))
+                    block.set_event(number, self.events[-1], sharing.event_handle(self.events[-1]))
             except sharing.problems as problem:
                 self.close()
                 raise NcclError(f"cannot share {size_bytes >> 20} MiB of the GPU's memory: {problem}") from None
 
     def settle(self) -> None:
-        """Waits until the GPU is past all that was marked."""
+        """Blocks the host until the GPU has reached every event that this rank has recorded."""
         with self._device.here():
             for event in self.events:
                 self._sharing.settle(event)
 
     def close(self) -> None:
-        """Gives all of it back."""
+        """Frees the slab and the events."""
         with self._device.here():
             for event in self.events:
                 self._sharing.destroy_event(event)
@@ -50,30 +50,30 @@ class Own:
 
 
 class Peer:
-    """Another rank, seen from this one.
+    """A peer's memory and events, as this rank has them open.
 
     Args:
         rank: group rank of the peer.
         own_rank: that of this one.
-        is_here: whether it lives in this process, as another thread: then there is nothing to open.
+        is_here: whether it is a thread of this process: then its addresses are valid here, and nothing is opened.
 
     Raises:
         NcclError: its memory cannot be opened.
     """
 
-    def __init__(self, device: Device, line: Line, rank: int, own_rank: int, is_here: bool) -> None:
+    def __init__(self, device: Device, block: ControlBlock, rank: int, own_rank: int, is_here: bool) -> None:
         self.rank = rank
-        self.words = line.words
+        self.words = block.words
         self._device = device
         self._sharing = sharing = device.sharing
         self._is_here = is_here
-        self._line = line
+        self._block = block
         self.base = 0
         self._opened: list[int] = []
         """Events that were opened here."""
         with device.here():
             try:
-                self.base = line.words[BASE] if is_here else sharing.open_memory(line.handle())
+                self.base = block.words[BASE] if is_here else sharing.open_memory(block.handle())
                 self.staged = [self._event(staged(slot, phase)) for slot in range(SLOTS) for phase in range(2)]
                 self.left = [self._event(left(slot)) for slot in range(SLOTS)]
                 self.sent = [self._event(sent(own_rank, slot)) for slot in range(SLOTS)]
@@ -83,7 +83,7 @@ class Peer:
                 raise NcclError(f"cannot open the GPU memory of group rank {rank}: {problem}") from None
 
     def _event(self, number: int) -> int:
-        event, handle = self._line.event(number)
+        event, handle = self._block.event(number)
         if not self._is_here:
             event = self._sharing.open_event(handle)
             self._opened.append(event)

@@ -1,13 +1,13 @@
-"""How ranks pass bytes through each other's GPU memory: everyone's part to everyone, and messages between two.
+"""How ranks pass bytes through each other's GPU memory: in rounds of all ranks, and as messages between two.
 
-Idea. Each rank lays out what it has in a slot of its slab, marks that in its stream, and then says so in its line. Whoever
-needs it sees the word, lets its own stream wait for the mark, and reads. It marks when it has read, and says so; the slot is
-taken again after that. The host waits for words only, the GPU for marks only, and no kernel ever waits: so ranks that take
-turns on one GPU do not hold each other up.
+Idea. A rank copies its data into a slot of its slab, records an event in its stream, and then writes a word in its control
+block. A reader sees the word, makes its own stream wait for the event, and reads the slot. It records an event when it has read
+the slot, and writes a word too; the slot is used again after that. The host waits only for words and the GPU only for events,
+and no kernel spins. So ranks whose processes take turns on one GPU do not block each other.
 
-All waits here are generators: they yield where a word has not come yet.
+All waits here are generators, which yield while a word has not been written yet.
 
-Cost, of the GPU's memory: what is laid out is written once and read once by each who needs it; SLOTS slots a rank.
+Cost, of the GPU's memory: data is written once, and read once by each rank that needs it; SLOTS slots a rank.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from ferrorpc.arrays.cupy_sharing import CupySharing
-from ferrorpc.backends.cuda_ipc import line
-from ferrorpc.backends.cuda_ipc.line import DIGEST, LEFT, SLOTS, STAGED
+from ferrorpc.backends.cuda_ipc import control_block
+from ferrorpc.backends.cuda_ipc.control_block import DIGEST, LEFT, SLOTS, STAGED
 from ferrorpc.backends.cuda_ipc.peers import Own, Peer
 
 Waits: TypeAlias = Iterator[None]
 
 
 class Rounds:
-    """What all ranks of a group do in step: every one of them takes part in every round."""
+    """The rounds of a group. Every rank takes part in every round."""
 
     def __init__(self, sharing: CupySharing, own: Own, peers: Sequence[Peer], slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
@@ -35,11 +35,11 @@ class Rounds:
 
     @property
     def offset(self) -> int:
-        """Where the slot of this round begins in every rank's slab."""
+        """The offset of this round's slot in every rank's slab."""
         return self._round % SLOTS * self.slot_bytes
 
     def begin(self, stream: int) -> Waits:
-        """Returns once this rank may write into its slot, in that stream."""
+        """Returns once this rank may queue writes to its slot in that stream."""
         slot, needed = self._round % SLOTS, self._round - SLOTS + 1
         if needed > 0:
             for peer in self._peers:
@@ -47,17 +47,17 @@ class Rounds:
                     yield
                 self._sharing.wait(stream, peer.left[slot])
 
-    def lay_out(self, stream: int, digest: int, phase: int = 0) -> None:
-        """What the stream has written into the slot is for the others: phase 0 this rank's part, 1 its slice of the result."""
+    def publish(self, stream: int, digest: int, phase: int = 0) -> None:
+        """Makes what the stream has written to the slot readable: phase 0 this rank's part, 1 its slice of the result."""
         slot = self._round % SLOTS
-        self._sharing.record(self._own.events[line.staged(slot, phase)], stream)
+        self._sharing.record(self._own.events[control_block.staged(slot, phase)], stream)
         self._own.words[DIGEST + slot] = digest
         self._own.words[STAGED] = 2 * self._round + 1 + phase
 
     def gather(self, stream: int, digest: int, phase: int = 0, peers: Iterable[Peer] | None = None) -> Waits:
-        """Returns once what peers (all of them) have laid out may be read in that stream.
+        """Returns once that stream may read what the peers (None: all of them) have published.
 
-        One that is in another operation is waited for, for ever: those who wait ask it, and say what is wrong.
+        It waits without a deadline for a peer that is in another operation: the operation's probes find and report that.
         """
         slot, needed = self._round % SLOTS, 2 * self._round + 1 + phase
         for peer in self._peers if peers is None else peers:
@@ -66,20 +66,20 @@ class Rounds:
             self._sharing.wait(stream, peer.staged[2 * slot + phase])
 
     def leave(self, stream: int) -> None:
-        """This rank needs nothing more of the round."""
+        """Ends the round on this rank, which has queued all its reads."""
         slot = self._round % SLOTS
-        self._sharing.record(self._own.events[line.left(slot)], stream)
+        self._sharing.record(self._own.events[control_block.left(slot)], stream)
         self._round += 1
         self._own.words[LEFT] = self._round
 
 
 class Messages:
-    """What goes between this rank and one other, in either direction, in order.
+    """The messages between this rank and a peer, in order in each direction.
 
     Args:
         rank: this group rank.
-        begin_bytes: where in a slab its slots for the messages to a rank begin, by that rank.
-        message_bytes: what goes at a time.
+        begin_bytes: gives the offset in a slab of the slots for messages to a rank.
+        message_bytes: the size of a slot.
     """
 
     def __init__(
@@ -101,34 +101,34 @@ class Messages:
         self._sent = self._got = 0
 
     def send(self, source: int, size_bytes: int, stream: int) -> Waits:
-        """Returns once all of it is laid out, in that stream's order."""
+        """Returns once all of it is queued to be copied into slots."""
         peer, words = self._peer, self._own.words
         for first in range(0, size_bytes, self._message_bytes):
             slot, needed = self._sent % SLOTS, self._sent - SLOTS + 1
             if needed > 0:
-                while peer.words[line.got_word(self._rank)] < needed:
+                while peer.words[control_block.got_word(self._rank)] < needed:
                     yield
                 self._sharing.wait(stream, peer.got[slot])
             part_bytes = min(self._message_bytes, size_bytes - first)
             self._sharing.copy(self._to + slot * self._message_bytes, source + first, part_bytes, stream)
-            self._sharing.record(self._own.events[line.sent(peer.rank, slot)], stream)
+            self._sharing.record(self._own.events[control_block.sent(peer.rank, slot)], stream)
             self._sent += 1
-            words[line.bytes_word(peer.rank, slot)] = size_bytes
-            words[line.sent_word(peer.rank)] = self._sent
+            words[control_block.bytes_word(peer.rank, slot)] = size_bytes
+            words[control_block.sent_word(peer.rank)] = self._sent
 
     def recv(self, target: int, size_bytes: int, stream: int) -> Waits:
-        """Returns once all of it is on its way to its place, in that stream. One of another size is waited for, for ever."""
+        """Returns once all of it is queued to be copied to `target`. It waits without a deadline for one of that size."""
         peer = self._peer
         for first in range(0, size_bytes, self._message_bytes):
             slot = self._got % SLOTS
             while (
-                peer.words[line.sent_word(self._rank)] <= self._got
-                or peer.words[line.bytes_word(self._rank, slot)] != size_bytes
+                peer.words[control_block.sent_word(self._rank)] <= self._got
+                or peer.words[control_block.bytes_word(self._rank, slot)] != size_bytes
             ):
                 yield
             self._sharing.wait(stream, peer.sent[slot])
             part_bytes = min(self._message_bytes, size_bytes - first)
             self._sharing.copy(target + first, self._from + slot * self._message_bytes, part_bytes, stream)
-            self._sharing.record(self._own.events[line.got(peer.rank, slot)], stream)
+            self._sharing.record(self._own.events[control_block.got(peer.rank, slot)], stream)
             self._got += 1
-            self._own.words[line.got_word(peer.rank)] = self._got
+            self._own.words[control_block.got_word(peer.rank)] = self._got

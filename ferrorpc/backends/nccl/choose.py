@@ -1,4 +1,4 @@
-"""Which binding of NCCL a process uses: the first that is there, nccl4py before CuPy's."""
+"""Which binding of NCCL a process uses: the first that works, nccl4py before CuPy's."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ferrorpc.errors import BackendUnavailableError
 
 BINDINGS: Final[tuple[Callable[[], NcclApi], ...]] = (open_nccl4py, open_cupy_nccl)
 MINIMUM_VERSION: Final = 21000
-"""NCCL 2.10: before, bfloat16 and MEAN are missing."""
+"""NCCL 2.10, the first with bfloat16 and MEAN."""
 _log = logging.getLogger("ferrorpc.backends.nccl")
 
 
 def open_nccl() -> NcclApi:
-    """The binding.
+    """Opens the binding.
 
     Raises:
-        BackendUnavailableError: none is installed, with what each lacks; the hint is the command that installs one.
+        BackendUnavailableError: none works; the message says what each lacks, and the hint is the command that installs one.
     """
     lacking = []
     for binding in BINDINGS:

@@ -30,7 +30,7 @@ from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroEr
 INIT_SECONDS: Final = 30.0
 """How long an attempt may take."""
 ATTEMPTS: Final = 2
-LOOK_SECONDS: Final = 2e-3
+POLL_SECONDS: Final = 2e-3
 CHECK_SECONDS: Final = 0.5
 VERDICT_SECONDS: Final = 5.0
 ABORT_SECONDS: Final = 10.0
@@ -145,7 +145,7 @@ class NcclConnector:
             now = self._clock.now()
             if now >= until:
                 raise CollectiveTimeoutError([], f"NCCL's {what} was not complete within {self._seconds:g} s")
-            parker.park(min(until, now + LOOK_SECONDS))
+            parker.park(min(until, now + POLL_SECONDS))
         if state is not State.SUCCESS:
             raise failed(what, state, communicator.last_error())
 
@@ -193,7 +193,7 @@ class NcclConnector:
                 check_at = now + CHECK_SECONDS
                 if self._attempt_in_force(name) > attempt:
                     raise _Overtaken
-            parker.park(min(until, now + LOOK_SECONDS))
+            parker.park(min(until, now + POLL_SECONDS))
         if state is not State.SUCCESS:
             raise failed("its initialisation", state, communicator.last_error())
 

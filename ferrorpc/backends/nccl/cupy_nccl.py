@@ -1,10 +1,10 @@
-"""NCCL through `cupy.cuda.nccl`: for where nccl4py is not installed.
+"""NCCL through `cupy.cuda.nccl`, where nccl4py is not installed. Prefer nccl4py.
 
-CuPy's binding makes communicators only by a call that returns when all ranks have come, or never. Here that call has a thread
-of its own, so that its caller keeps its deadline; but it cannot be aborted, and the thread and its GPU memory stay until the
-process ends. Other calls may wait for ranks, too: NCCL connects what a collective needs when it is first called, unless told to
-do so while the communicator is made, as it is here; what sends and receives need it always connects with the first of them, so
-groups have a thread of their own as well. Use nccl4py where you can. Written against CuPy 14.
+CuPy's binding initialises a communicator by a call that returns only when all ranks have come. Here that call runs on a thread
+of its own, so that its caller keeps its deadline. It cannot be aborted: the thread and its GPU memory stay until the process
+ends. Other calls may wait for ranks as well. NCCL connects what a collective needs at its first call, unless it is told to do
+so at the initialisation, as it is here. What sends and receives need it always connects at the first of them, so groups are
+launched on a thread of their own. Written against CuPy 14.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CupyNcclApi:
             return bytes(self.bindings.get_unique_id())
 
     def init(self, size: int, rank: int, unique_ids: Sequence[bytes]) -> Communicator:
-        """As `NcclApi.init`; several ids are more than this binding takes."""
+        """As `NcclApi.init`; this binding takes one id only."""
         device = int(self._cupy.cuda.Device().id)
         return CupyCommunicator(self, device, lambda: self.bindings.NcclCommunicator(size, unique_ids[0], rank))
 
@@ -58,7 +58,7 @@ class CupyNcclApi:
 
     @contextmanager
     def refusals(self, call: str) -> Iterator[None]:
-        """Translates NCCL's errors. For those that CuPy's table lacks (in progress, timeout) it raises KeyError."""
+        """Translates NCCL's errors. CuPy raises KeyError for those that its table lacks (in progress, timeout)."""
         try:
             yield
         except self.bindings.NcclError as error:
@@ -68,9 +68,9 @@ class CupyNcclApi:
 
 
 class CupyCommunicator:
-    """`Communicator` on CuPy's binding, which a thread of its own makes.
+    """`Communicator` on CuPy's binding, initialised on a thread of its own.
 
-    An abort frees what other threads may just be using, so it waits for the call that is under way, however long that takes.
+    An abort frees what another thread may be using, so it waits for the call in progress, however long that takes.
     """
 
     def __init__(self, api: CupyNcclApi, device: int, make: Callable[[], Any]) -> None:
@@ -79,13 +79,13 @@ class CupyCommunicator:
         self._made: Any = None
         self._problem: NcclError | None = None
         self._is_over = False
-        """Whether the thread is through, also where it made none, as by a split without a color."""
+        """Whether the thread has finished, even without a communicator, as after a split without a color."""
         self._splitting: CupyCommunicator | None = None
         self._lock = threading.RLock()
         """Held by each call."""
         self._group: list[Callable[[Any], object]] | None = None
         self._is_launching = False
-        """Whether a thread launches a group."""
+        """Whether a thread is launching a group."""
         self._given_up = False
         SYSTEM_CLOCK.start(lambda: self._make(make), "ferrorpc-nccl-init")
 
@@ -103,13 +103,13 @@ class CupyCommunicator:
 
     @property
     def _nccl(self) -> Any:
-        """The communicator; there is one once its state was SUCCESS, until it is given up."""
+        """CuPy's communicator. Raises NcclError before it is complete and after an abort."""
         if self._made is None or self._given_up:
             raise failed("NCCL", State.INVALID_USAGE, "the communicator is not complete, or was aborted")
         return self._made
 
     def _call(self, name: str, call: Callable[[Any], object]) -> None:
-        """One call upon the communicator, now or with its group."""
+        """Makes one call on the communicator, now or with its group."""
         if self._group is not None:
             self._group.append(call)
             return
@@ -117,7 +117,7 @@ class CupyCommunicator:
             call(self._nccl)
 
     def state(self) -> State:
-        """As `Communicator.state`. It is IN_PROGRESS, too, while another thread's call waits."""
+        """As `Communicator.state`. IN_PROGRESS also while another thread's call waits."""
         for each in (self, self._splitting):
             if each is not None and each._problem is not None:
                 raise each._problem.again()
@@ -132,7 +132,7 @@ class CupyCommunicator:
         return State.SUCCESS
 
     def last_error(self) -> str:
-        """CuPy's binding does not ask."""
+        """CuPy's binding has no such call."""
         return ""
 
     def all_reduce(self, source: int, target: int, count: int, datatype: DataType, op: Op, stream: int) -> None:
@@ -165,7 +165,7 @@ class CupyCommunicator:
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
-        """As `Communicator.grouped`. A thread of its own launches what was called within: that may wait for other ranks."""
+        """As `Communicator.grouped`. Another thread launches the calls within, because they may wait for other ranks."""
         calls: list[Callable[[Any], object]] = []
         self._group = calls
         try:
@@ -192,7 +192,7 @@ class CupyCommunicator:
             self._is_launching = False
 
     def split(self, color: int | None, key: int) -> Communicator | None:
-        """As `Communicator.split`; the call waits for all ranks, on a thread of its own."""
+        """As `Communicator.split`; on a thread of its own, because the call waits for all ranks."""
 
         def divide() -> Any:
             with self._lock:
@@ -217,16 +217,16 @@ class CupyCommunicator:
         """CuPy's binding has no such call."""
 
     def destroy(self) -> None:
-        """As `Communicator.destroy`, by an abort: this binding's own waits for the other ranks, without bound. Nothing is in
-        flight then, and CuPy's finalizer, which would wait too, finds nothing to destroy."""
+        """As `Communicator.destroy`, by an abort, because this binding's own call waits for the other ranks without bound.
+        Nothing is in flight by then, and CuPy's finalizer, which would wait too, finds nothing to destroy."""
         self.abort()
 
 
 def open_cupy_nccl() -> CupyNcclApi:
-    """The binding, where CuPy and its NCCL are installed.
+    """Opens the binding.
 
     Raises:
-        BackendUnavailableError: one of them is not.
+        BackendUnavailableError: CuPy or its NCCL is not installed.
     """
     try:
         cupy, bindings = importlib.import_module("cupy"), importlib.import_module(MODULE)

@@ -1,4 +1,4 @@
-"""What ranks tell each other before NCCL is called: GPU, host, version. NCCL's own words on these come late and name nobody."""
+"""Checks before NCCL is called that each rank has a GPU of its own and that versions match: NCCL's errors name no rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """NCCL through nccl4py, NVIDIA's own binding: communicators that never block, split, and can be aborted.
 
-Written against `nccl.bindings.nccl` of nccl4py 0.6: the functions of nccl.h in lower case on raw pointers, which take and give
-`Comm` objects, raise `NCCLError` (with `.status`) for errors, and return for ncclInProgress. Without a GPU its version, its
-ids and its refusals were tried with the real library, every call with the real package over an emulation of NCCL.
+Written against `nccl.bindings.nccl` of nccl4py 0.6: the functions of nccl.h in lower case on raw pointers. They take and return
+`Comm` objects, raise `NCCLError` (with `.status`) for errors, and return normally for ncclInProgress.
 """
 
 from __future__ import annotations
@@ -53,25 +52,25 @@ class Nccl4pyApi:
         return Nccl4pyCommunicator(self, self._nccl, made)
 
     def config(self) -> Any:
-        """How communicators are made: they never block, and share nothing with those that are split from them.
+        """The configuration of communicators: non-blocking, and sharing nothing with those that are split from them.
 
-        Those that share (`splitShare`) have one stream and one abort flag on a device. So their kernels would run in the order
-        in which a rank launched them, which waits for ever where two ranks launch operations of two groups in another order;
-        and the abort of one would leave the others without a result and without an error (NCCL 2.28, enqueue.cc and init.cc).
+        With `splitShare` they would share one stream and one abort flag on a device. Their kernels would then run in the order
+        in which a rank launches them, a deadlock where two ranks launch operations of two groups in different orders;
+        and to abort one would leave the others without a result and without an error (NCCL 2.28, enqueue.cc and init.cc).
         """
         config = self._nccl.Config()
         config.blocking = 0
         return config
 
     def ask(self, call: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What NCCL answers; None for "in progress", which in non-blocking mode is no error. Others are translated."""
+        """Calls a function of the bindings. "In progress", which is no error here, gives None; errors are translated."""
         try:
             return function(*arguments)
         except self._nccl.NCCLError as error:
             return self.refused(call, error, str)
 
     def refused(self, call: str, error: Any, words: Callable[[], str]) -> None:
-        """Raises what an error of the bindings means, in NCCL's own words where it has any; nothing for "in progress"."""
+        """Raises the NcclError for an error of the bindings, with NCCL's own message if there is one; not for "in progress"."""
         if error.status != State.IN_PROGRESS:
             raise failed(call, error.status, words() or str(error)) from None
 
@@ -79,8 +78,8 @@ class Nccl4pyApi:
 class Nccl4pyCommunicator:
     """`Communicator` on nccl4py.
 
-    An abort frees what other threads may just be looking at. So calls hold a lock, which is never for long because none of
-    them blocks, and an abort waits for the one that is under way and lets in no more.
+    An abort frees what another thread may be using. So each call holds a lock, never for long because none of them blocks; an
+    abort waits for the call in progress and refuses later ones.
     """
 
     def __init__(self, api: Nccl4pyApi, bindings: Any, made: Any) -> None:
@@ -90,10 +89,10 @@ class Nccl4pyCommunicator:
         self._lock = threading.RLock()
         self._is_gone = False
         self._splits: list[Any] = []
-        """Where NCCL writes what comes of splits, whenever it is through with them."""
+        """Keeps the objects into which NCCL writes the communicators of splits, at any later time."""
 
     def _ask(self, call: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """As `Nccl4pyApi.ask`, while nobody aborts it. Spelled out, as each operation asks twice."""
+        """As `Nccl4pyApi.ask`, under the lock. Repeats its code, because each operation makes two such calls."""
         with self._lock:
             if self._is_gone:
                 raise failed(call, State.INVALID_USAGE, "the communicator was aborted or destroyed")
@@ -103,7 +102,7 @@ class Nccl4pyCommunicator:
                 return self._api.refused(call, error, self.last_error)
 
     def _gone(self) -> bool:
-        """Whether it was so already; it is from now on."""
+        """Marks it as gone. Returns whether it was already."""
         with self._lock:
             before, self._is_gone = self._is_gone, True
         return before
@@ -179,10 +178,10 @@ class Nccl4pyCommunicator:
 
 
 def open_nccl4py() -> Nccl4pyApi:
-    """The binding, where it is installed.
+    """Opens the binding.
 
     Raises:
-        BackendUnavailableError: it is not, or its library cannot be loaded.
+        BackendUnavailableError: it is not installed, or its library cannot be loaded.
     """
     try:
         return Nccl4pyApi(importlib.import_module(MODULE))

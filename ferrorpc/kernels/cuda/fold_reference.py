@@ -1,4 +1,4 @@
-"""What the kernels of folds.cu compute, in NumPy: the definition that they have to meet bit for bit, but for which NaN."""
+"""What the kernels of folds.cu compute, in NumPy: the definition that they meet bit for bit, except for which NaN results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPERATORS: Final[dict[str, Any]] = {"sum": np.add, "product": np.multiply, "max
 
 
 def storage_of(element: str) -> np.dtype[Any]:
-    """NumPy's dtype of as many bytes: its own, or uint16 for bfloat16."""
+    """NumPy's dtype for an element type; uint16 for bfloat16."""
     return np.dtype("uint16" if element == "bfloat16" else element)
 
 

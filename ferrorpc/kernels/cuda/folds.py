@@ -1,4 +1,4 @@
-"""Launches the kernels that fold what all ranks have laid out, in the current stream.
+"""Launches the kernels that fold the parts of all ranks in shared GPU memory, in the current stream.
 
 They are a program of their own, which only processes compile that share GPU memory.
 """
@@ -32,7 +32,7 @@ BLOCKS_MAX: Final = 4096
 
 
 def folds_source() -> str:
-    """Their text."""
+    """The source text of the kernels."""
     return source("folds.cu")
 
 
@@ -49,7 +49,7 @@ class Folds:
         self._functions: dict[str, Any] = {}
 
     def table(self, bases: Sequence[int]) -> Any:
-        """Where every rank's memory begins, in rank order, for `fold`."""
+        """A table of the addresses of every rank's memory, in rank order, for `fold`."""
         return self._cupy.asarray(np.array(bases, np.uint64))
 
     def fold(

@@ -25,11 +25,11 @@ THREADS: Final = 256
 QUANTISE_THREADS: Final = 32
 BLOCKS_MAX: Final = (1 << 31) - 1
 CHUNK: Final = 2048
-"""Elements that a block has at a time."""
+"""Elements that a block of threads processes at a time."""
 ROWS: Final = 120
-"""Arrays that one launch moves: the arguments of a kernel have 4 KiB."""
+"""Arrays that one launch moves; the limit is the 4 KiB of a kernel's arguments."""
 PEERS: Final = 64
-"""Addresses of peers' arrays that are passed by value; those of more lie in memory."""
+"""How many addresses of peers' arrays are passed by value; more are passed in memory."""
 ROWS_LAYOUT: Final = np.dtype([(name, np.uint64, ROWS) for name in ("arrays", "starts", "counts", "chunks")])
 PEERS_LAYOUT: Final = np.dtype([("arrays", np.uint64, PEERS)])
 
