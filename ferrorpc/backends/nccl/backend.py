@@ -19,8 +19,8 @@ from ferrorpc.collectives.execution import Prepared
 from ferrorpc.errors import UsageError
 
 
-class NcclBackend(DeviceBackend):
-    """One rank's backend. Every rank makes its own at the same time.
+class OverNccl(DeviceBackend):
+    """What the backends over NCCL have in common: how they are made. Every rank makes its own at the same time.
 
     Args:
         lanes: the same ranks' backend for host memory; closed with this one.
@@ -35,8 +35,6 @@ class NcclBackend(DeviceBackend):
         NcclError: the communicator could not be made; the message says who did not come or what each rank met.
     """
 
-    name = "nccl"
-
     def __init__(
         self,
         lanes: MessageBackend,
@@ -49,6 +47,15 @@ class NcclBackend(DeviceBackend):
     ) -> None:
         self.api = api
         super().__init__(lanes, device, introduced(lanes, device, api, connector), stream=stream, ending=ending)
+
+    def _renewed(self, lanes: MessageBackend) -> Self:
+        return type(self)(lanes, self.device, self.api, stream=self._stream)
+
+
+class NcclBackend(OverNccl):
+    """One rank's backend."""
+
+    name = "nccl"
 
     @property
     def arena(self) -> None:
@@ -67,6 +74,3 @@ class NcclBackend(DeviceBackend):
 
     def explain(self, call: Call) -> str:
         return self.lanes.explain(call) if call.operation is Operation.BARRIER else self.explain_on_device(call)
-
-    def _renewed(self, lanes: MessageBackend) -> Self:
-        return type(self)(lanes, self.device, self.api, stream=self._stream)
