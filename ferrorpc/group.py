@@ -8,6 +8,7 @@ operation.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self, overload
@@ -64,7 +65,9 @@ class ProcessGroup(Collectives):
         self._is_world = backend.group_id == 0
         self._subgroups = 0
         self._following: ProcessGroup | None = None
-        """What `reform` has returned."""
+        """The newest group that `reform` has made of this one."""
+        self._block: weakref.ref[ProcessGroup] | None = None
+        """The group whose `with` block this one has taken over; those in between are not kept."""
         session = backend.session
         self._generation = 1 if session is None else session.membership.assignment.generation
 
@@ -229,7 +232,8 @@ class ProcessGroup(Collectives):
         self._dispatch.close(GroupClosedError(over.message, hint=over.hint))
         self._backend.latch.trip(over)
         self._backend.close()
-        self._following = following
+        block = (None if self._block is None else self._block()) or self
+        block._following, following._block = following, weakref.ref(block)
         return following
 
     def close(self) -> None:
@@ -259,6 +263,7 @@ class ProcessGroup(Collectives):
             session.leave(reason)
 
     def __enter__(self) -> Self:
+        self._block = None  # it has one of its own
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:

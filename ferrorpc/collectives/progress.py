@@ -75,7 +75,8 @@ class Patience:
 def _unwell(execution: Execution) -> list[str]:
     """What the coordinator has told of those who are waited for and are not well."""
     told = execution.guard.latch.unwell
-    return [told[rank] for rank in execution.waiting_on() if rank in told] if told else []
+    found = [told.get(rank) for rank in execution.waiting_on()] if told else []
+    return [each for each in found if each is not None]
 
 
 def breaks(execution: Execution, error: FerroError) -> bool:

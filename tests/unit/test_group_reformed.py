@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -201,6 +203,22 @@ def test_a_with_block_closes_the_group_that_followed_the_one_it_began_with() -> 
         return "closed" in repr(renewed), group.session.left
 
     assert run_world(2, body) == [(True, True)] * 2
+
+
+def test_a_with_block_goes_through_many_generations_and_keeps_the_newest_alone() -> None:
+    def body(group: ProcessGroup) -> tuple[bool, bool]:
+        with group as renewed:
+            renewed = renewed.reform()
+            between = weakref.ref(renewed)
+            for _ in range(3):
+                renewed = renewed.reform()
+            gc.collect()
+            kept = between() is not None
+            with renewed:
+                latest = renewed.reform()
+        return kept, "closed" in repr(latest)
+
+    assert run_world(2, body) == [(False, True)] * 2
 
 
 def test_leaving_a_with_block_by_an_exception_tells_the_generation_that_followed() -> None:
