@@ -167,7 +167,7 @@ class Link:
             if verdict is not None:
                 return verdict
             if now >= explain_at:
-                explanations.say(request, now, self.standing() or self._listener.explain(request, self._stream))
+                explanations.say(request.label, now, self.standing() or self._listener.explain(request, self._stream))
 
     def try_ask(self, label: str, seconds: float, **body: Any) -> Any:
         """The answer, or None when there is none within `seconds`, for whatever reason. For what serves messages only."""
@@ -179,9 +179,19 @@ class Link:
         verdict = self._drop(request)
         return None if isinstance(verdict, FerroError) else verdict
 
-    def come_up(self, until: float) -> None:
-        """Returns when the line is up, or over, or at clock time `until`."""
-        self._monitor.wait(lambda: True if self._away_since is None or self.over is not None else None, until)
+    def come_up(self, label: str, until: float) -> None:
+        """Returns when the line is up, or over, or at clock time `until`. Meanwhile the log says what `label` waits for."""
+        explanations = _Explanations(self._clock.now())
+
+        def decided() -> bool | None:
+            return True if self._away_since is None or self.over is not None else None
+
+        while self._monitor.wait(decided, min(until, explanations.due)) is None:
+            now, why = self._clock.now(), self.standing()
+            if now >= until:
+                return
+            if why:
+                explanations.say(label, now, why)
 
     def standing(self) -> str:
         """What is wrong with the line; empty while it is up."""
@@ -425,9 +435,9 @@ class _Explanations:
     def due(self) -> float:
         return self._started + self._after
 
-    def say(self, request: Request, now: float, why: str) -> None:
+    def say(self, label: str, now: float, why: str) -> None:
         self._after *= EXPLAIN_FACTOR
-        _log.warning("%s has waited for %.1f s: %s", request.label, now - self._started, why)
+        _log.warning("%s has waited for %.1f s: %s", label, now - self._started, why)
 
 
 _inherited: list[object] = []

@@ -86,6 +86,7 @@ class RemoteSession(Session):
         self.name = name
         self.clock = SYSTEM_CLOCK
         self._timeout = float(config["timeout"])
+        self._rendezvous = f"the rendezvous of job {job!r}"
         self._policy = policy
         self._pinned_rank = -1 if pinned_rank is None else pinned_rank
         self._hinted_rank = -1 if hinted_rank is None else hinted_rank
@@ -138,7 +139,7 @@ class RemoteSession(Session):
         until = self.clock.now() + self._timeout
         self._link.start()
         try:
-            self._link.come_up(until)
+            self._link.come_up(self._rendezvous, until)
             self.rejoin(max(until - self.clock.now(), min(self._timeout, ROUND_SECONDS)))
         except BaseException:
             self.leave()
@@ -159,9 +160,7 @@ class RemoteSession(Session):
             hinted_rank=rank,
             timeout_ms=milliseconds(timeout),
         )
-        self._link.ask(
-            f"the rendezvous of job {self.job!r}", timeout, lambda message: RendezvousTimeoutError([], message), join=request
-        )
+        self._link.ask(self._rendezvous, timeout, lambda message: RendezvousTimeoutError([], message), join=request)
         self._returned = self.membership
         return self._returned
 
