@@ -7,11 +7,11 @@ import os
 
 import click
 
-from ferrorpc.cli.codes import EXIT_CONFIG
 from ferrorpc.cli.settings import sound
 from ferrorpc.cli.table import table
 from ferrorpc.config import SETTINGS, Config, Setting
 from ferrorpc.errors import ConfigError
+from ferrorpc.exit_codes import EXIT_CONFIG
 
 
 @click.command("config")

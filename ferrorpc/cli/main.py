@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import click
 
-from ferrorpc.cli.codes import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_PIPE, EXIT_RETRY
 from ferrorpc.cli.lazy import Entry, LazyGroup
-from ferrorpc.errors import BackendUnavailableError, ConfigError, FerroError
+from ferrorpc.errors import FerroError
+from ferrorpc.exit_codes import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_PIPE, exit_code_of
 
 COMMANDS: Final = {
     "run": Entry("ferrorpc.cli.run", "Run a script in several processes on this machine, or on this node of several."),
@@ -64,7 +64,7 @@ def run(arguments: list[str]) -> int:
         return error.exit_code
     except FerroError as error:
         click.echo(f"ferrorpc: {error}", err=True)
-        return EXIT_RETRY if error.retryable else EXIT_CONFIG if isinstance(error, ConfigError | BackendUnavailableError) else 1
+        return exit_code_of(error) or 1
     except SystemExit as end:  # click's word: 0 after a shell's completion, 1 where nobody reads any more (`| head`)
         return EXIT_PIPE if end.code else 0
     except OSError as error:

@@ -15,12 +15,9 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Final, Protocol
 
-from ferrorpc.errors import ConfigError, FerroError, UsageError
+from ferrorpc.errors import FerroError, UsageError
+from ferrorpc.exit_codes import exit_code_of
 
-EXIT_CONFIG: Final = 64
-"""Bad configuration: retrying cannot help."""
-EXIT_MEMBERSHIP: Final = 75
-"""The membership was lost, or somebody in it: retrying can help."""
 GOODBYE_SECONDS: Final = 2.0
 _PACKAGE: Final = __name__.partition(".")[0]
 
@@ -57,7 +54,7 @@ def install() -> None:
     def last_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _show(previous, kind, error, trace)
         say_goodbye(reason_of(error))
-        code = exit_code(error)
+        code = exit_code_of(error)
         if code is not None:
             raise SystemExit(code)
 
@@ -120,13 +117,6 @@ def reason_of(error: BaseException) -> str:
     """An exception as the others read it: "ValueError: no such file"."""
     first_line = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
-
-
-def exit_code(error: BaseException) -> int | None:
-    """The exit code that tells a launcher whether to try again; None for the interpreter's own."""
-    if isinstance(error, FerroError) and error.retryable:
-        return EXIT_MEMBERSHIP
-    return EXIT_CONFIG if isinstance(error, ConfigError) else None
 
 
 def say_goodbye(reason: str = "") -> None:

@@ -17,13 +17,14 @@ import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from ferrorpc_coordinator import handshakes  # noqa: F401 (first of all)
 
 # isort: split
 from ferrorpc.config import Config
-from ferrorpc.errors import AuthenticationError, ConfigError
+from ferrorpc.errors import ConfigError
+from ferrorpc.exit_codes import CONFIGURATION_ERRORS, EXIT_CONFIG, EXIT_FAILED
 from ferrorpc.logs import set_up_logging
 from ferrorpc.versions import own_version
 from ferrorpc.wire.cost_table import parse
@@ -32,8 +33,6 @@ from ferrorpc_coordinator.server import Announcement, Options, serve
 from ferrorpc_coordinator.state.settings import SECOND, Settings
 from ferrorpc_coordinator.tokens import grants_in
 
-EXIT_CONFIG: Final = 64
-EXIT_FAILED: Final = 70
 logger = logging.getLogger("ferrorpc.coordinator")
 
 
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = options_from(config)
         forgets = options.data_dir is None and not arguments.transient
         asyncio.run(serve(options, lambda announcement: _announce(announcement, arguments.announce_fd, forgets)))
-    except (ConfigError, AuthenticationError) as error:
+    except CONFIGURATION_ERRORS as error:
         sys.stderr.write(f"ferrorpc coordinator: {error}\n")
         return EXIT_CONFIG
     except Exception:

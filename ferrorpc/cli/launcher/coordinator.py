@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ferrorpc.cli.codes import EXIT_CONFIG
 from ferrorpc.cli.launcher.child import Child, Nursery
 from ferrorpc.cli.launcher.gang import FOREVER
 from ferrorpc.cli.launcher.output import LineBuffer
 from ferrorpc.cli.launcher.signals import describe
+from ferrorpc.exit_codes import EXIT_CONFIG
 
 _RESTART_SECONDS: Final = 0.1
 _RESTART_SECONDS_MAX: Final = 2.0

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
-from ferrorpc.cli.codes import EXIT_CONFIG, EXIT_RETRY
+from ferrorpc.exit_codes import EXIT_CONFIG, EXIT_RETRY
 
 FOREVER: Final = float("inf")
 

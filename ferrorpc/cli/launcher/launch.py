@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Final
 
-from ferrorpc.cli.codes import EXIT_CONFIG, EXIT_PIPE, EXIT_RETRY
 from ferrorpc.cli.launcher.child import Child, Nursery, living_groups
 from ferrorpc.cli.launcher.coordinator import OwnCoordinator
 from ferrorpc.cli.launcher.environment import worker_environment
@@ -28,6 +27,7 @@ from ferrorpc.cli.launcher.signals import STOPS, SignalInbox, describe
 from ferrorpc.cli.system import own_command
 from ferrorpc.config import LAUNCH
 from ferrorpc.errors import ConfigError
+from ferrorpc.exit_codes import EXIT_CONFIG, EXIT_PIPE, EXIT_RETRY
 
 _WARM_UP_SECONDS: Final = 2.0
 """A job that lives this long gets its reporter started before there is anything to report, and is told of how to watch it."""

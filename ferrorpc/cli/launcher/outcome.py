@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from ferrorpc.cli.codes import EXIT_RETRY
 from ferrorpc.cli.launcher.gang import Exit, Start
 from ferrorpc.cli.launcher.signals import describe, exit_code
+from ferrorpc.exit_codes import EXIT_RETRY
 
 _MEMBERSHIP_ERRORS = ("PeerLostError", "GroupAbortedError", "StaleGenerationError")
 _EXCEPTION_LINE = re.compile(r"(?:[\w.]+\.)?((?:[A-Z]\w*)?(?:Error|Exception|Interrupt|Exit))(: ?.*)?")

@@ -7,21 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ferrorpc.coordination.farewell import exit_code, reason_of
-from ferrorpc.errors import (
-    CollectiveTimeoutError,
-    ConfigError,
-    CoordinatorUnavailableError,
-    GroupAbortedError,
-    PeerLostError,
-    StaleGenerationError,
-    TensorMismatchError,
-)
+from ferrorpc.coordination.farewell import reason_of
 
 SEAT = """
 import sys
 from ferrorpc.coordination import farewell
-from ferrorpc.errors import ConfigError, PeerLostError
+from ferrorpc.errors import BackendUnavailableError, ConfigError, PeerLostError
 class Seat:
     def leave(self, reason=""):
         farewell.forget(self)
@@ -46,6 +37,7 @@ def run(code: str) -> tuple[int, str, str]:
         ("raise ValueError('no such file')", 1, "left: ValueError: no such file\n"),
         ("raise KeyboardInterrupt", -2, "left: KeyboardInterrupt\n"),
         ("raise ConfigError('FERRORPC_LEASE')", 64, "left: ConfigError: FERRORPC_LEASE\n"),
+        ("raise BackendUnavailableError('no GPU')", 64, "left: BackendUnavailableError: no GPU\n"),
         ("raise PeerLostError(2, 'signal 9')", 75, "left: PeerLostError: rank 2 was lost: signal 9\n"),
         ("farewell.forget(seat)", 0, ""),
         ("farewell.install(); raise ValueError('once')", 1, "left: ValueError: once\n"),
@@ -102,24 +94,6 @@ if child:
 """
     _, output, _ = run(code)
     assert output == "abandoned\nleft: \n"
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (ConfigError("x"), 64),
-        (ConfigError("the name is in use for now", retryable=True), 75),
-        (PeerLostError(1, "x"), 75),
-        (GroupAbortedError(1, "x"), 75),
-        (StaleGenerationError("x"), 75),
-        (CoordinatorUnavailableError("x"), 75),
-        (CollectiveTimeoutError([1], "x"), None),
-        (TensorMismatchError("x"), None),
-        (ValueError("x"), None),
-    ],
-)
-def test_only_what_a_new_attempt_can_mend_asks_for_one(error, code):
-    assert exit_code(error) == code
 
 
 def test_a_reason_is_one_line():
