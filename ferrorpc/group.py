@@ -20,9 +20,9 @@ from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.collectives.call import Call, Operation, example
 from ferrorpc.coordination.base import Session, Store
-from ferrorpc.coordination.causes import replaced
 from ferrorpc.coordination.farewell import reason_of
 from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, GroupClosedError, UsageError
+from ferrorpc.generation_errors import generation_replaced
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.arguments import check_sendable, ranks_of, shape_of
 from ferrorpc.operations.collectives import Collectives
@@ -228,7 +228,7 @@ class ProcessGroup(Collectives):
                 self._dispatch.give_up()
             raise
         following = ProcessGroup(renewed, self.timeout)
-        over = replaced(self.generation, following.generation)
+        over = generation_replaced(self.generation, following.generation)
         self._dispatch.close(GroupClosedError(over.message, hint=over.hint))
         self._backend.latch.trip(over)
         self._backend.close()

@@ -14,7 +14,6 @@ from numbers import Integral
 from ferrorpc.coordination import limits
 from ferrorpc.coordination.activity import Activity
 from ferrorpc.coordination.base import MemberReport, Membership, Session
-from ferrorpc.coordination.causes import cause_on, link_lost, needed_one_who_left, reforms_already, replaced
 from ferrorpc.coordination.local_store import Keyspace, LocalStore, Owner
 from ferrorpc.coordination.monitor import Monitor
 from ferrorpc.errors import (
@@ -29,6 +28,7 @@ from ferrorpc.errors import (
     StaleGenerationError,
     UsageError,
 )
+from ferrorpc.generation_errors import already_reforming, error_on_rank, generation_replaced, link_lost, member_left
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, Latch, seconds_of
 from ferrorpc.types import Assignment, Peer
 
@@ -207,7 +207,7 @@ class LocalWorld:
         self.keyspace.release(("generation", generation.number))
         for rank, member in enumerate(generation.members):
             if member.alive:
-                self._endings.append((member.membership, cause_on(rank, origin, cause)))
+                self._endings.append((member.membership, error_on_rank(rank, origin, cause)))
 
     def _close_round(self) -> None:
         """Opens the next generation once enough ask for it and every living member of the last does. The lock is held."""
@@ -217,7 +217,7 @@ class LocalWorld:
         old = self.generation
         returning = [member for member in old.members if member in asking]
         chosen = (returning + [session for session in asking if session not in returning])[: self._max_size]
-        self._break(old, -1, replaced(old.number, old.number + 1))
+        self._break(old, -1, generation_replaced(old.number, old.number + 1))
         self._open(chosen, f"replaces generation {old.number}: {old.cause.message if old.cause else 'it was asked for'}")
         self.monitor.changed()
 
@@ -424,7 +424,7 @@ class LocalSession(Session):
             if gathering.outcome is None:
                 self._check_alive()
                 if generation.cause is not None:
-                    raise cause_on(rank, generation.origin, generation.cause).again()
+                    raise error_on_rank(rank, generation.origin, generation.cause).again()
                 gone = [missing for missing in gathering.missing if not generation.members[missing].alive]
                 if gone:
                     gathering.outcome = PeerLostError(gone[0], generation.members[gone[0]].farewell)
@@ -449,7 +449,7 @@ class LocalSession(Session):
         """What a key is bound to. The lock is held."""
         generation = self._world.generation
         if bind == "generation" and generation.cause is not None:
-            raise cause_on(self.rank, generation.origin, generation.cause).again()
+            raise error_on_rank(self.rank, generation.origin, generation.cause).again()
         numbers = {"job": 0, "session": self.number, "generation": generation.number}
         return bind, numbers[bind]
 
@@ -459,8 +459,8 @@ def _of_lost_link(reporter: int, peer: int, member: LocalSession, reason: str) -
     if member.state == "dead":
         return PeerLostError(peer, member.farewell)
     if member.state == "left":
-        return needed_one_who_left(peer)
-    return reforms_already(reporter, peer) if member.asking else link_lost(reporter, peer, reason)
+        return member_left(peer)
+    return already_reforming(reporter, peer) if member.asking else link_lost(reporter, peer, reason)
 
 
 def _too_late(generation: _Generation, gathering: _Gathering, seconds: float) -> FerroError:

@@ -14,7 +14,6 @@ from ferrorpc.config import Config
 from ferrorpc.coordination import farewell, limits
 from ferrorpc.coordination.activity import Activity
 from ferrorpc.coordination.base import MemberReport, Membership, Session
-from ferrorpc.coordination.causes import cause_on, needed_one_who_left
 from ferrorpc.coordination.channel import Connector
 from ferrorpc.coordination.explain import explanation, report_of
 from ferrorpc.coordination.link import Link
@@ -29,6 +28,7 @@ from ferrorpc.errors import (
     PeerLostError,
     RendezvousTimeoutError,
 )
+from ferrorpc.generation_errors import error_on_rank, member_left
 from ferrorpc.guard import SYSTEM_CLOCK, Latch, seconds_of
 from ferrorpc.logs import say_where
 from ferrorpc.types import Assignment, Peer
@@ -346,7 +346,7 @@ class RemoteSession(Session):
         kind = event.WhichOneof("kind")
         if kind == "broken" and event.broken.generation == self._generation:
             rank = self.membership.assignment.rank
-            self._trip(self.membership.latch, cause_on(rank, event.broken.origin_rank, error_of(event.broken.cause)))
+            self._trip(self.membership.latch, error_on_rank(rank, event.broken.origin_rank, error_of(event.broken.cause)))
         elif kind == "standings":
             for member in event.standings.members:
                 self._standing_changed(member)
@@ -408,7 +408,7 @@ class RemoteSession(Session):
         else:
             unwell.pop(report.rank, None)
         if report.state == "left" and (self._latch, report.rank) in self._links_lost:
-            self.report(needed_one_who_left(report.rank))
+            self.report(member_left(report.rank))
 
     def _close_what_it_carries(self) -> None:
         while self._at_leave:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from ferrorpc.errors import GroupAbortedError, StaleGenerationError, UsageError
+from ferrorpc.errors import StaleGenerationError, UsageError
+from ferrorpc.generation_errors import already_reforming, link_lost
 from ferrorpc.v1 import error_pb2, journal_pb2, rendezvous_pb2, session_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.desk import Desk
@@ -201,13 +202,9 @@ class Generations:
             del generation.links[link]
             return
         if self._asks_again(peer):
-            blame = f"it called reform() already, and an operation of rank {link[0]} still needs it"
-            hint = "make every rank call reform() after the same operations, or after an error of the group"
-            self._condemn(generation, detail_of(GroupAbortedError(link[1], blame, hint=hint)), link[1])
-            return
-        blame = f"the data stream between rank {link[0]} and rank {link[1]} broke: {reason}; both are alive"
-        cause = GroupAbortedError(link[0], blame, hint="look at the network between the two hosts; group.reform() dials anew")
-        self._condemn(generation, detail_of(cause), link[0])
+            self._condemn(generation, detail_of(already_reforming(*link)), link[1])
+        else:
+            self._condemn(generation, detail_of(link_lost(*link, reason)), link[0])
 
     def _forget_links(self, generation: Generation) -> None:
         for link in generation.links:

@@ -1,4 +1,4 @@
-"""From the first cause of a generation's end to what each of its ranks raises."""
+"""The errors that end a generation, in the words that the coordinator and a world in one process share."""
 
 from __future__ import annotations
 
@@ -9,38 +9,37 @@ from ferrorpc.errors import CollectiveTimeoutError, FerroError, GroupAbortedErro
 REFORMED_HINT: Final = (
     "use the group that reform() returned, and make again what belonged to this one: subgroups, wrapped modules, pipelines"
 )
-"""For whoever goes on with a group that was formed again."""
-_WHOSE: Final = frozenset(("rank", "signatures"))
-"""Fields of causes that name ranks."""
+_RANK_FIELDS: Final = frozenset(("rank", "signatures"))
+"""Fields of errors that name ranks."""
 
 
-def cause_on(rank: int, origin: int, cause: FerroError) -> FerroError:
-    """What `rank` raises when `origin` (-1 for nobody) ended the generation with `cause`.
+def error_on_rank(rank: int, origin: int, cause: FerroError) -> FerroError:
+    """What `rank` raises when rank `origin` (-1: no rank) ended the generation with `cause`.
 
-    All ranks raise the same first cause, with one exception: only the rank whose deadline passed has timed out. The others
-    were ended by it. Where the cause does not say whose it is, a note on the error does.
+    All ranks raise the first cause, with one exception: a collective's timeout is raised only on the rank whose deadline
+    passed; the others raise GroupAbortedError. A cause that names no rank gets a note that says where it happened.
     """
     if origin in (-1, rank):
         return cause
     if isinstance(cause, CollectiveTimeoutError):
         return GroupAbortedError(origin, cause.message)
-    if not cause.fields.keys() & _WHOSE:
+    if not cause.fields.keys() & _RANK_FIELDS:
         cause = cause.again()
         cause.add_note(f"(this happened on rank {origin} and ended the generation)")
     return cause
 
 
 def link_lost(reporter: int, peer: int, reason: str) -> GroupAbortedError:
-    """The cause when the stream between two ranks that are both alive broke: nobody was lost, the link is to blame."""
+    """The data stream between two ranks broke, and both ranks are alive."""
     return GroupAbortedError(
         reporter,
         f"the data stream between rank {reporter} and rank {peer} broke: {reason}; both are alive",
-        hint="look at the network between the two; group.reform() makes new streams",
+        hint="look at the network between the two hosts; group.reform() connects anew",
     )
 
 
-def reforms_already(reporter: int, peer: int) -> GroupAbortedError:
-    """The cause when an operation needs a rank that has closed its lanes for the next generation."""
+def already_reforming(reporter: int, peer: int) -> GroupAbortedError:
+    """An operation needs a rank that has closed its data streams for the next generation."""
     return GroupAbortedError(
         peer,
         f"it called reform() already, and an operation of rank {reporter} still needs it",
@@ -48,13 +47,13 @@ def reforms_already(reporter: int, peer: int) -> GroupAbortedError:
     )
 
 
-def replaced(generation: int, by: int) -> StaleGenerationError:
-    """The cause when all went on to the next generation."""
+def generation_replaced(generation: int, by: int) -> StaleGenerationError:
+    """All ranks went on to a later generation."""
     return StaleGenerationError(f"generation {generation} was replaced by generation {by}", hint=REFORMED_HINT)
 
 
-def needed_one_who_left(peer: int) -> PeerLostError:
-    """The cause when an operation needs a rank that has said goodbye."""
+def member_left(peer: int) -> PeerLostError:
+    """An operation needs a rank that has left the job."""
     return PeerLostError(
         peer,
         "it left the job",
