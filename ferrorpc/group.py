@@ -20,7 +20,7 @@ from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.collectives.call import Call, Operation, example
 from ferrorpc.coordination.base import Session, Store
-from ferrorpc.coordination.farewell import reason_of
+from ferrorpc.coordination.process_exit import reason_of
 from ferrorpc.errors import BackendUnavailableError, GroupAbortedError, GroupClosedError, UsageError
 from ferrorpc.generation_errors import generation_replaced
 from ferrorpc.guard import seconds_of

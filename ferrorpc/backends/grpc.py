@@ -64,7 +64,7 @@ class GrpcBackend(MessageBackend):
         basis = Basis(published(assignment.cost_table), asked, _host_of_each(neighbours.hosts))
         super().__init__(transport, session, timeout=timeout, board=board, basis=basis)
         self._asked = asked
-        session.activity.carry(partial(_traffic, transport, None if board is None else board.calls))
+        session.activity.set_traffic_source(partial(_traffic, transport, None if board is None else board.calls))
         self._line = session
         self._server = server
         self._path = path

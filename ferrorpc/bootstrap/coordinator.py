@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ferrorpc.bootstrap.coordinator_watchdog import LINGER_SECONDS
 from ferrorpc.config import Config
-from ferrorpc.coordination.keeper import LINGER_SECONDS
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire.address import is_loopback, join_address, split_address
 
@@ -129,7 +129,7 @@ def _spawn(arguments: list[str], environment: Mapping[str, str]) -> tuple[int, i
     watched, lifeline = os.pipe()
     process = os.posix_spawn(
         sys.executable,
-        [sys.executable, "-P", "-m", "ferrorpc.coordination.keeper", *arguments],
+        [sys.executable, "-P", "-m", "ferrorpc.bootstrap.coordinator_watchdog", *arguments],
         dict(environment),
         file_actions=[(os.POSIX_SPAWN_DUP2, watched, 0), (os.POSIX_SPAWN_DUP2, announcing, 1)],
         setsid=True,

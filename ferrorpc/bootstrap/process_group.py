@@ -15,7 +15,7 @@ from ferrorpc.bootstrap.coordinator import start_coordinator
 from ferrorpc.bootstrap.environment import Place, detect, member_name, own_coordinator
 from ferrorpc.collectives.basis import asked_for
 from ferrorpc.config import LAUNCH, Config, strangers
-from ferrorpc.coordination import farewell
+from ferrorpc.coordination import process_exit
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.coordination.session import RemoteSession
 from ferrorpc.errors import ConfigError, CoordinatorUnavailableError, GroupAbortedError, PeerLostError, UsageError
@@ -66,7 +66,7 @@ def init_process_group(
         BackendUnavailableError: the backend cannot work here.
         PeerLostError, GroupAbortedError: a rank was lost, or gave up, before the group was made.
     """
-    farewell.install()
+    process_exit.install_hooks()
     if _open and not _open[-1].left:
         raise UsageError(
             "this process has an open group already",
@@ -93,7 +93,7 @@ def init_process_group(
         )
         return ProcessGroup(registry.create(config["backend"], made_for), config["timeout"])
     except BaseException as error:
-        session.leave(farewell.reason_of(error))
+        session.leave(process_exit.reason_of(error))
         if isinstance(error, PeerLostError | GroupAbortedError):
             raise error.again(_NO_GROUP) from None
         raise
@@ -119,7 +119,7 @@ def _local_seat(config: Config) -> tuple[LocalSession, None]:
 
 def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerServer]:
     """A seat at the coordinator, and the server whose address the others get with it."""
-    farewell.refuse_in_child()
+    process_exit.refuse_in_child()
     address, job = config["coordinator"], config["job"]
     if address is None:
         address = own_coordinator(place, config["port"])
@@ -152,7 +152,7 @@ def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerSer
         if isinstance(error, CoordinatorUnavailableError) and config["coordinator"] is None:
             raise error.again(_OWN) from None
         raise
-    session.at_leave(server.close)
+    session.on_leave(server.close)
     return session, server
 
 

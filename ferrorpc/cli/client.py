@@ -53,9 +53,9 @@ def channel(address: str, config: Config) -> Iterator[grpc.Channel]:
     Raises:
         AuthenticationError: nobody could be reached, and TLS is why.
     """
-    from ferrorpc.coordination.channel import Connector
+    from ferrorpc.coordination.channel import ChannelFactory
 
-    connector = Connector(address, config["job"], config)
+    connector = ChannelFactory(address, config["job"], config)
     opened = connector()
     try:
         yield opened

@@ -23,11 +23,11 @@ def command(address: str | None, service: str, timeout_seconds: float) -> int:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from ferrorpc.coordination.channel import Connector
+    from ferrorpc.coordination.channel import ChannelFactory
 
     config = Config()
     where = address_of(address, config)
-    connector = Connector(where, config["job"], config)
+    connector = ChannelFactory(where, config["job"], config)
     with connector() as opened:
         request = health_pb2.HealthCheckRequest(service=service)
         try:

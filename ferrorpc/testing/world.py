@@ -68,7 +68,7 @@ class World:
     def _arm_faults(self) -> None:
         for rank, end in self._kills.items():
             self.job.session(rank)  # refuses a rank that does not exist
-            self.job.on_note = self._count_operation
+            self.job.on_operation = self._count_operation
             if end.at_seconds is not None:
                 self.clock.call_at(self.clock.now() + end.at_seconds, partial(self._kill, rank, end.reason))
         for rank, pause in self._plan.pause.items():

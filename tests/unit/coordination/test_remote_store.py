@@ -1,4 +1,4 @@
-"""What the store asks of the line to its coordinator."""
+"""What the store asks over its connection to the coordinator."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ferrorpc.v1 import store_pb2
 class Line:
     """Answers everything, and remembers how long it was allowed to take."""
 
-    over = None
+    ended_by = None
 
     def __init__(self):
         self.seconds = []
 
-    def ask(self, label, seconds, late, store):
+    def ask(self, label, seconds, timeout_error, store):
         self.seconds.append(seconds)
         return store_pb2.StoreResponse(found=True)
 
@@ -47,7 +47,7 @@ def test_a_disk_or_a_machine_that_is_slow_has_as_long_as_the_group(request_of):
 class Silent:
     """Answers nothing until it is told to, and counts who waits."""
 
-    over = None
+    ended_by = None
 
     def __init__(self):
         self.asking = 0
@@ -56,10 +56,10 @@ class Silent:
         self.answers = threading.Event()
         self._lock = threading.Lock()
 
-    def standing(self):
+    def outage(self):
         return ""
 
-    def ask(self, label, seconds, late, store):
+    def ask(self, label, seconds, timeout_error, store):
         with self._lock:
             self.asking += 1
             self.most = max(self.most, self.asking)
@@ -91,6 +91,6 @@ def test_where_the_line_is_over_nobody_waits_for_a_turn():
     """In a forked child the lock of the turns may be held for ever."""
     line = Silent()
     store = RemoteStore(line, 20.0)
-    line.over = UsageError("this process was forked from a member")
+    line.ended_by = UsageError("this process was forked from a member")
     with store._turns.lock, pytest.raises(UsageError, match="forked"):
         store.add("k")

@@ -5,7 +5,7 @@ import threading
 import grpc
 import pytest
 
-from ferrorpc.coordination.stream import Stream
+from ferrorpc.coordination.session_stream import SessionStream
 from ferrorpc.errors import CoordinatorUnavailableError
 from ferrorpc.v1.session_pb2 import StatusRequest
 from tests.waiting import eventually
@@ -24,7 +24,7 @@ class Nowhere:
 def test_a_stream_that_is_closed_leaves_no_thread_and_says_that_it_is_closed() -> None:
     """A session makes one for every attempt to reach its coordinator."""
     before = set(threading.enumerate())
-    stream = Stream(Nowhere(), "the coordinator at 127.0.0.1:1")
+    stream = SessionStream(Nowhere(), "the coordinator at 127.0.0.1:1")
     with pytest.raises(CoordinatorUnavailableError, match=r"the coordinator at 127\.0\.0\.1:1 cannot be reached"):
         list(stream.frames())
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Requests that await their answer. They outlive a connection: what was not answered is sent again under its number."""
+"""Requests that await their answer. They outlive a stream: unanswered ones are sent again, under the same number."""
 
 from __future__ import annotations
 
@@ -21,63 +21,63 @@ class Request:
     """One request.
 
     Attributes:
-        frame: what is sent, with its number.
-        label: what it is, for log lines and errors: "barrier 'epoch'".
-        latch: of the generation it belongs to; None for one that outlives generations.
-        sent_at: clock time of the last sending; None while there is no connection.
-        outcome: its answer, or why there will be none.
+        frame: the frame to send, with its number.
+        label: its name in log lines and errors, such as "barrier 'epoch'".
+        latch: of the generation it belongs to; None if it outlives generations.
+        sent_at: clock time when it was last sent; None before that.
+        answer: the answer, or the error because of which there will be none.
     """
 
     frame: wire.ClientFrame
     label: str
     latch: Latch | None = None
     sent_at: float | None = None
-    outcome: Message | FerroError | None = None
+    answer: Message | FerroError | None = None
 
     @property
-    def verdict(self) -> Message | FerroError | None:
-        """Its outcome, or the cause that ended its generation."""
-        if self.outcome is None and self.latch is not None:
+    def outcome(self) -> Message | FerroError | None:
+        """Its answer, or the cause that ended its generation."""
+        if self.answer is None and self.latch is not None:
             return self.latch.cause
-        return self.outcome
+        return self.answer
 
 
-class Requests:
-    """The table of what is unanswered. Its user's lock is held around every use."""
+class PendingRequests:
+    """The unanswered requests by number. The caller holds its lock around every use."""
 
     def __init__(self) -> None:
         self._sequence = 0
         self._open: dict[int, Request] = {}
 
     def add(self, label: str, latch: Latch | None, **body: Any) -> Request:
-        """Numbers a request."""
+        """A new request, with the next number."""
         self._sequence += 1
         request = Request(wire.ClientFrame(sequence=self._sequence, **body), label, latch)
         self._open[self._sequence] = request
         return request
 
-    def settle(self, sequence: int, outcome: Message | FerroError) -> None:
-        """The answer to a request; one that nobody waits for any more is dropped."""
+    def complete(self, sequence: int, answer: Message | FerroError) -> None:
+        """Gives a request its answer. An answer to a request that was dropped is ignored."""
         request = self._open.pop(sequence, None)
         if request is not None:
-            request.outcome = outcome
+            request.answer = answer
 
     def drop(self, request: Request) -> None:
-        """Nobody waits for it any more."""
+        """Forgets a request that nobody waits for any more."""
         self._open.pop(request.frame.sequence, None)
 
     def unanswered(self) -> list[Request]:
-        """All that await an answer, in the order of their numbers."""
+        """All requests that await an answer, in the order of their numbers."""
         return list(self._open.values())
 
     def fail(self, error: FerroError, which: Callable[[Request], bool]) -> None:
-        """Ends some of them with an error."""
+        """Answers the requests for which `which` is true with an error."""
         for sequence in [sequence for sequence, request in self._open.items() if which(request)]:
-            self.settle(sequence, error)
+            self.complete(sequence, error)
 
 
 def check_size(label: str, **body: Any) -> None:
-    """Refuses a request that the coordinator would not take, before it is sent.
+    """Refuses a request that is larger than a coordinator takes, before it is sent.
 
     Raises:
         MessageTooLargeError: naming the request and the limit.

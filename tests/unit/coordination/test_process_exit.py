@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from ferrorpc.coordination.farewell import reason_of
+from ferrorpc.coordination.process_exit import reason_of
 
 SEAT = """
 import sys
-from ferrorpc.coordination import farewell
+from ferrorpc.coordination import process_exit
 from ferrorpc.errors import BackendUnavailableError, ConfigError, PeerLostError
-class Seat:
+class MemberSession:
     def leave(self, reason=""):
-        farewell.forget(self)
+        process_exit.unregister(self)
         print("left:", reason, flush=True)
     def abandon_in_child(self):
         print("abandoned", flush=True)
-seat = Seat()
-farewell.watch_over(seat)
+seat = MemberSession()
+process_exit.register(seat)
 """
 
 
@@ -39,8 +39,8 @@ def run(code: str) -> tuple[int, str, str]:
         ("raise ConfigError('FERRORPC_LEASE')", 64, "left: ConfigError: FERRORPC_LEASE\n"),
         ("raise BackendUnavailableError('no GPU')", 64, "left: BackendUnavailableError: no GPU\n"),
         ("raise PeerLostError(2, 'signal 9')", 75, "left: PeerLostError: rank 2 was lost: signal 9\n"),
-        ("farewell.forget(seat)", 0, ""),
-        ("farewell.install(); raise ValueError('once')", 1, "left: ValueError: once\n"),
+        ("process_exit.unregister(seat)", 0, ""),
+        ("process_exit.install_hooks(); raise ValueError('once')", 1, "left: ValueError: once\n"),
     ],
 )
 def test_a_process_says_goodbye_with_its_reason_and_ends_with_the_true_code(code, status, said):
@@ -51,7 +51,8 @@ def test_a_process_says_goodbye_with_its_reason_and_ends_with_the_true_code(code
 def test_the_traceback_is_printed_by_the_hook_that_was_there_before():
     _, _, errors = run("raise ValueError('seen')")
     assert errors.count("ValueError: seen") == 1
-    code = "sys.excepthook = lambda *about: print('mine', flush=True)\nfarewell._installed = False\nfarewell.install()\n1 / 0"
+    code = "sys.excepthook = lambda *about: print('mine', flush=True)\nprocess_exit._installed = False\n"
+    code += "process_exit.install_hooks()\n1 / 0"
     _, output, _ = run(code)
     assert output == "mine\nleft: ZeroDivisionError: division by zero\n"
 
@@ -62,7 +63,7 @@ def test_the_traceback_is_printed_by_the_hook_that_was_there_before():
         ("WARNING", "latch.check()", ["<string>"]),
         ("DEBUG", "latch.check()", ["<string>", "guard.py"]),
         ("WARNING", "ferrorpc.config.whole_number(None)", ["<string>", "config.py"]),  # not an error that ferrorpc means
-        ("WARNING", "farewell.reason_of(seat2)", ["<string>", "farewell.py", "<string>"]),
+        ("WARNING", "process_exit.reason_of(seat2)", ["<string>", "process_exit.py", "<string>"]),
     ],
 )
 def test_an_error_of_the_library_is_shown_without_the_librarys_own_lines(level, raised, shown):

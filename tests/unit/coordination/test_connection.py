@@ -6,26 +6,26 @@ from typing import Any, cast
 
 import pytest
 
-from ferrorpc.coordination import link as module
-from ferrorpc.coordination.link import Link
+from ferrorpc.coordination import connection as module
+from ferrorpc.coordination.connection import Connection
 from ferrorpc.errors import AuthenticationError, CoordinatorUnavailableError, StoreTimeoutError
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
 from ferrorpc.testing import ManualClock
 from ferrorpc.v1 import rendezvous_pb2, session_pb2 as wire, store_pb2
 
 
-def line(clock: Clock = SYSTEM_CLOCK) -> Link:
+def line(clock: Clock = SYSTEM_CLOCK) -> Connection:
     nobody: Any = None
     listener: Any = SimpleNamespace(
         welcomed=lambda: None, result=lambda position, result: None, session_ended=lambda cause: None
     )
-    return Link("nowhere:1", nobody, listener, clock, patience=1.0, max_outage=1.0, heartbeat_interval=1.0)
+    return Connection("nowhere:1", nobody, listener, clock, initial_outage=1.0, max_outage=1.0, heartbeat_interval=1.0)
 
 
-def welcomed(line: Link) -> Link:
+def welcomed(line: Connection) -> Connection:
     """It is up, on a stream that sends nothing."""
     line._stream = cast(Any, SimpleNamespace(send=lambda frame: None, close=lambda: None))
-    line._received(wire.ServerFrame(welcome=wire.Welcome(resume_token="token")))
+    line._handle_frame(wire.ServerFrame(welcome=wire.Welcome(resume_token="token")))
     return line
 
 
@@ -53,13 +53,13 @@ def test_a_request_that_is_being_sent_again_after_an_outage_is_not_too_late(monk
     clock = ManualClock()
     back = welcomed(line(clock))
     request = back.post("a get", store=store_pb2.StoreRequest())
-    back._came_down(CoordinatorUnavailableError("it was killed"))
+    back._went_down(CoordinatorUnavailableError("it was killed"))
     clock.advance(60.0)
     unanswered, looks = back._requests.unanswered, list[Future[float]]()
     with ThreadPoolExecutor(1) as pool:
 
         def looked_at_meanwhile() -> Any:
-            looks.append(pool.submit(back._patience, request, 0.0))
+            looks.append(pool.submit(back._give_up_at, request, 0.0))
             wait(looks, 0.2)
             return unanswered()
 
@@ -73,20 +73,20 @@ def test_an_answer_that_comes_in_the_moment_of_giving_up_counts(monkeypatch: pyt
     drop = up._requests.drop
 
     def comes_just_now(request: Any) -> None:
-        up._requests.settle(request.frame.sequence, store_pb2.StoreResponse(number=7))
+        up._requests.complete(request.frame.sequence, store_pb2.StoreResponse(number=7))
         drop(request)
 
     monkeypatch.setattr(up._requests, "drop", comes_just_now)
-    monkeypatch.setattr(up, "_patience", lambda request, seconds: 0.0)
+    monkeypatch.setattr(up, "_give_up_at", lambda request, seconds: 0.0)
     assert up.ask("an add", 0.0, StoreTimeoutError, store=store_pb2.StoreRequest()).number == 7
 
 
 def test_the_line_is_over_once_the_coordinator_has_taken_the_goodbye() -> None:
     """Else it is dialled again, and refused as one that left: that would be what later calls hear of."""
     gone = welcomed(line())
-    gone.leaving = AuthenticationError("it has left")
+    gone.leave_error = AuthenticationError("it has left")
     request = gone.post("leave", leave=rendezvous_pb2.LeaveRequest())
-    gone._received(wire.ServerFrame(result=wire.Result(sequence=1, leave=rendezvous_pb2.LeaveResponse())))
-    assert isinstance(request.verdict, rendezvous_pb2.LeaveResponse)
+    gone._handle_frame(wire.ServerFrame(result=wire.Result(sequence=1, leave=rendezvous_pb2.LeaveResponse())))
+    assert isinstance(request.outcome, rendezvous_pb2.LeaveResponse)
     with pytest.raises(AuthenticationError, match="it has left"):
         gone.post("a set", store=store_pb2.StoreRequest())

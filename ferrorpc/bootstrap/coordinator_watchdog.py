@@ -1,10 +1,10 @@
-"""Runs a coordinator for as long as the process that started this one lives, and a little longer.
+"""Runs a coordinator and stops it soon after the process that started both has ended.
 
-    python -P -m ferrorpc.coordination.keeper [flags of ferrorpc_coordinator]
+    python -P -m ferrorpc.bootstrap.coordinator_watchdog [flags of ferrorpc_coordinator]
 
-The starter holds the other end of this process's standard input. When that closes the starter has died, and the coordinator
-is given a few seconds more to find that out and tell the other members. When a byte comes first, the starter ended in good
-order, and the coordinator only hears the goodbyes of those who end with it.
+The starter holds the other end of this process's standard input. If that closes, the starter has died: the coordinator runs on
+for LINGER_SECONDS, to notice the death and tell the other members. If a byte comes first, the starter exited normally, and the
+coordinator only waits for the Leave of members that exit at the same time.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def main() -> int:
-    """Returns the coordinator's exit code."""
+    """Runs the coordinator. Returns its exit code."""
     command = [sys.executable, "-P", "-m", "ferrorpc_coordinator", "--transient", *sys.argv[1:]]
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
     signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
     ended = os.pidfd_open(child.pid)
-    lifeline = sys.stdin.fileno()
-    readable, _, _ = select.select([lifeline, ended], [], [])
+    starter_pipe = sys.stdin.fileno()
+    readable, _, _ = select.select([starter_pipe, ended], [], [])
     if ended not in readable:
-        clean = bool(os.read(lifeline, 1))
+        clean = bool(os.read(starter_pipe, 1))
         select.select([ended], [], [], CLEAN_LINGER_SECONDS if clean else LINGER_SECONDS)
         child.terminate()
         if not select.select([ended], [], [], STOP_SECONDS)[0]:
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def _die_with_parent() -> None:
-    """In the child, before it becomes the coordinator: not even kill -9 of the keeper leaves it behind."""
+    """Runs in the child before exec: a watchdog ended by kill -9 takes the coordinator with it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

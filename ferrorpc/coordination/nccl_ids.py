@@ -1,7 +1,7 @@
-"""How the ranks of an NCCL communicator come to the same unique ids. NCCL itself is not imported here.
+"""How the ranks of an NCCL communicator agree on its unique ids. This module does not import NCCL.
 
-One id, minted by one leader, serves 128 ranks; a larger communicator has a leader for every 128 of them. Each attempt mints
-anew: an id that a failed initialisation has used is never used again.
+An id that one leader creates serves 128 ranks; a larger communicator has one leader for every 128 of its ranks. Each attempt
+creates new ids: an id that was used in a failed initialisation is never used again.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ ID_BYTES: Final = 128
 
 
 def leaders(ranks: Sequence[int]) -> list[int]:
-    """The ranks that mint, one for every 128."""
+    """The ranks that create ids, one for every 128."""
     return sorted(ranks)[::RANKS_PER_ID]
 
 
 def agree_on_ids(
-    session: Session, communicator: str, ranks: Sequence[int], mint: Callable[[], bytes], *, attempt: int, timeout: float
+    session: Session, communicator: str, ranks: Sequence[int], create_id: Callable[[], bytes], *, attempt: int, timeout: float
 ) -> list[bytes]:
-    """The ids of a communicator, the same on every one of its ranks, in the order of their leaders.
+    """The ids of a communicator, in the order of their leaders. Every rank of it gets the same ones.
 
     Args:
         communicator: its name within the generation, such as "world".
         ranks: the world ranks of its members, this one included.
-        mint: makes one id of 128 bytes; called on leaders only.
+        create_id: makes one id of 128 bytes; called on leaders only.
         attempt: counts from 1; the same on every rank.
 
     Raises:
-        NcclError: a leader could not mint; every rank gets its reason.
+        NcclError: a leader could not create its id; every rank gets the reason.
         CollectiveTimeoutError: a leader did not come within `timeout` seconds.
         FerroError: the cause that ended the generation.
     """
     if session.membership.assignment.rank not in leaders(ranks):
         return session.exchange_nccl_id(communicator, attempt, ranks, None, timeout)
     try:
-        unique_id = mint()
+        unique_id = create_id()
     except FerroError as error:
         with contextlib.suppress(FerroError):
             session.exchange_nccl_id(communicator, attempt, ranks, error, timeout)

@@ -1,6 +1,7 @@
-"""How a process ends while it has seats: it says goodbye, with the reason if there is one, and its exit code is true.
+"""How a member's process ends: it leaves its jobs, tells the reason if there is one, and exits with the code of its error.
 
-A forked child is no member: what it inherits is inert. Nor can it become one: gRPC has lost its threads there, and hangs.
+A forked child is no member: the sessions that it inherits do nothing. It cannot join either, because gRPC's threads do not
+survive a fork, and calls hang.
 """
 
 from __future__ import annotations
@@ -18,51 +19,51 @@ from typing import Final, Protocol
 from ferrorpc.errors import FerroError, UsageError
 from ferrorpc.exit_codes import exit_code_of
 
-GOODBYE_SECONDS: Final = 2.0
+LEAVE_ALL_SECONDS: Final = 2.0
 _PACKAGE: Final = __name__.partition(".")[0]
 
 
-class Seat(Protocol):
-    """What can be left."""
+class MemberSession(Protocol):
+    """A session that is left when the process ends."""
 
     def leave(self, reason: str = "") -> None:
-        """Says goodbye."""
+        """Leaves the job."""
 
     def abandon_in_child(self) -> None:
-        """Becomes inert."""
+        """In a forked child: makes the session unusable, without touching the parent's connection."""
 
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-_seats: weakref.WeakSet[Seat] = weakref.WeakSet()
+_sessions: weakref.WeakSet[MemberSession] = weakref.WeakSet()
 _installed = False
-_had_seats = False
-"""This process, or the one it was forked from, has been a member."""
+_had_sessions = False
+"""Whether this process, or the one it was forked from, has been a member."""
 _forked_from_member = False
 
 
-def install() -> None:
-    """Hooks the ends of this process, once: its exit, its uncaught exceptions and its forks."""
+def install_hooks() -> None:
+    """Hooks this process's exit, uncaught exceptions and forks. Idempotent."""
     global _installed
     if _installed:
         return
     _installed = True
-    atexit.register(say_goodbye)
+    atexit.register(leave_all)
     os.register_at_fork(after_in_child=_abandon_all)
     previous = sys.excepthook
 
-    def last_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def handle_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         _show(previous, kind, error, trace)
-        say_goodbye(reason_of(error))
+        leave_all(reason_of(error))
         code = exit_code_of(error)
         if code is not None:
             raise SystemExit(code)
 
-    sys.excepthook = last_words
+    sys.excepthook = handle_uncaught
 
 
 def _show(hook: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Hands an exception to the hook: an error of this library without the library's own lines, which nobody has to mend."""
+    """Passes an exception to the previous hook. An error of this library is shown without the library's own frames."""
     shown, left_out = _callers_part(trace)
     if not left_out or not isinstance(error, FerroError) or logging.getLogger(_PACKAGE).isEnabledFor(logging.DEBUG):
         hook(kind, error, trace)
@@ -74,7 +75,7 @@ def _show(hook: Hook, kind: type[BaseException], error: BaseException, trace: Tr
 
 
 def _callers_part(trace: TracebackType | None) -> tuple[TracebackType | None, int]:
-    """A traceback up to its last entry that is not this library's, or the whole if all are; and how many that leaves out."""
+    """A traceback up to its last frame outside this library (the whole if there is none), and how many frames that drops."""
     entries = []
     while trace is not None:
         entries.append(trace)
@@ -91,12 +92,17 @@ def _is_own(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] == _PACKAGE
 
 
-def watch_over(seat: Seat) -> None:
-    """Leaves this seat when the process ends."""
-    global _had_seats
-    install()
-    _had_seats = True
-    _seats.add(seat)
+def register(session: MemberSession) -> None:
+    """Leaves this session when the process ends."""
+    global _had_sessions
+    install_hooks()
+    _had_sessions = True
+    _sessions.add(session)
+
+
+def unregister(session: MemberSession) -> None:
+    """Undoes `register`: the session has left."""
+    _sessions.discard(session)
 
 
 def refuse_in_child() -> None:
@@ -108,31 +114,26 @@ def refuse_in_child() -> None:
         )
 
 
-def forget(seat: Seat) -> None:
-    """This seat has been left."""
-    _seats.discard(seat)
-
-
 def reason_of(error: BaseException) -> str:
-    """An exception as the others read it: "ValueError: no such file"."""
+    """An exception as the other ranks see it: "ValueError: no such file"."""
     first_line = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 
-def say_goodbye(reason: str = "") -> None:
-    """Leaves every seat, one after the other, as many as two seconds allow.
+def leave_all(reason: str = "") -> None:
+    """Leaves every session in turn, until LEAVE_ALL_SECONDS have passed.
 
-    No thread is started: an interpreter that ends refuses to.
+    Starts no thread, because an interpreter that is shutting down refuses to.
     """
-    deadline = time.monotonic() + GOODBYE_SECONDS
-    for seat in list(_seats):
+    deadline = time.monotonic() + LEAVE_ALL_SECONDS
+    for session in list(_sessions):
         if time.monotonic() < deadline:
-            seat.leave(reason)
+            session.leave(reason)
 
 
 def _abandon_all() -> None:
     global _forked_from_member
-    _forked_from_member = _had_seats
-    for seat in list(_seats):
-        seat.abandon_in_child()
-    _seats.clear()
+    _forked_from_member = _had_sessions
+    for session in list(_sessions):
+        session.abandon_in_child()
+    _sessions.clear()

@@ -1,38 +1,33 @@
-"""One Session call to a coordinator: frames go in at one end and come out at the other, until it ends."""
+"""One Session call to a coordinator, on a channel of its own."""
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
-from ferrorpc.errors import CoordinatorUnavailableError, FerroError
+from ferrorpc.coordination.channel import ChannelFactory
+from ferrorpc.errors import CoordinatorUnavailableError
 from ferrorpc.v1 import session_pb2 as wire
 from ferrorpc.v1.session_pb2_grpc import CoordinatorServiceStub
 from ferrorpc.wire.outliving import outlives_interpreter
 from ferrorpc.wire.status import error_of
 
 
-class Connect(Protocol):
-    """How the coordinator is reached."""
+class SessionStream:
+    """A channel and the one call on it.
 
-    def __call__(self) -> grpc.Channel:
-        """A channel of its own. Raises FerroError where this process lacks what it needs for one."""
+    Every attempt to connect makes a new channel, so gRPC's own backoff never delays one: it fails as soon as connecting does.
 
-    def diagnose(self) -> FerroError | None:
-        """Why no channel comes about, where something better than gRPC's word for it can be said."""
-
-
-class Stream:
-    """A connection of its own, and the one call on it.
-
-    A fresh connection for every attempt keeps gRPC's own backoff out of the way: an attempt fails as soon as the dial does.
+    Args:
+        connect: makes the channel.
+        peer: what errors call the coordinator.
     """
 
-    def __init__(self, connect: Connect, who: str) -> None:
-        self._who = who
+    def __init__(self, connect: ChannelFactory, peer: str) -> None:
+        self._peer = peer
         self._outgoing: queue.SimpleQueue[wire.ClientFrame | None] = queue.SimpleQueue()
         self._channel = connect()
         self._stub = CoordinatorServiceStub(self._channel)
@@ -44,18 +39,18 @@ class Stream:
         self._outgoing.put(frame)
 
     def frames(self) -> Iterator[wire.ServerFrame]:
-        """What the coordinator sends, as it comes; ends where the coordinator ends the stream.
+        """The frames that the coordinator sends, until it ends the stream.
 
         Raises:
-            FerroError: why it ended otherwise.
+            FerroError: the stream ended in another way.
         """
         try:
             yield from self._call
         except grpc.RpcError as error:
-            raise error_of(error, self._who) from None
+            raise error_of(error, self._peer) from None
 
     def status(self, request: wire.StatusRequest, timeout: float) -> wire.StatusResponse:
-        """Asks for the job's status beside the stream, for explanations.
+        """Asks for the job's status, in a call of its own.
 
         Raises:
             FerroError: no answer within `timeout` seconds, or a refusal.
@@ -63,13 +58,13 @@ class Stream:
         try:
             response: wire.StatusResponse = self._stub.Status(request, timeout=timeout)
         except grpc.RpcError as error:
-            raise error_of(error, self._who) from None
-        except ValueError:  # grpc's word for a closed channel
+            raise error_of(error, self._peer) from None
+        except ValueError:  # what grpc raises for a closed channel
             raise CoordinatorUnavailableError("the connection is closed") from None
         return response
 
     def close(self) -> None:
-        """Ends the call and the connection. Idempotent; never waits for the other side."""
+        """Cancels the call and closes the channel. Idempotent; never waits for the coordinator."""
         self._outgoing.put(None)
         self._call.cancel()
         self._channel.close()

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from ferrorpc.coordination.bootstrap import agree_on_ids, leaders
 from ferrorpc.coordination.local import LocalWorld
+from ferrorpc.coordination.nccl_ids import agree_on_ids, leaders
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, NcclError
 from tests.unit.coordination.test_local_world import on_all
 

@@ -1,4 +1,4 @@
-"""Waiting for a change of shared state, through a Clock: what threading.Condition is to the system's clock."""
+"""threading.Condition for any Clock, so that waits also work on virtual time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from ferrorpc.guard import Clock, Parker
 Found = TypeVar("Found")
 
 
-class Monitor:
-    """A lock, and the threads that wait for what it protects to change.
+class Condition:
+    """A lock, and the threads that wait for a change of what it protects.
 
-    The lock is only ever held for a few lines and never across a wait, so that one thread can run at a time in a world
-    with a virtual clock.
+    The lock is held for a few lines only and never across a wait: on virtual time one thread runs at a time.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -24,15 +23,15 @@ class Monitor:
         self._waiting: dict[int, Parker] = {}
         self._tickets = 0
 
-    def changed(self) -> None:
-        """Wakes every waiter to look again. The caller holds the lock."""
+    def notify_all(self) -> None:
+        """Wakes every waiter, which then calls its `find` again. The caller holds the lock."""
         for parker in self._waiting.values():
             parker.unpark()
 
-    def wait(self, look: Callable[[], Found | None], until: float) -> Found | None:
-        """What `look` finds, as soon as it is not None; None when the clock passes `until` first.
+    def wait_for(self, find: Callable[[], Found | None], until: float) -> Found | None:
+        """Waits until `find` returns something other than None, and returns that; None at clock time `until`.
 
-        `look` runs with the lock held. What it raises comes out here.
+        `find` runs with the lock held. What it raises is raised here.
         """
         parker = self.clock.parker()
         with self.lock:
@@ -41,7 +40,7 @@ class Monitor:
         try:
             while True:
                 with self.lock:
-                    found = look()
+                    found = find()
                     if found is not None or self.clock.now() >= until:
                         return found
                     self._waiting[ticket] = parker
