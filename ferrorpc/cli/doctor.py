@@ -141,10 +141,10 @@ def proxies(config: Config, environment: Mapping[str, str]) -> Findings:
 
 def ports(config: Config, environment: Mapping[str, str]) -> Findings:
     """Whether peers could reach a worker here: a port is opened where workers listen and dialled as it would be advertised."""
-    from ferrorpc.bootstrap.address import advertised_host, require_private
+    from ferrorpc.bootstrap.address import advertised_host, require_authentication
     from ferrorpc.wire.tls import TlsFiles
 
-    require_private(config, TlsFiles.of(config))
+    require_authentication(config, TlsFiles.of(config))
     bind = str(config["bind"])
     host = advertised_host(config["coordinator"] or "127.0.0.1:1", {**config, "timeout": DIAL_SECONDS})
     try:

@@ -100,8 +100,8 @@ class Session(ABC):
         )
 
     def __repr__(self) -> str:
-        seat = self.membership.assignment
-        return f"<{type(self).__name__} rank {seat.rank} of {seat.size}, generation {seat.generation}>"
+        own = self.membership.assignment
+        return f"<{type(self).__name__} rank {own.rank} of {own.size}, generation {own.generation}>"
 
     clock: Clock
     store: Store

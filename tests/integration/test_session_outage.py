@@ -133,7 +133,7 @@ def test_a_coordinator_that_takes_a_stream_and_says_nothing_is_dialled_again(mon
         welcomed=lambda: None,
         session_ended=lambda cause: None,
     )
-    line = connection.Connection(
+    connected = connection.Connection(
         address,
         ChannelFactory(address, "job", Config()),
         listener,
@@ -143,11 +143,11 @@ def test_a_coordinator_that_takes_a_stream_and_says_nothing_is_dialled_again(mon
         heartbeat_interval=0.1,
     )
     try:
-        line.start()
-        eventually(lambda: line.outage() == "" or None)
+        connected.start()
+        eventually(lambda: connected.outage() == "" or None)
         assert mute.streams == 2
     finally:
-        line.close(GroupClosedError("the test is over"))
+        connected.close(GroupClosedError("the test is over"))
         server.stop(0)
 
 
@@ -291,7 +291,7 @@ def test_a_coordinator_that_stays_away_is_an_error_after_max_outage(volatile):
     session.leave()
 
 
-def test_who_is_told_that_the_line_is_over_finds_the_generation_broken(volatile, monkeypatch):
+def test_who_is_told_that_the_connection_has_ended_finds_the_generation_broken(volatile, monkeypatch):
     session = join(volatile.address, 0, 1, max_outage=0.5)
     ended = session.session_ended
     monkeypatch.setattr(session, "session_ended", lambda cause: (time.sleep(0.2), ended(cause)))

@@ -1,4 +1,4 @@
-"""The line to the coordinator: nobody waits for an answer that cannot come."""
+"""The connection to the coordinator: nobody waits for an answer that cannot come."""
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from ferrorpc.testing import ManualClock
 from ferrorpc.v1 import rendezvous_pb2, session_pb2 as wire, store_pb2
 
 
-def line(clock: Clock = SYSTEM_CLOCK) -> Connection:
+def connection(clock: Clock = SYSTEM_CLOCK) -> Connection:
     nobody: Any = None
     listener: Any = SimpleNamespace(
         welcomed=lambda: None, result=lambda position, result: None, session_ended=lambda cause: None
@@ -22,23 +22,23 @@ def line(clock: Clock = SYSTEM_CLOCK) -> Connection:
     return Connection("nowhere:1", nobody, listener, clock, initial_outage=1.0, max_outage=1.0, heartbeat_interval=1.0)
 
 
-def welcomed(line: Connection) -> Connection:
+def welcomed(connection: Connection) -> Connection:
     """It is up, on a stream that sends nothing."""
-    line._stream = cast(Any, SimpleNamespace(send=lambda frame: None, close=lambda: None))
-    line._handle_frame(wire.ServerFrame(welcome=wire.Welcome(resume_token="token")))
-    return line
+    connection._stream = cast(Any, SimpleNamespace(send=lambda frame: None, close=lambda: None))
+    connection._handle_frame(wire.ServerFrame(welcome=wire.Welcome(resume_token="token")))
+    return connection
 
 
-def test_a_request_on_a_line_that_is_over_is_refused() -> None:
-    over = line()
+def test_a_request_on_a_connection_that_has_ended_is_refused() -> None:
+    over = connection()
     over.close(AuthenticationError("the token is not one of this coordinator"))
     with pytest.raises(AuthenticationError, match="the token"):
         over.post("a set", store=store_pb2.StoreRequest())
 
 
-def test_so_is_one_that_is_made_while_the_line_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_is_one_that_is_made_while_the_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that wait have been told by then: this one would wait for ever."""
-    ending = line()
+    ending = connection()
 
     def ends_meanwhile(label: str, **body: Any) -> None:
         ending.close(AuthenticationError("the token is not one of this coordinator"))
@@ -49,9 +49,9 @@ def test_so_is_one_that_is_made_while_the_line_ends(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_request_that_is_being_sent_again_after_an_outage_is_not_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits may look in the moment in which the line is up and the request is still to be sent."""
+    """Who waits may look in the moment in which the connection is up and the request is still to be sent."""
     clock = ManualClock()
-    back = welcomed(line(clock))
+    back = welcomed(connection(clock))
     request = back.post("a get", store=store_pb2.StoreRequest())
     back._went_down(CoordinatorUnavailableError("it was killed"))
     clock.advance(60.0)
@@ -69,7 +69,7 @@ def test_a_request_that_is_being_sent_again_after_an_outage_is_not_too_late(monk
 
 
 def test_an_answer_that_comes_in_the_moment_of_giving_up_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    up = welcomed(line(ManualClock()))
+    up = welcomed(connection(ManualClock()))
     drop = up._requests.drop
 
     def comes_just_now(request: Any) -> None:
@@ -81,9 +81,9 @@ def test_an_answer_that_comes_in_the_moment_of_giving_up_counts(monkeypatch: pyt
     assert up.ask("an add", 0.0, StoreTimeoutError, store=store_pb2.StoreRequest()).number == 7
 
 
-def test_the_line_is_over_once_the_coordinator_has_taken_the_goodbye() -> None:
+def test_the_connection_ends_once_the_coordinator_has_answered_the_leave() -> None:
     """Else it is dialled again, and refused as one that left: that would be what later calls hear of."""
-    gone = welcomed(line())
+    gone = welcomed(connection())
     gone.leave_error = AuthenticationError("it has left")
     request = gone.post("leave", leave=rendezvous_pb2.LeaveRequest())
     gone._handle_frame(wire.ServerFrame(result=wire.Result(sequence=1, leave=rendezvous_pb2.LeaveResponse())))

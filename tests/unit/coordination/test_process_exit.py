@@ -1,4 +1,4 @@
-"""How a process ends while it has a seat."""
+"""How a process ends while it is a member."""
 
 import re
 import subprocess
@@ -9,23 +9,23 @@ import pytest
 
 from ferrorpc.coordination.process_exit import reason_of
 
-SEAT = """
+MEMBER = """
 import sys
 from ferrorpc.coordination import process_exit
 from ferrorpc.errors import BackendUnavailableError, ConfigError, PeerLostError
-class MemberSession:
+class Session:
     def leave(self, reason=""):
         process_exit.unregister(self)
         print("left:", reason, flush=True)
     def abandon_in_child(self):
         print("abandoned", flush=True)
-seat = MemberSession()
-process_exit.register(seat)
+session = Session()
+process_exit.register(session)
 """
 
 
 def run(code: str) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, "-c", SEAT + code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", MEMBER + code], capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -39,7 +39,7 @@ def run(code: str) -> tuple[int, str, str]:
         ("raise ConfigError('FERRORPC_LEASE')", 64, "left: ConfigError: FERRORPC_LEASE\n"),
         ("raise BackendUnavailableError('no GPU')", 64, "left: BackendUnavailableError: no GPU\n"),
         ("raise PeerLostError(2, 'signal 9')", 75, "left: PeerLostError: rank 2 was lost: signal 9\n"),
-        ("process_exit.unregister(seat)", 0, ""),
+        ("process_exit.unregister(session)", 0, ""),
         ("process_exit.install_hooks(); raise ValueError('once')", 1, "left: ValueError: once\n"),
     ],
 )

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ferrorpc.bootstrap.ancestry import launcher_of
+from ferrorpc.bootstrap.launcher_process import launcher_process_id
 
-SHOW = "from ferrorpc.bootstrap.ancestry import launcher_of; print(launcher_of('TRIAL_RANK'))"
+SHOW = "from ferrorpc.bootstrap.launcher_process import launcher_process_id; print(launcher_process_id('TRIAL_RANK'))"
 
 
 @pytest.fixture
@@ -26,18 +26,18 @@ def proc(tmp_path: Path) -> Path:
 
 
 def test_ranks_of_one_run_have_one_launcher(proc: Path) -> None:
-    assert [launcher_of("TRIAL_RANK", rank, proc) for rank in (20, 31)] == ["7", "7"]
+    assert [launcher_process_id("TRIAL_RANK", rank, proc) for rank in (20, 31)] == ["7", "7"]
 
 
 @pytest.mark.parametrize("gone", ["7/environ", "30/stat"])
 def test_what_cannot_be_read_leaves_it_open(proc: Path, gone: str) -> None:
     (proc / gone).unlink()
-    assert launcher_of("TRIAL_RANK", 31, proc) == ""
+    assert launcher_process_id("TRIAL_RANK", 31, proc) == ""
 
 
 def test_a_launcher_beyond_the_process_namespace_leaves_it_open(proc: Path) -> None:
     (proc / "30" / "stat").write_text("30 (sh) S 0 30 0\n")
-    assert launcher_of("TRIAL_RANK", 31, proc) == ""
+    assert launcher_process_id("TRIAL_RANK", 31, proc) == ""
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="there is no /proc")
