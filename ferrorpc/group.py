@@ -29,7 +29,7 @@ from ferrorpc.operations.collectives import Collectives
 from ferrorpc.operations.results import NOTHING
 from ferrorpc.operations.signatures import Scalar
 from ferrorpc.operations.stream import Stream
-from ferrorpc.types import TensorSpec, dtype_given
+from ferrorpc.types import TensorSpec, as_dtype
 
 OWN_WORK_SECONDS: Final = 0.4
 """How long close() waits for what this rank has in flight."""
@@ -145,7 +145,7 @@ class ProcessGroup(Collectives):
             UsageError: it is no shape, or none that can be sent.
             GroupClosedError: the group was closed.
         """
-        spec = TensorSpec(dtype_given(dtype), shape_of(shape))
+        spec = TensorSpec(as_dtype(dtype), shape_of(shape))
         check_sendable([spec])
         if self._dispatch.closed:
             self._dispatch.check_open()

@@ -138,7 +138,7 @@ class Work(Generic[Result]):
     def _look(self) -> None:
         self._observed = True
         if isinstance(self._error, FerroError):
-            self._error.see()
+            self._error.mark_shown()
 
     def _located(self, error: BaseException | None) -> BaseException | None:
         return error if error is None or self.locate is None else self.locate(error)
@@ -201,7 +201,7 @@ class Work(Generic[Result]):
 
     def __del__(self) -> None:
         error = self._error
-        if error is None or self._observed or (isinstance(error, FerroError) and not error.see()):
+        if error is None or self._observed or (isinstance(error, FerroError) and not error.mark_shown()):
             return
         _log.error("%s failed and nobody looked at it: %s", self.label, error)
 

@@ -14,7 +14,7 @@ from ferrorpc.bootstrap.coordinator import start_coordinator
 from ferrorpc.bootstrap.environment import LaunchInfo, detect_launch, member_name, own_coordinator_address
 from ferrorpc.bootstrap.launcher_process import launcher_process_id
 from ferrorpc.collectives.basis import asked_for
-from ferrorpc.config import LAUNCH, Config, strangers
+from ferrorpc.config import LAUNCH_VARIABLE, Config, unknown_settings
 from ferrorpc.coordination import process_exit
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.coordination.session import RemoteSession
@@ -78,7 +78,7 @@ def init_process_group(
     config = Config(arguments)
     set_up_logging(config)
     set_up_telemetry(config)
-    for name, meant in strangers(os.environ):
+    for name, meant in unknown_settings(os.environ):
         if meant:
             _log.warning("%s is set, but no setting is called so: %s is", name, meant)
     _check_backend(config)
@@ -143,7 +143,7 @@ def _remote_session(config: Config, launch: LaunchInfo) -> tuple[RemoteSession, 
             hinted_rank=launch.hinted_rank,
             worker_address=server.address,
             host=host,
-            launch=os.environ.get(LAUNCH, ""),
+            launch=os.environ.get(LAUNCH_VARIABLE, ""),
             labels=said_at_join(config["backend"], config["device"], launch.local_rank),
             config=config,
         ).join()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from ferrorpc.cli.lateness import GONE, lateness, state_of
 from ferrorpc.cli.table import table
 from ferrorpc.cli.verdict import verdict
-from ferrorpc.logs import tame
+from ferrorpc.logs import escape_unprintable
 
 if TYPE_CHECKING:
     from ferrorpc.v1.identity_pb2 import Member
@@ -44,7 +44,7 @@ def as_text(response: StatusResponse, earlier: Earlier | None = None, rows_max: 
     parts = [
         f"job {response.job}  generation {position.generation}  cluster {position.cluster_id} epoch {position.epoch}  "
         f"({kept}, coordinator {response.version})",
-        "\n".join(tame(line) for line in (headline, more) if line),
+        "\n".join(escape_unprintable(line) for line in (headline, more) if line),
         f"store: {_plural(response.store_keys, 'key')}, {_plural(response.store_bytes, 'byte')}",
     ]
     parts.append(_members(response.members, earlier, rows_max))
@@ -68,7 +68,7 @@ def as_text(response: StatusResponse, earlier: Earlier | None = None, rows_max: 
 
 
 def _titled(title: str, lines: Sequence[str]) -> str:
-    return "\n".join([title, *(f"  {tame(line)}" for line in lines)])
+    return "\n".join([title, *(f"  {escape_unprintable(line)}" for line in lines)])
 
 
 def _first(lines: list[str], most: int) -> list[str]:

@@ -22,7 +22,7 @@ import click
 
 from ferrorpc.cli.client import address_of
 from ferrorpc.cli.settings import sound
-from ferrorpc.config import SETTINGS, Config, strangers
+from ferrorpc.config import SETTINGS, Config, unknown_settings
 from ferrorpc.errors import FerroError
 from ferrorpc.versions import own_version, version_of
 from ferrorpc.wire import options as wire_options
@@ -100,7 +100,7 @@ def settings(config: Config, environment: Mapping[str, str]) -> Findings:
     _, wrong = sound(environment)
     for variable, error in wrong.items():
         yield Finding("bad", "settings", error.message, f"correct or unset {variable}; below its default counts")
-    unknown = strangers(environment)
+    unknown = unknown_settings(environment)
     for name, meant in unknown:
         fix = meant or "`ferrorpc config`, which shows all there are"
         yield Finding("note", "settings", f"{name} is set, but no setting is called so", fix)

@@ -30,7 +30,7 @@ from ferrorpc.errors import (
 )
 from ferrorpc.generation_errors import error_on_rank, member_left
 from ferrorpc.guard import SYSTEM_CLOCK, Latch, seconds_of
-from ferrorpc.logs import say_where
+from ferrorpc.logs import set_log_origin
 from ferrorpc.types import Assignment, Peer
 from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
 from ferrorpc.versions import own_version
@@ -322,7 +322,7 @@ class RemoteSession(Session):
             Peer(rank, peer.name, peer.host, peer.address, tuple((label.name, label.value) for label in peer.labels))
             for rank, peer in enumerate(response.peers)
         )
-        say_where(self.job, response.rank, response.generation)
+        set_log_origin(self.job, response.rank, response.generation)
         self._connection.joined()
         self._pending = ()
         self._ordinals.clear()

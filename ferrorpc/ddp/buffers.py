@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from ferrorpc.agreement import agree
 from ferrorpc.arrays.kinds import spec_of
+from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import Bucket, lay_out
 from ferrorpc.ddp.naming import Named
 from ferrorpc.ddp.parcel import Packer
@@ -49,7 +49,7 @@ class Buffers:
             with Named(f"buffer {name!r}"):
                 specs.append((name, spec_of(array)))
         self.layout = lay_out(specs, SHARED_BYTES, SHARED_BYTES)
-        agree(group, "buffers", f"mode {mode}\n{self.layout.text}")
+        require_same(group, "buffers", f"mode {mode}\n{self.layout.text}")
         self._packer = Packer(found)
         self._stream = group.stream()
         self._exchanges = 0

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ferrorpc.agreement import agree
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.kinds import gpu_of, view
+from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.fleet import Fleet
 from ferrorpc.ddp.hooks.base import Hook, check_hook
@@ -76,7 +76,7 @@ class Reducer(Fleet):
         if hook is not None:
             check_hook(hook)
         layout = lay_out(parameters, cap_bytes(bucket_cap_mb), order=order)
-        agree(group, what, layout.text + ("" if hook is None else f"\nhook: {hook.text}"))
+        require_same(group, what, layout.text + ("" if hook is None else f"\nhook: {hook.text}"))
         super().__init__(layout, group, hook, kind)
         self.steps = Steps(group)
         self._rounds = 0

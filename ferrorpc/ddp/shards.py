@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
-from ferrorpc.agreement import agree
 from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.kinds import copy_into, kind_of, spec_of, split, view, view_out
+from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import Bucket, lay_out
 from ferrorpc.ddp.naming import Named
 from ferrorpc.ddp.parcel import current
@@ -203,7 +203,7 @@ class Shards:
         self._specs = dict(parameters)
         cap = cap_bytes(bucket_cap_mb)
         layout = lay_out(parameters, cap, cap)
-        agree(group, "optimizer", f"{layout.text}\n{text}")
+        require_same(group, "optimizer", f"{layout.text}\n{text}")
         filled = [bucket for bucket in layout.buckets if any(math.prod(slot.spec.shape) for slot in bucket.slots)]
         self.shards = [Shard(bucket, group, kind) for bucket in filled]
 

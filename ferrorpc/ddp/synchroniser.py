@@ -24,7 +24,7 @@ from ferrorpc.ddp.steps import Steps
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.operations.arguments import shape_of
-from ferrorpc.types import TensorSpec, dtype_given
+from ferrorpc.types import TensorSpec, as_dtype
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -332,7 +332,7 @@ def _outline(name: str, leaf: Any) -> Any:
     if is_array or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return leaf
     with Named(f"gradient {name!r}"):
-        return TensorSpec(dtype_given(leaf.dtype), shape_of(leaf.shape))
+        return TensorSpec(as_dtype(leaf.dtype), shape_of(leaf.shape))
 
 
 def _spec(name: str, leaf: Any) -> TensorSpec:

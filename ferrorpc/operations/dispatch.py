@@ -79,7 +79,7 @@ class Dispatch:
             raise self._closing.again()
         cause = self.backend.latch.cause
         if cause is not None:
-            cause.see()
+            cause.mark_shown()
             raise self.located(cause.again())
         if self.refuses:
             raise GroupClosedError(
@@ -179,7 +179,7 @@ class Dispatch:
             backend.run(execution)
         except FerroError as error:
             failure = type(error).__name__
-            error.see()
+            error.mark_shown()
             if self._is_part:
                 raise self.located(error) from None
             raise
@@ -289,7 +289,7 @@ class Dispatch:
         try:
             self.backend.synchronize(FOREVER)
         except FerroError as error:
-            error.see()
+            error.mark_shown()
             raise self.located(error) from None
 
     def located(self, error: BaseException) -> BaseException:

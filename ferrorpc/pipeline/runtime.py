@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ferrorpc.agreement import agree
+from ferrorpc.consistency import require_same
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, seconds_of
@@ -353,7 +353,7 @@ def _given(tied: Any) -> list[str | list[str]]:
 def _agreed(schedule: Schedule, ties: Sequence[str | Sequence[str]], group: ProcessGroup) -> str:
     """The pipeline's name in messages: the same on every rank, and no other pipeline's of the group."""
     wiring = f"edges {schedule.edges.pairs}\ntied {ties}"
-    agree(group, "pipeline schedules", f"{schedule}\n{wiring}\n{schedule.to_text()}")
+    require_same(group, "pipeline schedules", f"{schedule}\n{wiring}\n{schedule.to_text()}")
     number = _made[group] = _made.get(group, 0) + 1
     return f"{schedule} #{number}"
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ferrorpc.testing.virtual import VirtualClock as VirtualClock
     from ferrorpc.testing.world import World as World, run_world as run_world
 
-_HOMES = {
+_MODULE_OF = {
     "run_world": "world",
     "World": "world",
     "run_groups": "ranks",
@@ -33,13 +33,13 @@ _HOMES = {
     "BasicBackendContract": "contract",
 }
 
-__all__ = [*_HOMES]
+__all__ = [*_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'ferrorpc.testing' has no attribute {name!r}")
-    value = getattr(_import_module(f"ferrorpc.testing.{_HOMES[name]}"), name)
+    value = getattr(_import_module(f"ferrorpc.testing.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 

@@ -25,7 +25,7 @@ from ferrorpc.cli.launcher.pipes import Pipes
 from ferrorpc.cli.launcher.plan import Plan
 from ferrorpc.cli.launcher.signals import STOPS, SignalInbox, describe
 from ferrorpc.cli.system import own_command
-from ferrorpc.config import LAUNCH
+from ferrorpc.config import LAUNCH_VARIABLE
 from ferrorpc.errors import ConfigError
 from ferrorpc.exit_codes import EXIT_CONFIG, EXIT_PIPE, EXIT_RETRY
 
@@ -212,7 +212,7 @@ class _Launch:
                 self._nursery.discard(before.child)
             environment = worker_environment(self._plan, number, start.attempt, self._environment, self._directory)
             name = secrets.token_hex(4)
-            child = self._nursery.start(self._plan.command, {**environment, LAUNCH: name})
+            child = self._nursery.start(self._plan.command, {**environment, LAUNCH_VARIABLE: name})
             self._workers[number] = self._connect(number, child, name, start.attempt)
 
     def _connect(self, number: int, child: Child, launch: str, attempt: int) -> Worker:

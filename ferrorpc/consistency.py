@@ -1,4 +1,4 @@
-"""Ranks compare what they hold before they exchange anything: a difference is an error with both sides in it."""
+"""Checks that all ranks have the same configuration of something, before they exchange data."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 _DIFFERENCES_SHOWN: Final = 3
 
 
-def agree(group: ProcessGroup, what: str, text: str) -> None:
-    """Returns when all ranks called it with the same text. Collective.
+def require_same(group: ProcessGroup, what: str, text: str) -> None:
+    """Returns if all ranks call it with the same text. Collective.
 
     Args:
-        what: what is compared, for the error.
-        text: one line a fact.
+        what: what the text describes, for the error.
+        text: the description, one fact a line.
 
     Raises:
-        CollectiveMismatchError: texts differ; raised on every rank, with the lines in which each differs from the first
-            rank, and the first from it. The group stays open.
+        CollectiveMismatchError: the texts differ. Raised on every rank; for each rank that differs from the first one it has
+            the lines of both. The group stays open.
     """
     digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
     digests = group.all_gather(digest)
