@@ -106,7 +106,7 @@ class Connection:
         self._requests = PendingRequests()
         self._token = ""
         self._stream: SessionStream | None = None
-        self._dialled_at = clock.now()
+        self._opened_at = clock.now()
         self._down_since: float | None = clock.now()
         self._loss_logged = False
         """Its loss was logged as a warning, so its return is, too."""
@@ -262,9 +262,7 @@ class Connection:
         try:
             self._stay_connected()
         finally:
-            if (
-                self.ended_by is None
-            ):  # a bug, whose traceback the thread prints; callers must not wait for this thread for ever
+            if self.ended_by is None:  # a bug: the thread prints its traceback, and waiting callers must not hang
                 self._fail(FerroError(f"the thread that reads from {self.address} failed"))
 
     def _stay_connected(self) -> None:
@@ -289,7 +287,7 @@ class Connection:
                 self._fail(error)
             return self._went_down(error)  # a later certificate may be accepted
         with self._condition.lock:
-            self._stream, self._dialled_at = stream, self._clock.now()
+            self._stream, self._opened_at = stream, self._clock.now()
         try:
             if self.ended_by is not None:
                 return False
@@ -421,7 +419,7 @@ class Connection:
             with self._condition.lock:
                 if self._stream is not None and self._down_since is None:
                     self._stream.send(wire.ClientFrame(beat=self._listener.beat()))
-                elif self._clock.now() >= self._dialled_at + WELCOME_SECONDS:
+                elif self._clock.now() >= self._opened_at + WELCOME_SECONDS:
                     unanswered = self._stream
             if unanswered is not None:
                 unanswered.close()  # the reading thread sees the end and reconnects
@@ -454,10 +452,10 @@ def _journal_lost(address: str, before: str, now: str) -> StaleGenerationError:
     return StaleGenerationError(message, hint=hint)
 
 
-def _journal_older(address: str, told: identity_pb2.Position, now: identity_pb2.Position) -> StaleGenerationError:
+def _journal_older(address: str, before: identity_pb2.Position, now: identity_pb2.Position) -> StaleGenerationError:
     message = (
         f"the coordinator at {address} came back with an older journal: it is in generation {now.generation} at revision "
-        f"{now.revision}, after it had told this member of generation {told.generation} and revision {told.revision}"
+        f"{now.revision}, after it had told this member of generation {before.generation} and revision {before.revision}"
     )
     hint = "start it on its newest data directory, or an empty one; group.reform() goes on with what the older one holds"
     return StaleGenerationError(message, hint=hint)

@@ -14,7 +14,7 @@ VALUE_BYTES_MAX: Final = 1 << 20
 PAYLOAD_BYTES_MAX: Final = 4 << 10
 FRAME_BYTES_MAX: Final = 256 << 10
 WRITES_MAX: Final = 128
-"""Unanswered writes of a session. A coordinator remembers the results of so many, in case they are sent again."""
+"""Unanswered writes of a session. A coordinator remembers the results of this many, in case they are sent again."""
 RANKS_PER_ID: Final = 128
 """How many ranks share one NCCL id, which their leader creates."""
 BINDINGS: Final = ("job", "session", "generation")
@@ -102,8 +102,8 @@ def check_binding(bind: str) -> None:
         raise UsageError(f"bind={bind!r} is not one of {', '.join(BINDINGS)}")
 
 
-def _bytes_of(value: bytes, whose: str) -> bytes:
+def _bytes_of(value: bytes, what: str) -> bytes:
     if not isinstance(value, bytes | bytearray | memoryview):
         hint = "encode it: str.encode(), json.dumps(...).encode()"
-        raise UsageError(f"{whose} bytes, not {type(value).__name__}", hint=hint)
+        raise UsageError(f"{what} bytes, not {type(value).__name__}", hint=hint)
     return bytes(value)

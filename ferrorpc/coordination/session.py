@@ -225,7 +225,7 @@ class RemoteSession(Session):
         """
         self._leave_callbacks.append(close)
 
-    # -- operations of several members ------------------------------------------------------------------------------------
+    # -- operations of several members ----------------------------------------------------------------------------------
 
     def barrier(
         self, name: str, payload: bytes = b"", *, ranks: Iterable[int] | None = None, timeout: float | None = None
@@ -303,7 +303,7 @@ class RemoteSession(Session):
         return self.activity.beat(self._generation, self.clock.now())
 
     def welcomed(self) -> None:
-        """Drops events of the stream before, which the coordinator repeats, and sends again what it keeps in memory only."""
+        """Drops what the previous stream reported, which the coordinator repeats, and sends the volatile requests again."""
         self._pending = ()
         self._latch.unwell.clear()
         if self._latch.cause is None:
@@ -350,7 +350,7 @@ class RemoteSession(Session):
             self._trip(self.membership.latch, error_on_rank(rank, event.broken.origin_rank, error_of(event.broken.cause)))
         elif kind == "standings":
             for member in event.standings.members:
-                self._standing_changed(member)
+                self._member_changed(member)
         elif kind == "pending":
             self._pending = tuple(event.pending.names)
         elif kind == "draining":
@@ -387,12 +387,12 @@ class RemoteSession(Session):
     def _latch(self) -> Latch:
         return self.membership.latch if hasattr(self, "membership") else self._latch_before_join
 
-    def _ask_generation(self, label: str, seconds: float, late: Any, **body: Any) -> Any:
+    def _ask_generation(self, label: str, seconds: float, timeout_error: Callable[[str], FerroError], **body: Any) -> Any:
         """Sends a request of the current generation. If the generation ends, the request fails with its cause."""
         latch = self.membership.latch
         latch.check()
         try:
-            return self._connection.ask(label, seconds, late, latch, **body)
+            return self._connection.ask(label, seconds, timeout_error, latch, **body)
         except FerroError:
             latch.check()
             raise
@@ -401,7 +401,7 @@ class RemoteSession(Session):
         assignment = self.membership.assignment
         return limits.check_participants(ranks, assignment.rank, assignment.size)
 
-    def _standing_changed(self, member: identity_pb2.Member) -> None:
+    def _member_changed(self, member: identity_pb2.Member) -> None:
         report, unwell = member_report(member), self._latch.unwell
         _log.info("%s", report)
         if report.state in UNHEALTHY:
