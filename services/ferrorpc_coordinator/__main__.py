@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from ferrorpc_coordinator import handshakes  # noqa: F401 (first of all)
+from ferrorpc_coordinator import grpc_verbosity  # noqa: F401 (first of all)
 
 # isort: split
 from ferrorpc.config import Config
@@ -30,7 +30,7 @@ from ferrorpc.wire.cost_table import parse
 from ferrorpc.wire.tls import TlsFiles
 from ferrorpc_coordinator.server import Announcement, Options, serve
 from ferrorpc_coordinator.state.settings import SECOND, Settings
-from ferrorpc_coordinator.tokens import grants_in
+from ferrorpc_coordinator.tokens import read_token_file
 
 EXIT_CONFIG: Final = 64
 EXIT_FAILED: Final = 70
@@ -77,7 +77,7 @@ def options_from(config: Config) -> Options:
         ),
         data_dir=None if data_dir is None else Path(data_dir),
         tls=_tls(config),
-        grants=() if token_file is None else grants_in(token_file),
+        grants=() if token_file is None else read_token_file(token_file),
         token_file=token_file,
         insecure=config["insecure"],
         http_port=config["http_port"],

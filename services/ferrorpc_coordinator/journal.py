@@ -87,7 +87,7 @@ class Journal:
             raise
         journal = cls(directory, lock, connection, reserve_bytes)
         if not journal._take_reserve():
-            journal._run_out()
+            journal._mark_full()
         return journal
 
     def rows(self) -> list[tuple[str, str, bytes]]:
@@ -99,7 +99,7 @@ class Journal:
         try:
             found = list(self._connection.execute("SELECT tab, key, value, checksum FROM rows ORDER BY tab, key"))
         except sqlite3.DatabaseError as error:
-            raise _refused(self._directory, error) from None
+            raise _open_error(self._directory, error) from None
         for table, key, value, checksum in found:
             if checksum != _checksum(table, key, value):
                 raise damaged(self._directory, f"the row {key!r} of {table!r} in journal.sqlite is not what was written")
@@ -151,7 +151,7 @@ class Journal:
         while (item := self._next_group()) is not None:
             group, done = item
             try:
-                written = self._commit_patiently(group)
+                written = self._commit_with_retries(group)
             except sqlite3.Error as error:
                 _log.critical("the journal in %s cannot be written: %s", self._directory, error)
                 failed(error)
@@ -171,7 +171,7 @@ class Journal:
                 _log.warning("there is room for the journal in %s again", self._directory)
         return self._groups.get()
 
-    def _commit_patiently(self, group: Sequence[Row]) -> bool:
+    def _commit_with_retries(self, group: Sequence[Row]) -> bool:
         """Commits, waiting out a full disk. False when the journal was closed meanwhile."""
         held = False
         while not self._closing.is_set():
@@ -181,7 +181,7 @@ class Journal:
                 if error.sqlite_errorcode not in _TRANSIENT:
                     raise
                 if error.sqlite_errorcode == sqlite3.SQLITE_FULL and not self.full:
-                    self._run_out()
+                    self._mark_full()
                     self._reserve.unlink(missing_ok=True)
                     self._shrink()
                     continue
@@ -195,7 +195,7 @@ class Journal:
                 return True
         return False
 
-    def _run_out(self) -> None:
+    def _mark_full(self) -> None:
         self.full = True
         _log.error("no room for the journal in %s: writes are refused until there is", self._directory)
 
@@ -256,7 +256,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     except sqlite3.Error as error:
         with contextlib.suppress(sqlite3.Error):
             connection.close()
-        raise _refused(path.parent, error) from None
+        raise _open_error(path.parent, error) from None
     except ConfigError:
         connection.close()
         raise
@@ -305,7 +305,7 @@ def damaged(directory: Path, what: object) -> ConfigError:
     )
 
 
-def _refused(directory: Path, error: sqlite3.Error) -> ConfigError:
+def _open_error(directory: Path, error: sqlite3.Error) -> ConfigError:
     """What the database itself does not read, and what only the world around it does not allow now."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):

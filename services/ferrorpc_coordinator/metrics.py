@@ -114,14 +114,14 @@ class JobGauges:
     @classmethod
     def of(cls, job: Job) -> JobGauges:
         """Counted here and not from the job's status: jobs that ended know many names, and each scrape takes the event loop."""
-        states = Counter(job.roster.state(member, job.rendezvous.joining(member)) for member in job.roster)
-        alive = [member for member in job.roster if member.rank >= 0 and member.alive]
+        states = Counter(job.members.state(member, job.rendezvous.joining(member)) for member in job.members)
+        alive = [member for member in job.members if member.rank >= 0 and member.alive]
         newest, barriers = job.generations.newest, job.barriers.status()
         return cls(
             members={state_label(state): count for state, count in states.items()},
             generation=0 if newest is None else newest.number,
-            world_size=0 if newest is None else len(newest.seats),
-            beat_age_seconds={member.rank: max(0, job.desk.now - member.heard) / 1e9 for member in alive}
+            world_size=0 if newest is None else len(newest.members),
+            beat_age_seconds={member.rank: max(0, job.context.now - member.last_heard) / 1e9 for member in alive}
             if len(alive) <= MEMBERS_BY_RANK_MAX
             else {},
             open_barriers=len(barriers),

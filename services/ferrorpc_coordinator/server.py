@@ -36,7 +36,7 @@ from ferrorpc_coordinator.state.effects import Row
 from ferrorpc_coordinator.state.settings import Settings
 from ferrorpc_coordinator.tokens import TokenFile
 from ferrorpc_coordinator.web.server import HttpServer
-from ferrorpc_coordinator.web.source import Source
+from ferrorpc_coordinator.web.view import CoordinatorView
 
 DRAIN_SECONDS: Final = 1.0
 """How long streams may take to be written out and closed before they are cut."""
@@ -205,8 +205,10 @@ class _Service:
         if self._options.http_port is None:
             return None
         collector = Collector(self._counters, self._gauges)
-        source = Source(self._coordinator, collector, lambda: not self._stopping.is_set(), self._access, self._driver.tick)
-        return HttpServer.start(source, _host_of(self._options), self._options.http_port, self._options.tls)
+        view = CoordinatorView(
+            self._coordinator, collector, lambda: not self._stopping.is_set(), self._access, self._driver.tick
+        )
+        return HttpServer.start(view, _host_of(self._options), self._options.http_port, self._options.tls)
 
     def _gauges(self) -> Gauges:
         journal = self._journal

@@ -19,7 +19,7 @@ from ferrorpc.wire import status
 from ferrorpc.wire.identity import peer_identities
 from ferrorpc_coordinator.driver import Driver
 from ferrorpc_coordinator.metrics import Counters
-from ferrorpc_coordinator.outbox import OUTBOX_BYTES_MAX, Outbox
+from ferrorpc_coordinator.send_queue import SEND_QUEUE_BYTES_MAX, SendQueue
 from ferrorpc_coordinator.state.events import Caller, UnaryRequest
 
 SERVICE: Final = "ferrorpc.v1.CoordinatorService"
@@ -58,8 +58,8 @@ class CoordinatorServicer:
     async def _session(self, _: AsyncIterator[bytes], context: Context) -> None:
         try:
             hello = await _read_hello(context)
-            outbox = self._driver.connect(hello, _caller(context))
-            await _Stream(self._driver, self._counters, context, outbox).run()
+            queue = self._driver.connect(hello, _caller(context))
+            await _Stream(self._driver, self._counters, context, queue).run()
         except FerroError as error:
             await self._abort("Session", context, error)
         self._counters.handled["Session", "OK"] += 1
@@ -92,11 +92,11 @@ class CoordinatorServicer:
 class _Stream:
     """One open Session: this task writes, a second one reads, and whichever ends first ends the other."""
 
-    def __init__(self, driver: Driver, counters: Counters, context: Context, outbox: Outbox) -> None:
+    def __init__(self, driver: Driver, counters: Counters, context: Context, queue: SendQueue) -> None:
         self._driver = driver
         self._counters = counters
         self._context = context
-        self._outbox = outbox
+        self._queue = queue
         self._problem: FerroError | None = None
 
     async def run(self) -> None:
@@ -108,20 +108,20 @@ class _Stream:
         """
         reader = asyncio.create_task(self._read())
         try:
-            await self._outbox.drain(self._context.write)
+            await self._queue.drain(self._context.write)
         finally:
             reader.cancel()
-            self._driver.disconnect(self._outbox.stream)
+            self._driver.disconnect(self._queue.stream)
         if self._problem is not None:
             raise self._problem
-        if self._outbox.overflowed:
+        if self._queue.overflowed:
             raise CoordinatorUnavailableError(
-                f"the coordinator cut this session off, which left more than {OUTBOX_BYTES_MAX >> 20} MiB unread",
+                f"the coordinator cut this session off, which left more than {SEND_QUEUE_BYTES_MAX >> 20} MiB unread",
                 hint="nothing, if this process was only busy: the session resumes by itself",
             )
 
     async def _read(self) -> None:
-        read, stream, counters = self._context.read, self._outbox.stream, self._counters
+        read, stream, counters = self._context.read, self._queue.stream, self._counters
         parse = session_pb2.ClientFrame.FromString
         try:
             while isinstance(data := await read(), bytes):  # the end is an object of its own
@@ -129,13 +129,13 @@ class _Stream:
                 if frame.HasField("beat"):
                     counters.heartbeats += 1
                 self._driver.receive(stream, frame)
-                await self._outbox.room()
+                await self._queue.wait_for_room()
         except DecodeError:
             self._problem = CodecError("a session sent bytes that are no ClientFrame")
         finally:
             # The end of the stream without a Leave is the fastest sign of death: tell it before anything is written.
             self._driver.disconnect(stream)
-            self._outbox.finish()
+            self._queue.finish()
 
 
 def _caller(context: Context) -> Caller:

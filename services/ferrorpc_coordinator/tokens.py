@@ -10,11 +10,11 @@ from typing import Final
 from ferrorpc.errors import ConfigError
 from ferrorpc_coordinator.state.access import Access, Grant, read_grants
 
-LOOK_SECONDS: Final = 1.0
+POLL_SECONDS: Final = 1.0
 _log = logging.getLogger("ferrorpc.coordinator")
 
 
-def grants_in(path: Path) -> tuple[Grant, ...]:
+def read_token_file(path: Path) -> tuple[Grant, ...]:
     """What the file says.
 
     Raises:
@@ -34,23 +34,23 @@ class TokenFile:
     def __init__(self, path: Path, access: Access) -> None:
         self._path = path
         self._access = access
-        self._told = ""
+        self._reported = ""
 
     async def watch(self) -> None:
-        """Looks every LOOK_SECONDS until it is cancelled."""
+        """Looks every POLL_SECONDS until it is cancelled."""
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            self.look()
+            await asyncio.sleep(POLL_SECONDS)
+            self.reload()
 
-    def look(self) -> None:
+    def reload(self) -> None:
         """Takes over what is new."""
         try:
-            grants = grants_in(self._path)
+            grants = read_token_file(self._path)
         except ConfigError as error:
-            if error.message != self._told:
-                self._told = error.message
+            if error.message != self._reported:
+                self._reported = error.message
                 _log.warning("the tokens in use are kept: %s", error.message)
             return
-        self._told = ""
+        self._reported = ""
         if self._access.replace(grants):
             _log.warning("%s was read anew: %d tokens", self._path, len(grants))

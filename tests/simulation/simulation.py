@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ferrorpc_coordinator.state.coordinator import Coordinator
 from ferrorpc_coordinator.state.events import Called, Connected, Disconnected, Received
-from ferrorpc_coordinator.state.member import Standing
+from ferrorpc_coordinator.state.member import Liveness
 from ferrorpc_coordinator.state.settings import MILLISECOND, SECOND, Settings
 
 from ferrorpc.v1 import session_pb2
@@ -255,8 +255,8 @@ class Simulation:
             self.after(2_500 * MILLISECOND, lambda: self.cut(wire) if process.frozen else None)
 
     def _hold(self, process: Process) -> None:
-        """A call that holds the interpreter lock: the stream stays open, nothing moves."""
-        self._freeze(process, "holds its interpreter lock")
+        """A call that includes the interpreter lock: the stream stays open, nothing moves."""
+        self._freeze(process, "includes its interpreter lock")
 
     def _freeze(self, process: Process, how: str) -> None:
         if process.frozen:
@@ -318,11 +318,11 @@ class Simulation:
         """What must hold inside the coordinator after each step."""
         for job in coordinator.jobs.values():
             newest = job.generations.newest
-            for member in job.roster:
-                connected = member.standing in (Standing.PRESENT, Standing.STALLED)
+            for member in job.members:
+                connected = member.liveness in (Liveness.PRESENT, Liveness.STALLED)
                 if connected != (member.stream is not None):
-                    raise Violation(f"{member} is {member.standing.value} with stream {member.stream}")
-                if member.rank >= 0 and (newest is None or not newest.holds(member)):
+                    raise Violation(f"{member} is {member.liveness.value} with stream {member.stream}")
+                if member.rank >= 0 and (newest is None or not newest.includes(member)):
                     raise Violation(f"{member} has rank {member.rank}, which is not its own")
-            if newest is not None and not newest.over and any(m.standing is Standing.DEAD for m in newest.seats):
+            if newest is not None and not newest.over and any(m.liveness is Liveness.DEAD for m in newest.members):
                 raise Violation(f"generation {newest.number} goes on with a dead member")

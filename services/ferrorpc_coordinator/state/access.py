@@ -40,16 +40,16 @@ def read_grants(text: str) -> tuple[Grant, ...]:
         lines = [[Role.ADMIN, *lines[0]]]
     grants = tuple(_grant(number, words) for number, words in enumerate(lines, 1))
     if not grants:
-        raise ConfigError("the file of tokens is empty", hint=_MAKE_ONE)
+        raise ConfigError("the file of tokens is empty", hint=_CREATE_TOKEN_HINT)
     if len({grant.token for grant in grants}) < len(grants):
         raise ConfigError("the file of tokens has one token twice", hint="give each role a token of its own")
     return grants
 
 
-_MAKE_ONE = 'make one with `python -c "import secrets; print(secrets.token_hex(32))"`'
+_CREATE_TOKEN_HINT = 'make one with `python -c "import secrets; print(secrets.token_hex(32))"`'
 
 
-_CHANGE_ONE = (
+_REPLACE_TOKEN_HINT = (
     "put a token of the coordinator's list into FERRORPC_TOKEN_FILE; to replace one, list the new one beside it, put that into "
     "every member's file, and only then take the old one off the list"
 )
@@ -66,7 +66,7 @@ def _grant(number: int, words: list[str]) -> Grant:
         raise ConfigError(
             f"the token of entry {number} has {len(words[1])} characters; "
             f"it needs {TOKEN_CHARACTERS_MIN} to {TOKEN_CHARACTERS_MAX}",
-            hint=_MAKE_ONE,
+            hint=_CREATE_TOKEN_HINT,
         )
     return Grant(words[1], Identity.of(job or EVERY_JOB, Role(role)))
 
@@ -94,7 +94,7 @@ class Access:
                 raise AuthenticationError(
                     "the certificate has no URI ferrorpc://JOB/ROLE", hint="issue it with `ferrorpc certs issue`"
                 )
-            _permit(caller.identities, "certificate", job, needed)
+            _require_role(caller.identities, "certificate", job, needed)
         if not self._grants or (not token and caller.identities is not None):
             return
         found = self._find(token)
@@ -103,11 +103,11 @@ class Access:
                 "the token is not one of this coordinator"
                 if token
                 else "this coordinator asks for a token and none was brought",
-                hint=_CHANGE_ONE if token else None,
+                hint=_REPLACE_TOKEN_HINT if token else None,
             )
-        _permit(frozenset({found}), "token", job, needed)
+        _require_role(frozenset({found}), "token", job, needed)
 
-    def permits_a_look(self, caller: Caller, token: str, job: str) -> bool:
+    def may_observe(self, caller: Caller, token: str, job: str) -> bool:
         """Whether a caller with this token may know of a job."""
         try:
             self.check(caller, token, job, Role.OBSERVER)
@@ -115,13 +115,13 @@ class Access:
             return False
         return True
 
-    def sees_every_job(self, token: str) -> bool:
+    def observes_all_jobs(self, token: str) -> bool:
         """Whether a token lets its bearer look at all there is."""
         found = self._find(token)
         return found is not None and found.job == EVERY_JOB
 
     @property
-    def asks_for_tokens(self) -> bool:
+    def requires_token(self) -> bool:
         """Whether there are tokens at all."""
         return bool(self._grants)
 
@@ -134,7 +134,7 @@ class Access:
         return found
 
 
-def _permit(found: frozenset[Identity], what: str, job: str, needed: Role) -> None:
+def _require_role(found: frozenset[Identity], what: str, job: str, needed: Role) -> None:
     here = [one for one in found if one.covers(job)]
     if not here:
         raise PermissionDeniedError(f"the {what} is that of {described(found)}, and has no part in job {shown(job)}")
@@ -142,7 +142,7 @@ def _permit(found: frozenset[Identity], what: str, job: str, needed: Role) -> No
         raise PermissionDeniedError(f"the {what} is that of {described(here)}; this takes the role {needed}")
 
 
-def needed_for(request: UnaryRequest) -> Role:
+def required_role(request: UnaryRequest) -> Role:
     """The role that a unary request takes."""
     if isinstance(request, session_pb2.StatusRequest):
         return Role.OBSERVER

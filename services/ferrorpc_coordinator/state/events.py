@@ -23,7 +23,7 @@ class Caller:
     """What its certificate says; None where there was none to show."""
 
 
-NOBODY: Final = Caller()
+UNKNOWN_CALLER: Final = Caller()
 """Nothing is known of it."""
 
 
@@ -33,7 +33,7 @@ class Connected:
 
     stream: int
     hello: session.Hello
-    caller: Caller = NOBODY
+    caller: Caller = UNKNOWN_CALLER
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Called:
 
     call: int
     request: UnaryRequest
-    caller: Caller = NOBODY
+    caller: Caller = UNKNOWN_CALLER
     full: bool = False
     """As in `Received`."""
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from ferrorpc.errors import require
 from ferrorpc.v1 import journal_pb2, store_pb2
-from ferrorpc_coordinator.state.desk import Desk
+from ferrorpc_coordinator.state.context import JobContext
 
 TABLE: Final = "store"
 
@@ -39,8 +39,8 @@ class Entry:
 class Keyspace:
     """Keys in order, with their entries and the bytes they take. Every change counts a revision and writes a row."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
         self._entries: dict[str, Entry] = {}
         self._sorted: list[str] = []
         self._bound: dict[str | int, set[str]] = {}
@@ -61,15 +61,15 @@ class Keyspace:
         """
         before = self._entries.get(key)
         grown = self.bytes + len(value) + (len(key) if before is None else -len(before.value))
-        require(f"bytes in the store of job {self._desk.job}", grown, "store_bytes", self._desk.limits.store_bytes)
-        require(f"keys of job {self._desk.job}", len(self._entries) + (before is None), "keys", self._desk.limits.keys)
+        require(f"bytes in the store of job {self._context.job}", grown, "store_bytes", self._context.limits.store_bytes)
+        require(f"keys of job {self._context.job}", len(self._entries) + (before is None), "keys", self._context.limits.keys)
         self.bytes = grown
-        entry = Entry(value, self._desk.ledger.change(), owner, generation)
+        entry = Entry(value, self._context.durable_state.next_revision(), owner, generation)
         self._unbind(key, before)
         self._place(key, entry)
         if before is None:
             insort(self._sorted, key)
-        self._desk.put(TABLE, key, entry.row())
+        self._context.put(TABLE, key, entry.row())
         return entry
 
     def delete(self, key: str) -> int:
@@ -78,8 +78,8 @@ class Keyspace:
         self._unbind(key, entry)
         self.bytes -= len(key) + len(entry.value)
         del self._sorted[bisect_left(self._sorted, key)]
-        self._desk.remove(TABLE, key)
-        return self._desk.ledger.change()
+        self._context.remove(TABLE, key)
+        return self._context.durable_state.next_revision()
 
     def bound_to(self, what: str | int) -> list[str]:
         """Keys that vanish with this client or generation, in order."""

@@ -10,13 +10,13 @@ from ferrorpc.v1 import identity_pb2, journal_pb2, session_pb2
 
 
 @unique
-class Standing(Enum):
+class Liveness(Enum):
     """How alive a member is."""
 
     PRESENT = "present"
     """Its stream is open and it was heard of within its lease."""
     STALLED = "stalled"
-    """Its stream is open but it was silent for a lease: a process that holds the GIL looks so."""
+    """Its stream is open but it was silent for a lease: a process that includes the GIL looks so."""
     SUSPECT = "suspect"
     """Its stream ended without a Leave; it may still resume."""
     DEAD = "dead"
@@ -39,13 +39,11 @@ class Member:
     host: str = ""
     address: str = ""
     labels: tuple[tuple[str, str], ...] = ()
-    standing: Standing = Standing.PRESENT
+    liveness: Liveness = Liveness.PRESENT
     reason: str = ""
     stream: int | None = None
-    heard: int = 0
+    last_heard: int = 0
     """When its last frame came."""
-    patience_until: int = 0
-    """While suspect: when it is dead unless it resumes."""
     recovered: bool = False
     """Not heard of since the coordinator restarted."""
     rank: int = -1
@@ -67,14 +65,14 @@ class Member:
     result_bytes: int = 0
 
     @property
-    def known_as(self) -> tuple[str, str, str]:
+    def exit_report_ids(self) -> tuple[str, str, str]:
         """What a report of its exit may call its process: anything, what its launcher called it, its instance."""
         return "", self.instance_id.partition(".")[0], self.instance_id
 
     @property
     def alive(self) -> bool:
         """Not dead and not gone; perhaps suspect."""
-        return self.standing not in (Standing.DEAD, Standing.LEFT)
+        return self.liveness not in (Liveness.DEAD, Liveness.LEFT)
 
     @property
     def connected(self) -> bool:
@@ -87,7 +85,7 @@ class Member:
         return f"{self.name}#{self.incarnation}"
 
     @property
-    def title(self) -> str:
+    def display_name(self) -> str:
         """The member as a sentence begins: with its rank where it has one."""
         return f"rank {self.rank} ({self})" if self.rank >= 0 else str(self)
 
@@ -113,7 +111,7 @@ class Member:
         chosen = sorted(self.links.items(), key=lambda item: (-item[1][1], item[0]))[:most]
         return [identity_pb2.Link(peer_rank=peer, kind=kind, sent_bytes=sent) for peer, (kind, sent) in chosen]
 
-    def take_seat(self, rank: int, generation: int) -> None:
+    def assign_rank(self, rank: int, generation: int) -> None:
         """It has this rank in this generation from now on; -1 for none."""
         self.rank, self.generation = rank, generation
         self.links.clear()
@@ -131,9 +129,9 @@ class Member:
             host=self.host,
             address=self.address,
         )
-        if self.standing is Standing.DEAD:
+        if self.liveness is Liveness.DEAD:
             row.state = identity_pb2.MEMBER_STATE_DEAD
-        elif self.standing is Standing.LEFT:
+        elif self.liveness is Liveness.LEFT:
             row.state = identity_pb2.MEMBER_STATE_LEFT
         for name, value in self.labels:
             row.labels.add(name=name, value=value)
@@ -143,7 +141,7 @@ class Member:
     def from_row(cls, name: str, data: bytes) -> Member:
         """A member as the journal remembers it: suspect until it resumes, unless it was gone already."""
         row = journal_pb2.MemberRow.FromString(data)
-        gone = {identity_pb2.MEMBER_STATE_DEAD: Standing.DEAD, identity_pb2.MEMBER_STATE_LEFT: Standing.LEFT}
+        gone = {identity_pb2.MEMBER_STATE_DEAD: Liveness.DEAD, identity_pb2.MEMBER_STATE_LEFT: Liveness.LEFT}
         return cls(
             name=name,
             incarnation=row.incarnation,
@@ -153,7 +151,7 @@ class Member:
             host=row.host,
             address=row.address,
             labels=tuple((label.name, label.value) for label in row.labels),
-            standing=gone.get(row.state, Standing.SUSPECT),
+            liveness=gone.get(row.state, Liveness.SUSPECT),
             reason=row.reason,
             recovered=True,
         )

@@ -49,7 +49,7 @@ class Limits:
     """Ended generations that status can tell of."""
     links: int = 64
     """Peers of one member of whose links status can tell."""
-    told_links: int = 4_096
+    status_links: int = 4_096
     """Links of all members together that status tells of, in equal parts."""
     remembered_writes: int = 128
     """Request ids of one client whose results are kept for a retry."""
@@ -75,13 +75,13 @@ class Settings:
     """How long a member whose stream ended may take to resume."""
     stall_ns: int = 60 * SECOND
     """How long a member may keep its stream open without a sign of life before it is evicted."""
-    survivor_call_ns: int = 5 * SECOND
+    survivor_wait_ns: int = 5 * SECOND
     """How long an elastic round waits at least for members of a broken generation that have not asked for another yet."""
     restart_grace_ns: int = 10 * SECOND
     """After a restart, how long members that were not heard of yet are given at least."""
     heartbeat_ns: int = SECOND // 2
     """What members are told to beat at; never more than a quarter of their lease."""
-    pulse_ns: int = SECOND // 4
+    tick_interval_ns: int = SECOND // 4
     """How often the coordinator wants to be called at least, to notice its own pauses."""
     pause_ns: int = SECOND // 2
     """A longer gap between two steps was a pause of the coordinator itself; its length is taken out of every deadline."""

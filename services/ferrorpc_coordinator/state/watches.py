@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ferrorpc.errors import require
 from ferrorpc.v1 import session_pb2, store_pb2
-from ferrorpc_coordinator.state.desk import Desk
+from ferrorpc_coordinator.state.context import JobContext
 from ferrorpc_coordinator.state.member import Member
 
 
@@ -29,8 +29,8 @@ class Watch:
 class Watches:
     """Who is told of which changes."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
         self._watches: dict[int, Watch] = {}
         self._numbers = 0
         self._history: deque[store_pb2.StoreEvent] = deque()
@@ -43,7 +43,7 @@ class Watches:
         Raises:
             LimitExceededError: the job has too many.
         """
-        require(f"watches of job {self._desk.job}", len(self._watches) + 1, "watches", self._desk.limits.watches)
+        require(f"watches of job {self._context.job}", len(self._watches) + 1, "watches", self._context.limits.watches)
         self._numbers += 1
         self._watches[self._numbers] = Watch(self._numbers, member, stream, prefix)
         return self._numbers
@@ -79,7 +79,7 @@ class Watches:
         event = store_pb2.StoreEvent(key=key, value=value, deleted=deleted, revision=revision)
         self._history.append(event)
         self._history_bytes += len(key) + len(value)
-        limits = self._desk.limits
+        limits = self._context.limits
         while len(self._history) > limits.history_events or self._history_bytes > limits.history_bytes:
             oldest = self._history.popleft()
             self._history_bytes -= len(oldest.key) + len(oldest.value)
@@ -92,4 +92,4 @@ class Watches:
         if watch.member.stream == watch.stream:
             told = session_pb2.Event(store=event)
             told.store.watch_id = watch.number
-            self._desk.push([watch.member], told)
+            self._context.push([watch.member], told)

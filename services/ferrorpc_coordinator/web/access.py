@@ -33,7 +33,7 @@ _HEADERS: Final = (
 )
 
 
-class Door:
+class AccessMiddleware:
     """Stands before an ASGI application."""
 
     def __init__(self, app: App, access: Access, *, loopback: bool) -> None:
@@ -51,14 +51,14 @@ class Door:
             await send(message)
 
         headers = dict(scope["headers"])
-        if self._loopback and not self._access.asks_for_tokens and _host(headers) not in LOOPBACK_NAMES:
+        if self._loopback and not self._access.requires_token and _host(headers) not in LOOPBACK_NAMES:
             await _refuse(send_with_headers, 421, b"this address answers to localhost only\n")
-        elif scope["path"] not in OPEN_PATHS and self._access.asks_for_tokens and not self._knows(headers):
+        elif scope["path"] not in OPEN_PATHS and self._access.requires_token and not self._has_token(headers):
             await _refuse(send_with_headers, 401, b"a token that is good for every job is needed\n")
         else:
             await self._app(scope, receive, send_with_headers)
 
-    def _knows(self, headers: dict[bytes, bytes]) -> bool:
+    def _has_token(self, headers: dict[bytes, bytes]) -> bool:
         kind, _, value = headers.get(b"authorization", b"").partition(b" ")
         given = value.strip()
         if kind.lower() == b"basic":
@@ -68,7 +68,7 @@ class Door:
                 return False
         elif kind.lower() != b"bearer":
             return False
-        return self._access.sees_every_job(given.decode("utf-8", "replace"))
+        return self._access.observes_all_jobs(given.decode("utf-8", "replace"))
 
 
 def _host(headers: dict[bytes, bytes]) -> str:

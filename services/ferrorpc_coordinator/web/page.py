@@ -19,20 +19,20 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from ferrorpc.errors import LimitExceededError
-from ferrorpc_coordinator.web.access import App, Door
-from ferrorpc_coordinator.web.feed import Feed
-from ferrorpc_coordinator.web.source import Source
+from ferrorpc_coordinator.web.access import AccessMiddleware, App
+from ferrorpc_coordinator.web.event_streams import EventStreams
+from ferrorpc_coordinator.web.view import CoordinatorView
 
 STATIC: Final = Path(__file__).parent / "static"
 _TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 class Page:
-    """Answers requests from one source and one feed."""
+    """Answers requests from one view and one streams."""
 
-    def __init__(self, source: Source, feed: Feed) -> None:
-        self._source = source
-        self._feed = feed
+    def __init__(self, view: CoordinatorView, streams: EventStreams) -> None:
+        self._view = view
+        self._streams = streams
 
     def application(self, *, loopback: bool) -> App:
         """What an ASGI server runs. `loopback`: whether it listens there only."""
@@ -45,28 +45,28 @@ class Page:
             Route("/api/v1/state", self._state),
             Route("/events", self._events),
         ]
-        return Door(Starlette(routes=[*routes, *files]), self._source.access, loopback=loopback)
+        return AccessMiddleware(Starlette(routes=[*routes, *files]), self._view.access, loopback=loopback)
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(self._source.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self._view.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _healthz(self, request: Request) -> Response:
-        healthy = self._source.healthy()
+        healthy = self._view.healthy()
         return PlainTextResponse("ok\n" if healthy else "draining\n", status_code=200 if healthy else 503)
 
     async def _jobs(self, request: Request) -> Response:
-        return JSONResponse(self._source.jobs())
+        return JSONResponse(self._view.jobs())
 
     async def _state(self, request: Request) -> Response:
         name = request.query_params.get("job", "")
-        job = self._source.job(name)
+        job = self._view.job(name)
         if job is None:
             return JSONResponse({"error": f"there is no job {name!r} here" if name else "there is no job yet"}, status_code=404)
-        return JSONResponse(self._source.state(job))
+        return JSONResponse(self._view.state(job))
 
     async def _events(self, request: Request) -> Response:
         try:
-            states = self._feed.watch(request.query_params.get("job", ""))
+            states = self._streams.watch(request.query_params.get("job", ""))
         except LimitExceededError as error:
             return PlainTextResponse(f"{error}\n", status_code=503)
         return StreamingResponse(states, media_type="text/event-stream")

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire.address import is_loopback, is_wildcard, join_address
 from ferrorpc.wire.tls import TlsFiles
-from ferrorpc_coordinator.web.feed import Feed
-from ferrorpc_coordinator.web.source import Source
+from ferrorpc_coordinator.web.event_streams import EventStreams
+from ferrorpc_coordinator.web.view import CoordinatorView
 
 if TYPE_CHECKING:
     import uvicorn
@@ -32,14 +32,14 @@ _NEEDED: Final = ("prometheus_client", "starlette", "uvicorn")
 class HttpServer:
     """uvicorn under the coordinator's own signal handlers, from `start` to `stop`."""
 
-    def __init__(self, port: int, server: uvicorn.Server, task: asyncio.Task[None], feed: Feed) -> None:
+    def __init__(self, port: int, server: uvicorn.Server, task: asyncio.Task[None], streams: EventStreams) -> None:
         self.port = port
         self._server = server
         self._task = task
-        self._feed = feed
+        self._streams = streams
 
     @classmethod
-    def start(cls, source: Source, host: str, port: int, tls: TlsFiles | None = None) -> HttpServer:
+    def start(cls, view: CoordinatorView, host: str, port: int, tls: TlsFiles | None = None) -> HttpServer:
         """Serves on host:port from now on, with TLS where `tls` is given; port 0 takes a free one.
 
         Raises:
@@ -51,8 +51,8 @@ class HttpServer:
         listening = _listen(host, port)
         import uvicorn
 
+        from ferrorpc_coordinator.web.connection_limits import LimitedHttpProtocol
         from ferrorpc_coordinator.web.page import Page
-        from ferrorpc_coordinator.web.patience import PatientProtocol
 
         class Server(uvicorn.Server):
             @contextlib.contextmanager
@@ -63,17 +63,17 @@ class HttpServer:
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 """Listens itself: uvicorn would let a handshake take a minute."""
                 await super().startup([])
-                connection = functools.partial(PatientProtocol, config, self.server_state, {})
+                connection = functools.partial(LimitedHttpProtocol, config, self.server_state, {})
                 loop, seconds = asyncio.get_running_loop(), None if context is None else HANDSHAKE_SECONDS
                 for one in sockets or ():
                     opened = await loop.create_server(connection, sock=one, ssl=context, ssl_handshake_timeout=seconds)
                     self.servers.append(opened)
 
         context = None if tls is None else tls.server_context()
-        feed = Feed(source)
+        streams = EventStreams(view)
         config = uvicorn.Config(
-            Page(source, feed).application(loopback=is_loopback(listening.getsockname()[0])),
-            http=PatientProtocol,
+            Page(view, streams).application(loopback=is_loopback(listening.getsockname()[0])),
+            http=LimitedHttpProtocol,
             lifespan="off",
             log_config=None,
             # Warnings are about single requests, and whoever reaches the port could fill a disk with them.
@@ -86,13 +86,13 @@ class HttpServer:
             timeout_graceful_shutdown=1,
         )
         server = Server(config)
-        feed.start()
+        streams.start()
         task = asyncio.create_task(server.serve(sockets=[listening]))
-        return cls(listening.getsockname()[1], server, task, feed)
+        return cls(listening.getsockname()[1], server, task, streams)
 
     async def stop(self) -> None:
         """Ends open answers and closes the port."""
-        self._feed.stop()
+        self._streams.stop()
         self._server.should_exit = True
         await asyncio.wait((self._task,), timeout=STOP_SECONDS + 1.0)
 

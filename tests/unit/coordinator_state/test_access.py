@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ferrorpc_coordinator.state.access import Access, Grant, read_grants
 from ferrorpc_coordinator.state.effects import Note
-from ferrorpc_coordinator.state.events import NOBODY, Called, Caller, Connected
+from ferrorpc_coordinator.state.events import UNKNOWN_CALLER, Called, Caller, Connected
 
 from ferrorpc.errors import AuthenticationError, ConfigError, ErrorCode, PermissionDeniedError
 from ferrorpc.v1 import error_pb2, session_pb2, store_pb2
@@ -48,7 +48,7 @@ def outcome(access: Access, who: Caller, token: str, job: str, needed: Role) -> 
     ],
 )
 def test_a_token_is_good_for_its_job_and_role(token: str, job: str, needed: Role, expected: type[Exception] | None) -> None:
-    assert outcome(Access(read_grants(FILE)), NOBODY, token, job, needed) is expected
+    assert outcome(Access(read_grants(FILE)), UNKNOWN_CALLER, token, job, needed) is expected
 
 
 def test_a_certificate_does_without_a_token_but_a_token_that_is_brought_must_permit_too() -> None:
@@ -63,7 +63,7 @@ def test_a_certificate_does_without_a_token_but_a_token_that_is_brought_must_per
 
 def test_a_certificate_that_says_nothing_of_ours_is_refused_even_where_no_tokens_are() -> None:
     assert outcome(Access(()), caller(), "", "a", Role.OBSERVER) is AuthenticationError
-    assert outcome(Access(()), NOBODY, "", "a", Role.ADMIN) is None
+    assert outcome(Access(()), UNKNOWN_CALLER, "", "a", Role.ADMIN) is None
     assert outcome(Access(()), caller(("a", Role.COORDINATOR)), "", "a", Role.OBSERVER) is PermissionDeniedError
     assert outcome(Access(()), caller((EVERY_JOB, Role.WORKER)), "", "a", Role.WORKER) is None
     assert outcome(Access(()), caller(("b", Role.ADMIN), ("a", Role.WORKER)), "", "a", Role.ADMIN) is PermissionDeniedError
@@ -87,7 +87,9 @@ def test_a_file_of_tokens_that_cannot_be_meant_is_refused_without_telling_them(t
 
 def test_only_a_token_of_every_job_opens_the_page() -> None:
     access = Access(read_grants(FILE))
-    assert [access.sees_every_job(token) for token in (OBSERVER, WORKER, ADMIN, "a-guess-of-a-token")] == [True] + [False] * 3
+    assert [access.observes_all_jobs(token) for token in (OBSERVER, WORKER, ADMIN, "a-guess-of-a-token")] == [True] + [
+        False
+    ] * 3
 
 
 def test_who_is_refused_is_told_of_with_its_address_and_cannot_write_lines_into_the_log() -> None:

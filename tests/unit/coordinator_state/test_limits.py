@@ -260,12 +260,12 @@ def test_nothing_grows_without_bound() -> None:
         world.ask(f"b{number}", leave={})
     assert len(world.rows) < 120
     assert len(world.coordinator._calls) == 0
-    assert len(world.coordinator._world.deadlines) < 10
+    assert len(world.coordinator._shared.deadlines) < 10
     job = world.coordinator.jobs["job"]
-    assert len(list(job.roster)) <= 8 + 4
+    assert len(list(job.members)) <= 8 + 4
     assert len(job.generations.history) == 4
-    assert len(job.store.writes.clients()) <= 4 + 4
+    assert len(job.store.write_results.clients()) <= 4 + 4
     assert len(job.store.watches._history) == 32
-    member = job.roster.get("a")
+    member = job.members.get("a")
     assert member is not None
     assert len(member.results) <= limits.remembered_results

@@ -78,10 +78,10 @@ def test_links_are_kept_for_their_generation_the_busiest_first() -> None:
 
 
 def test_links_are_bounded_for_one_member_and_for_all_together() -> None:
-    world = world_of(4, links=3, told_links=8)
+    world = world_of(4, links=3, status_links=8)
     for rank in range(4):
         beat(world, rank, generation=1, links=[link(peer, peer) for peer in range(100, 200)])
-    assert [len(member.links) for member in world.coordinator.jobs[world.job].roster] == [3] * 4
+    assert [len(member.links) for member in world.coordinator.jobs[world.job].members] == [3] * 4
     assert [len(member.links) for member in status_of(world).members] == [2] * 4
 
 

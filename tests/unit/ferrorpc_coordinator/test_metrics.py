@@ -49,7 +49,7 @@ def test_only_who_is_there_has_an_age():
     job = world.coordinator.jobs["job"]
     gauges = JobGauges.of(job)
     assert gauges.members == {"active": 1, "stalled": 1, "suspect": 1, "dead": 1, "left": 1, "waiting": 1}
-    ranks = {name: job.roster.get(name).rank for name in ("active", "stalled", "suspect")}
+    ranks = {name: job.members.get(name).rank for name in ("active", "stalled", "suspect")}
     assert gauges.beat_age_seconds == {ranks["active"]: 0, ranks["stalled"]: 4, ranks["suspect"]: 0}
     assert (gauges.generation, gauges.world_size) == (1, 5)
 

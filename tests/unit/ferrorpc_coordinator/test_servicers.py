@@ -7,7 +7,7 @@ import grpc.aio
 import pytest
 from ferrorpc_coordinator import servicers
 from ferrorpc_coordinator.metrics import Counters
-from ferrorpc_coordinator.outbox import Outbox
+from ferrorpc_coordinator.send_queue import SendQueue
 from ferrorpc_coordinator.servicers import CoordinatorServicer
 
 from ferrorpc.v1 import error_pb2, session_pb2, store_pb2
@@ -59,7 +59,7 @@ class RememberingDriver:
 
     def connect(self, hello, caller):
         self.callers.append(caller)
-        return Outbox(1)
+        return SendQueue(1)
 
     def disconnect(self, stream):
         pass

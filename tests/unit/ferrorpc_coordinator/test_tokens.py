@@ -3,7 +3,7 @@
 import pytest
 from ferrorpc_coordinator.state.access import Access
 from ferrorpc_coordinator.state.events import Caller
-from ferrorpc_coordinator.tokens import TokenFile, grants_in
+from ferrorpc_coordinator.tokens import TokenFile, read_token_file
 
 from ferrorpc.errors import AuthenticationError
 from ferrorpc.wire.identity import Role
@@ -15,26 +15,26 @@ SOMEBODY = Caller("ipv4:1.2.3.4:5", None)
 def test_tokens_come_and_go_with_the_file_and_a_bad_one_changes_nothing(tmp_path, caplog):
     path = tmp_path / "tokens"
     path.write_text(f"worker {OLD}\n")
-    access = Access(grants_in(path))
+    access = Access(read_token_file(path))
     file = TokenFile(path, access)
     path.write_text(f"worker {OLD}\nworker {NEW}\n")
-    file.look()
+    file.reload()
     for token in (OLD, NEW):
         access.check(SOMEBODY, token, "a", Role.WORKER)
     path.write_text("")
-    file.look()
-    file.look()
+    file.reload()
+    file.reload()
     assert caplog.text.count("the tokens in use are kept: the file of tokens is empty") == 1
     path.write_text(f"worker {NEW}\n")
-    file.look()
+    file.reload()
     access.check(SOMEBODY, NEW, "a", Role.WORKER)
     with pytest.raises(AuthenticationError):
         access.check(SOMEBODY, OLD, "a", Role.WORKER)
     path.write_text("")
-    file.look()
+    file.reload()
     assert caplog.text.count("the tokens in use are kept: the file of tokens is empty") == 2
     path.unlink()
-    file.look()
+    file.reload()
     access.check(SOMEBODY, NEW, "a", Role.WORKER)
     assert OLD not in caplog.text
     assert NEW not in caplog.text

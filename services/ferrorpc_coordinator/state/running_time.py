@@ -9,13 +9,13 @@ coordinator's own and nobody else's; members get their whole lease again from th
 from __future__ import annotations
 
 
-class Lifetime:
+class RunningTime:
     """Translates between the clock and lived time, both in nanoseconds."""
 
-    __slots__ = ("_last", "_paused", "pause_ns", "pulse_ns")
+    __slots__ = ("_last", "_paused", "pause_ns", "tick_interval_ns")
 
-    def __init__(self, now_ns: int, pulse_ns: int, pause_ns: int) -> None:
-        self.pulse_ns = pulse_ns
+    def __init__(self, now_ns: int, tick_interval_ns: int, pause_ns: int) -> None:
+        self.tick_interval_ns = tick_interval_ns
         self.pause_ns = pause_ns
         self._last = now_ns
         self._paused = 0
@@ -25,20 +25,20 @@ class Lifetime:
         """All that was taken out of time so far."""
         return self._paused
 
-    def advance(self, now_ns: int, *, called_for: bool = True) -> int:
+    def advance(self, now_ns: int, *, tick_requested: bool = True) -> int:
         """The present in lived time. A clock that goes backwards stands still here.
 
         Args:
             now_ns: the present on the clock.
-            called_for: whether a call at every pulse had been asked for since the step before.
+            tick_requested: whether a call at every pulse had been asked for since the step before.
         """
         now_ns = max(now_ns, self._last)
         gap = now_ns - self._last
-        if called_for and gap > self.pause_ns:
+        if tick_requested and gap > self.pause_ns:
             self._paused += gap
         self._last = now_ns
         return now_ns - self._paused
 
-    def alarm(self, lived: int) -> int:
+    def next_call(self, lived: int) -> int:
         """When to call next, on the clock: at this moment of lived time, or at the next pulse if that is sooner."""
-        return min(lived + self._paused, self._last + self.pulse_ns)
+        return min(lived + self._paused, self._last + self.tick_interval_ns)

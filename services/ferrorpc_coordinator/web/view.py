@@ -12,11 +12,11 @@ from ferrorpc_coordinator.metrics import Collector
 from ferrorpc_coordinator.state.access import Access
 from ferrorpc_coordinator.state.coordinator import Coordinator
 from ferrorpc_coordinator.state.job import Job
-from ferrorpc_coordinator.web.board import board
+from ferrorpc_coordinator.web.status_json import status_json
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CoordinatorView:
     """Reads one coordinator."""
 
     coordinator: Coordinator
@@ -38,8 +38,8 @@ class Source:
 
     def jobs(self) -> list[dict[str, Any]]:
         """Every job, those with living members first."""
-        jobs = sorted(self.coordinator.jobs.items(), key=lambda item: (-item[1].roster.living, item[0]))
-        return [{"job": name, "members": job.roster.living, "generation": job.desk.newest_generation} for name, job in jobs]
+        jobs = sorted(self.coordinator.jobs.items(), key=lambda item: (-item[1].members.living, item[0]))
+        return [{"job": name, "members": job.members.living, "generation": job.context.newest_generation} for name, job in jobs]
 
     def job(self, name: str) -> Job | None:
         """The job of this name; that of an empty name is the first of `jobs`."""
@@ -55,7 +55,7 @@ class Source:
         status = job.status(settings.version, settings.durable)
         status.position.CopyFrom(
             identity_pb2.Position(
-                cluster_id=self.coordinator.cluster_id, epoch=self.coordinator.epoch, generation=job.desk.newest_generation
+                cluster_id=self.coordinator.cluster_id, epoch=self.coordinator.epoch, generation=job.context.newest_generation
             )
         )
-        return board(status, time.monotonic_ns() // 1_000_000)
+        return status_json(status, time.monotonic_ns() // 1_000_000)

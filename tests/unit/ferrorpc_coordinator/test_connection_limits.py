@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="the status page needs the extra ui")
 
 import uvicorn
-from ferrorpc_coordinator.web.patience import REQUEST_SECONDS, UNREAD_SECONDS, PatientProtocol
+from ferrorpc_coordinator.web.connection_limits import REQUEST_SECONDS, UNREAD_SECONDS, LimitedHttpProtocol
 from uvicorn.server import ServerState
 
 KEEP_ALIVE = 600
@@ -47,7 +47,7 @@ class Connection:
         self.answers = asyncio.Semaphore(0)
         self.timers = []
         config = uvicorn.Config(self._answer, interface="asgi3", lifespan="off", log_config=None, timeout_keep_alive=KEEP_ALIVE)
-        self.protocol = PatientProtocol(config, ServerState(), {}, self)
+        self.protocol = LimitedHttpProtocol(config, ServerState(), {}, self)
         self.wire = Wire()
         self.protocol.connection_made(self.wire)
 
@@ -83,7 +83,7 @@ async def connected():
             connection.protocol.connection_lost(None)
         connection.answers.release()
         assert connection.running() == []
-        assert connection.protocol not in PatientProtocol._waiting
+        assert connection.protocol not in LimitedHttpProtocol._waiting
 
 
 def test_a_connection_is_waited_for_only_while_it_owes_a_request():
@@ -129,6 +129,6 @@ def test_who_reads_on_after_a_pause_is_not_cut_off_for_it():
 def test_a_connection_that_ends_unasked_is_not_waited_for_any_more():
     async def body():
         async with connected() as connection:
-            assert connection.protocol in PatientProtocol._waiting
+            assert connection.protocol in LimitedHttpProtocol._waiting
 
     asyncio.run(body())

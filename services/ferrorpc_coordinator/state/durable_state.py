@@ -10,7 +10,7 @@ from ferrorpc_coordinator.state.effects import Persist, Row
 META: Final = "meta"
 
 
-class Ledger:
+class DurableState:
     """Counts changes and collects their rows until the step ends.
 
     `rows` holds what was recovered, by table and key, for each part of the state to take its own from.
@@ -33,7 +33,7 @@ class Ledger:
         }
         self._noted = self.revision
 
-    def change(self) -> int:
+    def next_revision(self) -> int:
         """Counts one more change of state; returns its revision."""
         self.revision += 1
         return self.revision

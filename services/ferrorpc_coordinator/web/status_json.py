@@ -25,7 +25,7 @@ _LABELS: Final = ("pid", "device")
 """Labels of a member that have a column of their own; "" where a member has none."""
 
 
-def board(status: session_pb2.StatusResponse, at_ms: int) -> dict[str, Any]:
+def status_json(status: session_pb2.StatusResponse, at_ms: int) -> dict[str, Any]:
     """Everything the page shows, with the time `at_ms` on a clock that only serves to compare two of them."""
     position = status.position
     return {

@@ -7,32 +7,32 @@ from itertools import islice
 from typing import Final
 
 from ferrorpc.v1 import identity_pb2, session_pb2
-from ferrorpc_coordinator.state.desk import Desk
+from ferrorpc_coordinator.state.context import JobContext
 from ferrorpc_coordinator.state.failures import seconds
-from ferrorpc_coordinator.state.member import Member, Standing
+from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.settings import MILLISECOND
 
 TABLE: Final = "member"
-TOLD_AT_ONCE: Final = 256
+MEMBERS_PER_EVENT: Final = 256
 """Members in one event."""
 _STATES: Final = {
-    Standing.STALLED: identity_pb2.MEMBER_STATE_STALLED,
-    Standing.SUSPECT: identity_pb2.MEMBER_STATE_SUSPECT,
-    Standing.DEAD: identity_pb2.MEMBER_STATE_DEAD,
-    Standing.LEFT: identity_pb2.MEMBER_STATE_LEFT,
+    Liveness.STALLED: identity_pb2.MEMBER_STATE_STALLED,
+    Liveness.SUSPECT: identity_pb2.MEMBER_STATE_SUSPECT,
+    Liveness.DEAD: identity_pb2.MEMBER_STATE_DEAD,
+    Liveness.LEFT: identity_pb2.MEMBER_STATE_LEFT,
 }
 
 
-class Roster:
+class Members:
     """The latest process of each name. Names of the gone are kept for their incarnation and rank, up to a limit."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
         self._by_name: dict[str, Member] = {}
         self._by_token: dict[bytes, Member] = {}
         self._gone: dict[str, None] = {}
         self.living = 0
-        self.deserted = desk.now
+        self.empty_since = context.now
         """Since when nobody lives here, in lived nanoseconds, while that is so."""
 
     def __iter__(self) -> Iterator[Member]:
@@ -59,7 +59,7 @@ class Roster:
         else:
             self._gone[member.name] = None
 
-    def give_token(self, member: Member, token_hash: bytes) -> None:
+    def replace_token(self, member: Member, token_hash: bytes) -> None:
         """From now on the member resumes with another token."""
         self._by_token.pop(member.token_hash, None)
         member.token_hash = token_hash
@@ -67,28 +67,28 @@ class Roster:
 
     def save(self, member: Member) -> None:
         """Writes the member's row."""
-        self._desk.ledger.change()
-        self._desk.put(TABLE, member.name, member.row())
+        self._context.durable_state.next_revision()
+        self._context.put(TABLE, member.name, member.row())
 
-    def note_gone(self, member: Member) -> None:
+    def mark_gone(self, member: Member) -> None:
         """Counts a member that died or left; forgets the longest gone of all past the limit."""
         self.living -= 1
-        self.deserted = self._desk.now
+        self.empty_since = self._context.now
         self._gone[member.name] = None
         self.save(member)
-        while len(self._gone) > self._desk.limits.gone_members:
+        while len(self._gone) > self._context.limits.gone_members:
             name = next(iter(self._gone))
             del self._gone[name]
             forgotten = self._by_name.pop(name)
             self._by_token.pop(forgotten.token_hash, None)
-            self._desk.remove(TABLE, name)
+            self._context.remove(TABLE, name)
 
     def state(self, member: Member, joining: bool = False) -> identity_pb2.MemberState.ValueType:
         """How the member is, as others see it."""
-        state = _STATES.get(member.standing)
+        state = _STATES.get(member.liveness)
         if state is not None:
             return state
-        if member.generation == self._desk.newest_generation and member.rank >= 0:
+        if member.generation == self._context.newest_generation and member.rank >= 0:
             return identity_pb2.MEMBER_STATE_ACTIVE
         return identity_pb2.MEMBER_STATE_JOINING if joining else identity_pb2.MEMBER_STATE_WAITING
 
@@ -102,10 +102,10 @@ class Roster:
             host=member.host,
             address=member.address,
             step=member.step,
-            beat_age_ms=max(0, self._desk.now - member.heard) // MILLISECOND,
+            beat_age_ms=max(0, self._context.now - member.last_heard) // MILLISECOND,
             reason=member.reason,
             activity=member.activity,
-            step_age_ms=max(0, self._desk.now - member.step_since) // MILLISECOND,
+            step_age_ms=max(0, self._context.now - member.step_since) // MILLISECOND,
             operation_ms=member.operation_ms,
             training=member.training,
         )
@@ -113,22 +113,22 @@ class Roster:
             told.labels.add(name=name, value=value)
         return told
 
-    def standings(self, members: Iterable[Member]) -> Iterator[session_pb2.Event]:
+    def state_events(self, members: Iterable[Member]) -> Iterator[session_pb2.Event]:
         """How these members are now, for others of their generation: in events that fit into a frame."""
         rest = iter(members)
-        while part := list(islice(rest, TOLD_AT_ONCE)):
+        while part := list(islice(rest, MEMBERS_PER_EVENT)):
             told = session_pb2.Standings(members=[self.describe(member) for member in part])
             for member in told.members:
                 member.ClearField("labels")
             yield session_pb2.Event(standings=told)
 
-    def sentence(self, member: Member) -> str:
+    def summary(self, member: Member) -> str:
         """The member in an error message: who, where, how it is, since when."""
         why = f" ({member.reason})" if member.reason else ""
         doing = f", last seen in {member.activity}" if member.activity else ""
         age = (
             "not heard of since the coordinator restarted"
             if member.recovered
-            else (f"last beat {seconds(max(0, self._desk.now - member.heard))} ago")
+            else (f"last beat {seconds(max(0, self._context.now - member.last_heard))} ago")
         )
-        return f"{member.title}: {member.standing.value}{why}, {age}, step {member.step}{doing}"
+        return f"{member.display_name}: {member.liveness.value}{why}, {age}, step {member.step}{doing}"

@@ -8,28 +8,38 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-OUTBOX_BYTES_MAX: Final = 8 << 20
+SEND_QUEUE_BYTES_MAX: Final = 8 << 20
 """A client that leaves this much unread is cut off; it can resume and gets what it missed."""
-CROWDED_BYTES: Final = OUTBOX_BYTES_MAX // 4
+READ_PAUSE_BYTES: Final = SEND_QUEUE_BYTES_MAX // 4
 """While more than this waits for a client, its requests are hardly read: what it asked for does not cut it off."""
-ROOM_SECONDS: Final = 1.0
+ROOM_WAIT_SECONDS: Final = 1.0
 
 
-class Outbox:
+class SendQueue:
     """Frames in the order they were decided, as bytes.
 
     Invariants: 1. `push` and `finish` never block. 2. What was pushed before `finish` is written before `drain` returns, unless
     the limit was passed, in which case everything unwritten is dropped at once.
     """
 
-    __slots__ = ("_bytes_max", "_finished", "_frames", "_held_bytes", "_owed_bytes", "_room", "_waiter", "overflowed", "stream")
+    __slots__ = (
+        "_bytes_max",
+        "_finished",
+        "_frames",
+        "_queued_bytes",
+        "_reserved_bytes",
+        "_room",
+        "_waiter",
+        "overflowed",
+        "stream",
+    )
 
-    def __init__(self, stream: int, bytes_max: int = OUTBOX_BYTES_MAX) -> None:
+    def __init__(self, stream: int, bytes_max: int = SEND_QUEUE_BYTES_MAX) -> None:
         self.stream = stream
         self.overflowed = False
         self._frames: deque[bytes] = deque()
-        self._held_bytes = 0
-        self._owed_bytes = 0
+        self._queued_bytes = 0
+        self._reserved_bytes = 0
         self._bytes_max = bytes_max
         self._finished = False
         self._waiter: asyncio.Future[None] | None = None
@@ -43,8 +53,8 @@ class Outbox:
         """Queues one frame. False when the reader is too slow: then nothing more is ever written."""
         if self._finished:
             return not self.overflowed
-        self._count(held=len(frame))
-        if self._held_bytes > self._bytes_max:
+        self._count(queued=len(frame))
+        if self._queued_bytes > self._bytes_max:
             self.overflowed = True
             self._frames.clear()
             self.finish()
@@ -53,16 +63,16 @@ class Outbox:
         self._wake()
         return True
 
-    def owe(self, frame_bytes: int) -> None:
+    def reserve(self, frame_bytes: int) -> None:
         """A frame of this size will be pushed once it is durable; negative: it is pushed now."""
-        self._count(owed=frame_bytes)
+        self._count(reserved=frame_bytes)
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Returns when so little waits for the client that more may be asked for, when the stream ends, or after a second:
         what it says is read that often however stuck a disk is, so that nobody takes it for silent."""
         if not self._room.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._room.wait(), ROOM_SECONDS)
+                await asyncio.wait_for(self._room.wait(), ROOM_WAIT_SECONDS)
 
     def finish(self) -> None:
         """Ends the stream after what is queued."""
@@ -77,7 +87,7 @@ class Outbox:
             while frames:
                 frame = frames.popleft()
                 await write(frame)
-                self._count(held=-len(frame))
+                self._count(queued=-len(frame))
             if self._finished:
                 return
             self._waiter = asyncio.get_running_loop().create_future()
@@ -86,10 +96,10 @@ class Outbox:
             finally:
                 self._waiter = None
 
-    def _count(self, held: int = 0, owed: int = 0) -> None:
-        self._held_bytes += held
-        self._owed_bytes += owed
-        if self._finished or self._held_bytes + self._owed_bytes <= CROWDED_BYTES:
+    def _count(self, queued: int = 0, reserved: int = 0) -> None:
+        self._queued_bytes += queued
+        self._reserved_bytes += reserved
+        if self._finished or self._queued_bytes + self._reserved_bytes <= READ_PAUSE_BYTES:
             self._room.set()
         else:
             self._room.clear()

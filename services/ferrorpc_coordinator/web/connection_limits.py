@@ -19,10 +19,10 @@ IDLE_MAX: Final = 128
 """Connections without a request. Past that, the one that has idled longest makes room."""
 
 
-class PatientProtocol(H11Protocol):
+class LimitedHttpProtocol(H11Protocol):
     """One connection, on the event loop."""
 
-    _waiting: ClassVar[dict[PatientProtocol, None]] = {}
+    _waiting: ClassVar[dict[LimitedHttpProtocol, None]] = {}
     """Connections of this process without a request, the longest first."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

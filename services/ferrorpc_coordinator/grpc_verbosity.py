@@ -11,8 +11,8 @@ import os
 import sys
 from typing import Final
 
-TOLD: Final = bool(os.environ.get("FERRORPC_TLS_CERT")) or any(word.startswith("--tls-cert") for word in sys.argv[1:])
+USES_TLS: Final = bool(os.environ.get("FERRORPC_TLS_CERT")) or any(word.startswith("--tls-cert") for word in sys.argv[1:])
 """Whether this process is told to speak TLS; only then gRPC is made to speak of it."""
 
-if TOLD and os.environ.get("GRPC_VERBOSITY", "ERROR") == "ERROR":
+if USES_TLS and os.environ.get("GRPC_VERBOSITY", "ERROR") == "ERROR":
     os.environ["GRPC_VERBOSITY"] = "INFO"

@@ -1,4 +1,4 @@
-"""What happened to a job, in words for people: the log, `ferrorpc status` and the status page tell it.
+"""What happened to a job, in words for people: the log, `ferrorpc status` and the status page emit it.
 
 Nothing is decided by what is written here, and nothing of it survives a restart.
 """
@@ -17,7 +17,7 @@ OCCURRENCES_MAX = 200
 """How many a job remembers."""
 
 
-class Entry(NamedTuple):
+class Record(NamedTuple):
     """One occurrence, and when it was, in lived nanoseconds."""
 
     number: int
@@ -25,40 +25,40 @@ class Entry(NamedTuple):
     note: Note
 
 
-class Chronicle:
+class OccurrenceLog:
     """The last occurrences of one job.
 
     Args:
         job: its name.
         now: the present, in lived nanoseconds.
-        tell: hands a note to the process, which logs and counts it.
+        emit: hands a note to the process, which logs and counts it.
     """
 
-    def __init__(self, job: str, now: Callable[[], int], tell: Callable[[Note], None]) -> None:
+    def __init__(self, job: str, now: Callable[[], int], emit: Callable[[Note], None]) -> None:
         self._job = job
         self._now = now
-        self._tell = tell
-        self._entries: deque[Entry] = deque(maxlen=OCCURRENCES_MAX)
+        self._emit = emit
+        self._records: deque[Record] = deque(maxlen=OCCURRENCES_MAX)
         self._count = 0
 
     def add(self, kind: str, text: str, *, rank: int = -1, generation: int = 0) -> None:
         """Something happened. `kind` is one of the words that session.proto lists."""
         self._count += 1
         note = Note(self._job, kind, text[:1024], rank, generation)
-        self._entries.append(Entry(self._count, self._now(), note))
-        self._tell(note)
+        self._records.append(Record(self._count, self._now(), note))
+        self._emit(note)
 
-    def told(self) -> list[session_pb2.Occurrence]:
+    def status(self) -> list[session_pb2.Occurrence]:
         """All that is remembered, oldest first."""
         now = self._now()
         return [
             session_pb2.Occurrence(
-                number=entry.number,
-                kind=entry.note.kind,
-                text=entry.note.text,
-                rank=entry.note.rank,
-                generation=entry.note.generation,
-                age_ms=(now - entry.at) // MILLISECOND,
+                number=record.number,
+                kind=record.note.kind,
+                text=record.note.text,
+                rank=record.note.rank,
+                generation=record.note.generation,
+                age_ms=(now - record.at) // MILLISECOND,
             )
-            for entry in self._entries
+            for record in self._records
         ]

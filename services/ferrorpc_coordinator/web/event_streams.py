@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from ferrorpc.errors import LimitExceededError
 from ferrorpc_coordinator.state.job import Job
-from ferrorpc_coordinator.web.source import Source
+from ferrorpc_coordinator.web.view import CoordinatorView
 
 TICK_SECONDS: Final = 0.5
 SAMPLES_MAX: Final = 60
@@ -52,11 +52,11 @@ class Viewer:
         return self.latest
 
 
-class Feed:
+class EventStreams:
     """Ticks from `start` to `stop`."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, view: CoordinatorView) -> None:
+        self._view = view
         self._viewers: weakref.WeakSet[Viewer] = weakref.WeakSet()
         """As long as their streams are there: one that is never begun is never ended either."""
         self._ages: dict[str, deque[dict[str, int]]] = {}
@@ -115,20 +115,20 @@ class Feed:
             pause = max(TICK_SECONDS, (time.thread_time() - began) / LOOP_SHARE_MAX)
 
     def _sample(self) -> None:
-        jobs = self._source.coordinator.jobs
+        jobs = self._view.coordinator.jobs
         for gone in self._ages.keys() - jobs.keys():
             del self._ages[gone]
         for name, job in jobs.items():
             self._ages.setdefault(name, deque(maxlen=SAMPLES_MAX)).append(_beat_ages(job))
 
     def _state(self, name: str) -> bytes:
-        job = self._source.job(name)
-        return _event("state", None if job is None else self._source.state(job))
+        job = self._view.job(name)
+        return _event("state", None if job is None else self._view.state(job))
 
 
 def _beat_ages(job: Job) -> dict[str, int]:
-    now = job.desk.now
-    return {member.name: max(0, now - member.heard) // 1_000_000 for member in job.roster if member.alive}
+    now = job.context.now
+    return {member.name: max(0, now - member.last_heard) // 1_000_000 for member in job.members if member.alive}
 
 
 def _event(kind: str, value: Any) -> bytes:
