@@ -1,10 +1,11 @@
-"""Who may do what: by the certificate that a connection was made with, by the token that a request brings, or by both.
+"""Access control: by the client's certificate, by the token in its request, or by both.
 
-Whatever is brought must be right and must permit; where anything is asked for, something must be brought.
+Each that is given must be valid and have the needed role. If the coordinator has tokens, a client must give a token or a
+certificate.
 
-    look at a job (Status)                                            observer
-    take part (Session, Store, Barrier; Report of a process's exit)   worker
-    remove a member (Report of a removal)                             admin
+    read a job's status (Status)                                          observer
+    take part (Session, Store, Barrier; Report of a process's exit)       worker
+    remove a member (Report of a removal)                                 admin
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ TOKEN_CHARACTERS_MIN, TOKEN_CHARACTERS_MAX = 16, 4096
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A token, and who brings it."""
+    """A token, and the role that it grants."""
 
     token: str = field(repr=False)
     identity: Identity
 
 
 def read_grants(text: str) -> tuple[Grant, ...]:
-    """The tokens of a file: one alone, which may do everything; or lines "ROLE TOKEN" and "ROLE@JOB TOKEN". "#": a comment.
+    """Parses a token file: one token for everything, or lines "ROLE TOKEN" and "ROLE@JOB TOKEN". "#" begins a comment.
 
     Raises:
-        ConfigError: a line that is neither, an unknown role, a token that is too short or given twice. It tells no token.
+        ConfigError: an invalid line, an unknown role, a token that is too short or listed twice. The message contains no token.
     """
     lines = [line.split() for line in (raw.partition("#")[0] for raw in text.splitlines()) if line.strip()]
     if len(lines) == 1 and len(lines[0]) == 1:
@@ -72,22 +73,22 @@ def _grant(number: int, words: list[str]) -> Grant:
 
 
 class Access:
-    """Decides for one coordinator. No grants and no certificate: everybody may do everything."""
+    """The access rules of one coordinator. Without tokens and certificates, everybody may do everything."""
 
     def __init__(self, grants: tuple[Grant, ...]) -> None:
         self._grants = grants
 
     def replace(self, grants: tuple[Grant, ...]) -> bool:
-        """From now on these count. Whether they are others than before; sessions that are open stay so."""
+        """Replaces the tokens; returns whether they differ. Open sessions stay open."""
         before, self._grants = self._grants, grants
         return before != grants
 
     def check(self, caller: Caller, token: str, job: str, needed: Role) -> None:
-        """Whether a caller with this token may do in `job` what needs a role.
+        """Checks that a caller with this token has the needed role in `job`.
 
         Raises:
-            AuthenticationError: the token is wrong or missing, or the certificate says nothing that ferrorpc knows.
-            PermissionDeniedError: they are somebody else's: of another job, or of a lesser role.
+            AuthenticationError: the token is wrong or missing, or the certificate names no ferrorpc identity.
+            PermissionDeniedError: they are valid, but for another job or a lesser role.
         """
         if caller.identities is not None:
             if not caller.identities:
@@ -108,7 +109,7 @@ class Access:
         _require_role(frozenset({found}), "token", job, needed)
 
     def may_observe(self, caller: Caller, token: str, job: str) -> bool:
-        """Whether a caller with this token may know of a job."""
+        """Whether a caller with this token may read the status of a job."""
         try:
             self.check(caller, token, job, Role.OBSERVER)
         except (AuthenticationError, PermissionDeniedError):
@@ -116,17 +117,17 @@ class Access:
         return True
 
     def observes_all_jobs(self, token: str) -> bool:
-        """Whether a token lets its bearer look at all there is."""
+        """Whether a token may read the status of every job."""
         found = self._find(token)
         return found is not None and found.job == EVERY_JOB
 
     @property
     def requires_token(self) -> bool:
-        """Whether there are tokens at all."""
+        """Whether tokens are configured."""
         return bool(self._grants)
 
     def _find(self, token: str) -> Identity | None:
-        """Compares with every token, each in constant time, so that how long it takes tells nothing."""
+        """Compares with every token in constant time, so that the duration reveals nothing."""
         given, found = token.encode("utf-8", "replace"), None
         for grant in self._grants:
             if hmac.compare_digest(grant.token.encode(), given):
@@ -143,7 +144,7 @@ def _require_role(found: frozenset[Identity], what: str, job: str, needed: Role)
 
 
 def required_role(request: UnaryRequest) -> Role:
-    """The role that a unary request takes."""
+    """The role that a unary request needs."""
     if isinstance(request, session_pb2.StatusRequest):
         return Role.OBSERVER
     if isinstance(request, session_pb2.UnaryReportRequest) and request.request.HasField("removal"):

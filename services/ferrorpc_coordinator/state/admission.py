@@ -1,4 +1,4 @@
-"""Who may have which name: new sessions, resumed ones, and names that somebody bears already."""
+"""Admission of members: new sessions, resumed ones, and names that are in use."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from typing import Final
 from ferrorpc.errors import ConfigError, LimitExceededError, MessageTooLargeError, StaleGenerationError, require
 from ferrorpc.v1 import session_pb2
 from ferrorpc_coordinator.state.context import JobContext
-from ferrorpc_coordinator.state.failures import seconds
 from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.members import Members
-from ferrorpc_coordinator.state.settings import MILLISECOND
+from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
 
 _NAME: Final = re.compile(r"[!-.0-~]+")
 
 
 def check_name(what: str, name: str, most: int) -> None:
-    """Refuses a name that could not be part of a journal's key.
+    """Checks a name, which becomes part of journal keys.
 
     Raises:
-        ConfigError: empty, blanks, slashes or anything but printable ASCII.
-        LimitExceededError: too long.
+        ConfigError: it is empty, or contains anything but printable ASCII without blanks and slashes.
+        LimitExceededError: it is too long.
     """
     if len(name.encode("utf-8", "replace")) > most:
         raise LimitExceededError(f"the {what} {name[:32]!r}... is longer than name_bytes, which is {most}", limit="name_bytes")
@@ -32,7 +31,7 @@ def check_name(what: str, name: str, most: int) -> None:
 
 
 def hashed(token: str) -> bytes:
-    """What is kept of a resume token."""
+    """The hash of a resume token, which is stored in its place."""
     return hashlib.sha256(token.encode()).digest()
 
 
@@ -44,23 +43,23 @@ class Admitted:
     token: str
     resumed: bool
     replaced: Member | None = None
-    """The process that bore the name and is still to be declared dead."""
+    """The process that had the name before, and must be declared dead."""
 
 
 class Admission:
-    """Decides about a Hello. It changes nothing but the members of a new name."""
+    """Decides about a Hello. It changes nothing but a resumed member's token."""
 
     def __init__(self, context: JobContext, members: Members) -> None:
         self._context = context
         self._members = members
 
     def admit(self, hello: session_pb2.Hello) -> Admitted:
-        """The member that this stream belongs to.
+        """The member of this stream.
 
         Raises:
             StaleGenerationError: the session to resume is over.
-            ConfigError: the name is borne by a living process (retryable), or impossible.
-            LimitExceededError: too many members, or too much said of itself.
+            ConfigError: the name belongs to a living process (retryable), or is invalid.
+            LimitExceededError: too many members, or a Hello that is too large.
         """
         check_name("member name", hello.name, self._context.limits.name_bytes)
         require("bytes of a Hello", hello.ByteSize(), "hello_bytes", self._context.limits.hello_bytes, MessageTooLargeError)
@@ -70,7 +69,7 @@ class Admission:
         if holder is not None and holder.alive and holder.instance_id == hello.instance_id and hello.instance_id:
             return self._reissue_token(holder)
         if holder is not None and holder.alive and holder.liveness is not Liveness.SUSPECT:
-            silent = seconds(max(0, self._context.now - holder.last_heard))
+            silent = format_seconds(max(0, self._context.now - holder.last_heard))
             raise ConfigError(
                 f"the name {hello.name!r} in job {self._context.job} is borne by a living process"
                 f"{f' on {holder.host}' if holder.host else ''}, heard of {silent} ago",
@@ -94,7 +93,7 @@ class Admission:
         return Admitted(member, hello.resume_token, resumed=True)
 
     def _reissue_token(self, member: Member) -> Admitted:
-        """The same process says Hello anew: its Welcome was lost. Only this stream knows the new token."""
+        """The same process sends its Hello again, since its Welcome was lost: gives it a new token."""
         token = self._context.shared.mint()
         self._members.replace_token(member, hashed(token))
         self._members.save(member)

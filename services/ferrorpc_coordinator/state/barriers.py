@@ -1,8 +1,8 @@
-"""Named barriers: all or nobody.
+"""Named barriers.
 
-A barrier is (generation, name, ordinal). Its first outcome is the outcome for everyone: released with all payloads, or
-failed (a participant died or left, arrivals contradict each other, the first deadline passed). The outcome is kept, so an
-arrival that comes late or again gets the same answer, and no two members can disagree about whether they met.
+A barrier is identified by (generation, name, ordinal). Its first outcome holds for everyone: released with all payloads, or
+failed (a participant died or left, arrivals contradict each other, the first deadline passed). The outcome is kept, so a late
+or repeated arrival gets the same answer, and all members agree on whether the barrier was released.
 
 Cost: O(1) for an arrival, O(n) for the release, whose answer is encoded once.
 """
@@ -18,23 +18,22 @@ from ferrorpc.errors import BarrierTimeoutError, FerroError, MessageTooLargeErro
 from ferrorpc.v1 import barrier_pb2, error_pb2, journal_pb2, session_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.context import JobContext, Requester
-from ferrorpc_coordinator.state.failures import seconds
 from ferrorpc_coordinator.state.generations import Generation
 from ferrorpc_coordinator.state.member import Member
 from ferrorpc_coordinator.state.members import Members
-from ferrorpc_coordinator.state.settings import MILLISECOND
+from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
 
 TABLE: Final = "barrier"
 LAST_ARRIVALS_MAX: Final = 100
-"""Released barriers whose last arrival is remembered."""
+"""Released barriers whose last arrival is kept."""
 STRAGGLERS_MAX: Final = 16
 INTERNAL_PREFIX: Final = "ferrorpc/"
-"""What the names of ferrorpc's own barriers begin with: they are no work of the script, so nobody comes last to them."""
+"""Prefix of ferrorpc's own barriers. Their last arrivals are not counted, since the script has no part in them."""
 Outcome = barrier_pb2.BarrierResponse | error_pb2.ErrorDetail
 
 
 class Key(NamedTuple):
-    """Which barrier."""
+    """Identifies a barrier."""
 
     generation: int
     name: str
@@ -42,7 +41,7 @@ class Key(NamedTuple):
 
 
 class Participants(NamedTuple):
-    """Who meets: these world ranks, or (generation 0) any `count` arrivals."""
+    """The participants: these world ranks, or (in generation 0) any `size` clients."""
 
     ranks: tuple[int, ...]
     size: int
@@ -52,18 +51,18 @@ class Participants(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """One participant that waits."""
+    """The arrival of one participant."""
 
     requester: Requester
     payload: bytes
     since: int
     until: int
-    """When it will wait no longer."""
+    """Its deadline."""
 
 
 @dataclass(slots=True, eq=False)
 class Barrier:
-    """A barrier that is still open. `arrivals` is keyed by rank, or by client in generation 0."""
+    """An open barrier. `arrivals` is keyed by rank, or by client in generation 0."""
 
     participants: Participants
     generation: Generation | None
@@ -74,12 +73,12 @@ class Barrier:
 
     @property
     def complete(self) -> bool:
-        """Whether everybody is here."""
+        """Whether all participants have arrived."""
         return len(self.arrivals) == self.participants.size
 
 
 class Barriers:
-    """All barriers of a job: those that are open, and the last outcomes."""
+    """All open barriers of a job, and the last outcomes."""
 
     def __init__(self, context: JobContext, members: Members) -> None:
         self._context = context
@@ -90,10 +89,10 @@ class Barriers:
         self._last_arrivals: deque[tuple[int, int, int]] = deque(maxlen=LAST_ARRIVALS_MAX)
 
     def arrive(self, requester: Requester, request: barrier_pb2.BarrierRequest, generation: Generation | None) -> None:
-        """Takes an arrival. `generation` is None for a barrier of generation 0.
+        """Adds an arrival. `generation` is None for a barrier of generation 0.
 
         Raises:
-            UsageError: the arrival fits no barrier, or contradicts those that came before; then all of them get it.
+            UsageError: the arrival matches no barrier, or contradicts earlier ones, which then all fail with it.
             LimitExceededError: the payload is too large.
         """
         key = Key(request.generation, request.name, request.ordinal)
@@ -119,7 +118,7 @@ class Barriers:
             self._fail_if_impossible(key, barrier)
 
     def status(self) -> list[session_pb2.BarrierStatus]:
-        """What is open, oldest first."""
+        """The open barriers, oldest first."""
         told = []
         for key, barrier in self._open.items():
             arrived = sorted((rank, arrival.since) for rank, arrival in barrier.arrivals.items() if isinstance(rank, int))
@@ -132,7 +131,7 @@ class Barriers:
         return told
 
     def stragglers(self) -> list[session_pb2.Straggler]:
-        """Who came last to the script's last barriers in the newest generation, whoever was waited for longest first."""
+        """The ranks that came last to the script's last barriers in the newest generation, the longest waited-for first."""
         by_rank: dict[int, session_pb2.Straggler] = {}
         for generation, rank, waited_ns in self._last_arrivals:
             if generation == self._context.newest_generation:
@@ -142,7 +141,7 @@ class Barriers:
         return sorted(by_rank.values(), key=lambda told: (-told.waited_ms, -told.barriers, told.rank))[:STRAGGLERS_MAX]
 
     def member_gone(self, member: Member) -> None:
-        """A member died or left. Whoever waits for it need not wait longer; in generation 0 it counts no more."""
+        """A member died or left: barriers that wait for it fail; in generation 0 its arrival is removed."""
         for key, barrier in list(self._open.items()):
             if barrier.generation is not None:
                 self._fail_if_impossible(key, barrier)
@@ -150,14 +149,14 @@ class Barriers:
                 self._withdraw(key, barrier, member.client)
 
     def call_cancelled(self, requester: Requester) -> None:
-        """A unary caller went away; its arrival counts no more, unless it has arrived again by another call."""
+        """The caller of a unary call has gone: removes its arrival, unless it has arrived again with another call."""
         for key, barrier in list(self._open.items()):
             arrival = barrier.arrivals.get(requester.client)
             if arrival is not None and arrival.requester == requester:
                 self._withdraw(key, barrier, requester.client)
 
     def generation_over(self, generation: Generation, cause: error_pb2.ErrorDetail) -> None:
-        """Everyone who waits in this generation gets the cause; its outcomes are forgotten."""
+        """A generation is over: its open barriers fail with the cause, and its outcomes are forgotten."""
         for key, barrier in [item for item in self._open.items() if item[1].generation is generation]:
             self._close(key)
             self._context.answer_many([(arrival.requester, None) for arrival in barrier.arrivals.values()], cause)
@@ -268,7 +267,7 @@ class Barriers:
 
     def _time_out(self, key: Key) -> None:
         barrier = self._open[key]
-        waited = seconds(self._context.now - barrier.since)
+        waited = format_seconds(self._context.now - barrier.since)
         missing = [rank for rank in barrier.participants.ranks if rank not in barrier.arrivals]
         head = f"barrier {key.name!r} #{key.ordinal} timed out after {waited}: "
         if barrier.generation is None:
@@ -296,12 +295,12 @@ class Barriers:
             self._context.remove(TABLE, f"{key.generation}/{key.ordinal}/{key.name}")
 
     def erase(self) -> None:
-        """Forgets every outcome, with its row."""
+        """Removes all outcomes and their rows."""
         for key in list(self._outcomes):
             self._forget(key)
 
     def recover(self, rows: dict[str, bytes]) -> None:
-        """Takes back the outcomes of released barriers, oldest first."""
+        """Restores the outcomes of released barriers from the journal, oldest first."""
         known = []
         for text, data in rows.items():
             generation, ordinal, name = text.split("/", 2)

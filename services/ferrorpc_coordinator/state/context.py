@@ -1,4 +1,4 @@
-"""The context of one job: where its parts read the time, keep their deadlines, write rows and hand out answers."""
+"""What the parts of one job share: the time, deadlines, journal rows, and ways to answer requests and push events."""
 
 from __future__ import annotations
 
@@ -47,7 +47,11 @@ _OUTCOME: Final[dict[type[Message], str]] = {
 
 
 class SharedState:
-    """What all jobs share. `now` is set at the start of each step, in lived nanoseconds; `full` with each request."""
+    """State shared by all jobs of a coordinator.
+
+    `now` is set at the start of each step, in nanoseconds of running time. `full` is set with each request: whether the
+    journal's disk is full.
+    """
 
     def __init__(self, settings: Settings, durable_state: DurableState, mint: Callable[[], str]) -> None:
         self.settings = settings
@@ -61,20 +65,20 @@ class SharedState:
 
 @dataclass(frozen=True, slots=True)
 class Requester:
-    """Who is to be answered: a request of a member's session, or a unary call (no member)."""
+    """The sender of a request: a member's session, or a unary call (then `member` is None)."""
 
     number: int
-    """The request's sequence number, or the call."""
+    """The request's sequence number in its session, or the number of the unary call."""
     member: Member | None
     client: str
-    """Whose request ids it uses."""
+    """The client whose request ids it uses."""
 
     def __str__(self) -> str:
         return str(self.member) if self.member is not None else f"client {self.client}"
 
 
 class JobContext:
-    """One job's share of the world."""
+    """The shared state as one job sees it: its keys, rows and deadlines are prefixed with the job's name."""
 
     def __init__(self, shared: SharedState, job: str) -> None:
         self.shared = shared
@@ -85,25 +89,25 @@ class JobContext:
 
     @property
     def now(self) -> int:
-        """The present, in lived nanoseconds."""
+        """The current time, in nanoseconds of running time."""
         return self.shared.now
 
     @property
     def settings(self) -> Settings:
-        """Durations."""
+        """The coordinator's settings."""
         return self.shared.settings
 
     @property
     def limits(self) -> Limits:
-        """Bounds."""
+        """The coordinator's limits."""
         return self.shared.settings.limits
 
     def arm(self, key: tuple[Hashable, ...], when: int, action: Callable[[], None]) -> None:
-        """Sets a deadline of this job."""
+        """Sets or moves a deadline of this job."""
         self.shared.deadlines.set((self.job, *key), when, action)
 
     def disarm(self, key: tuple[Hashable, ...]) -> None:
-        """Drops a deadline of this job."""
+        """Removes a deadline of this job, if it is set."""
         self.shared.deadlines.drop((self.job, *key))
 
     def put(self, table: str, key: str, row: Message | bytes) -> None:
@@ -117,7 +121,7 @@ class JobContext:
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def answer(self, requester: Requester, message: Answer) -> None:
-        """EffectBuffer one request. A session's answer is kept for a while, in case the request is repeated."""
+        """Answers one request. A session's answer is kept for a while, in case the client repeats the request."""
         member = requester.member
         if member is None:
             self.shared.effects.reply(self, requester.number, _unary_response(message))
@@ -130,9 +134,10 @@ class JobContext:
             self.shared.effects.send(self, member.stream, session_pb2.ServerFrame(result=result))
 
     def answer_many(self, requesters: Iterable[tuple[Requester, Message | None]], message: Answer) -> None:
-        """EffectBuffer many requests alike; what differs, besides the number, is merged in.
+        """Answers many requests with the same message, encoded once.
 
-        These answers are not kept with the sessions: whoever calls this keeps the outcome and can answer again.
+        Each requester comes with the fields in which its answer differs, or None. These answers are not kept with the sessions:
+        the caller must keep the outcome to answer a repeated request.
         """
         recipients: list[tuple[int, bytes]] = []
         field = _OUTCOME[type(message)]
@@ -154,7 +159,7 @@ class JobContext:
             self.shared.effects.send_many(self, frame, recipients)
 
     def resend(self, member: Member, number: int) -> bool:
-        """Sends a kept answer again; False when there is none."""
+        """Sends the kept answer of this request again; False if there is none."""
         result = member.results.get(number)
         if result is None:
             return False
@@ -163,7 +168,7 @@ class JobContext:
         return True
 
     def push(self, members: Iterable[Member], event: session_pb2.Event) -> int:
-        """Tells every connected one of these members; returns how many they are."""
+        """Sends an event to those of these members that are connected; returns how many."""
         recipients = [(member.stream, b"") for member in members if member.stream is not None]
         if recipients:
             self.shared.effects.send_many(self, session_pb2.ServerFrame(event=event), recipients)

@@ -1,12 +1,13 @@
-"""The coordinator as a state machine: `step(event, now) -> effects`. No clock, socket, thread or log inside.
+"""The coordinator as a state machine: `step(event, now) -> effects`. It has no clock, socket, thread or log.
 
     Connected, Received, Disconnected   of Session streams --> the member's job
     Called, Cancelled                   unary calls        --> the named job
-    Tick                                                   --> whatever has expired
-    Drain                                                  --> everybody is told
+    Tick                                                   --> deadlines only
+    Drain                                                  --> all members are told
 
-What every step does first: it lives on to `now` (a gap that was the coordinator's own pause is taken out) and lets expire
-what is due, so a late beat never revives what an earlier deadline has ended. What it does last: rows, then answers.
+Each step first advances the running time to `now` (a pause of the coordinator itself is not counted) and runs the deadlines
+that have passed, so a late heartbeat never undoes what an earlier deadline has ended. The effects of a step are rows first,
+then answers.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ from ferrorpc_coordinator.state.settings import PROTOCOL_VERSION, Settings
 
 
 class Coordinator:
-    """Decides for every job on this service.
+    """The state of all jobs of one coordinator.
 
     Args:
         settings: durations and limits.
-        recovered: every durable row of the journal; empty for a new cluster.
-        access: who may do what; everybody everything without it.
-        mint: gives a fresh unguessable text at each call (cluster id, resume tokens).
-        now_ns: the present, on the monotonic clock that later steps are given.
+        recovered: all rows of the journal; empty for a new cluster.
+        access: who may do what; without it everybody may do everything.
+        mint: returns a new unguessable string (cluster id, resume tokens).
+        now_ns: the current time, on the monotonic clock of later steps.
     """
 
     def __init__(
@@ -85,21 +86,21 @@ class Coordinator:
 
     @property
     def cluster_id(self) -> str:
-        """Minted with the journal."""
+        """The cluster's id, created with the journal."""
         return self._durable_state.cluster_id
 
     @property
     def epoch(self) -> int:
-        """How often a coordinator started on this journal."""
+        """How many times a coordinator has started on this journal."""
         return self._durable_state.epoch
 
     @property
     def jobs(self) -> dict[str, Job]:
-        """Every job by name, for tests and metrics: to look at, not to change."""
+        """All jobs by name, for tests and metrics; not to be changed."""
         return self._jobs
 
     def step(self, event: Event, now_ns: int) -> list[Effect]:
-        """Takes in one event; returns what is to be done, in order. Never raises for what a client sent."""
+        """Handles one event; returns the effects in order. Never raises for anything that a client sent."""
         waiting = self._shared.deadlines.earliest() is not None
         self._shared.now = self._running_time.advance(now_ns, tick_requested=waiting)
         for action in self._shared.deadlines.expired(self._shared.now):
@@ -132,7 +133,7 @@ class Coordinator:
                 pass
 
     def next_deadline(self) -> int | None:
-        """When to call `step(Tick(), now)` at the latest; None while nothing can expire."""
+        """When to call `step(Tick(), now)` at the latest; None if there is no deadline."""
         earliest = self._shared.deadlines.earliest()
         return None if earliest is None else self._running_time.next_call(earliest)
 
@@ -213,7 +214,7 @@ class Coordinator:
         requester = Requester(call, None, client)
         self._calls[call] = job, requester
         if isinstance(request, session_pb2.UnaryStoreRequest):
-            job.call_store(requester, request.request)
+            job.store.request(requester, request.request)
         else:
             job.call_barrier(requester, request.request)
 
@@ -232,7 +233,7 @@ class Coordinator:
         self._shared.effects.reply(job.context, call, job.status(self.settings.version, self.settings.durable))
 
     def _authorize(self, caller: Caller, token: str, job: str, needed: Role, what: str) -> None:
-        """Refuses who may not do this, and tells of it."""
+        """Checks access; records a refusal in the log."""
         try:
             self._access.check(caller, token, job, needed)
         except (AuthenticationError, PermissionDeniedError) as error:
@@ -255,7 +256,10 @@ class Coordinator:
         return job
 
     def _evict_ended_job(self) -> None:
-        """Makes room for a new job in place of the one that ended first. One that only waits for new processes ended last."""
+        """Removes the job that ended first, to make room for a new one.
+
+        Jobs that are only waiting for new processes count as ended last.
+        """
         waiting = {job.context.job for job, _ in self._calls.values()}
         ended = [name for name, job in self._jobs.items() if job.members.living == 0 and name not in waiting]
         if ended:

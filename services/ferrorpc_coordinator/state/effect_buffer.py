@@ -1,4 +1,4 @@
-"""Everything one step decided, kept until its end: rows first, then answers, each stamped with where the coordinator stands."""
+"""Collects the effects of one step. At the end of the step, rows come first, and every answer is stamped with the position."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from ferrorpc_coordinator.state.effects import Close, Effect, Note, Reply, Send,
 
 
 class HasGeneration(Protocol):
-    """A job, as far as a Position tells of it."""
+    """The part of a job that a Position contains."""
 
     newest_generation: int
 
 
 class EffectBuffer:
-    """Collects answers in order. The position they carry is that of the step's end, so nothing they tell is later than it."""
+    """Collects effects in order. Answers carry the position at the end of the step, so none reports anything later than it."""
 
     def __init__(self, durable_state: DurableState) -> None:
         self._durable_state = durable_state
         self._effects: list[tuple[HasGeneration | None, Send | SendMany | Reply | Close | Note]] = []
 
     def send(self, job: HasGeneration | None, stream: int, frame: session_pb2.ServerFrame) -> None:
-        """One frame to one stream."""
+        """Sends one frame to one stream."""
         self._effects.append((job, Send(stream, frame)))
 
     def send_many(self, job: HasGeneration, frame: session_pb2.ServerFrame, recipients: list[tuple[int, bytes]]) -> None:
-        """One frame to many streams, with their overlays."""
+        """Sends one frame to many streams, each with its own overlay."""
         if recipients:
             self._effects.append((job, SendMany(frame, tuple(recipients))))
 
     def reply(self, job: HasGeneration | None, call: int, message: UnaryResponse | error_pb2.ErrorDetail) -> None:
-        """The answer of a unary call."""
+        """Answers a unary call."""
         self._effects.append((job, Reply(call, message)))
 
     def close(self, stream: int) -> None:
-        """Ends a stream after what was sent on it before."""
+        """Closes a stream after everything sent to it before."""
         self._effects.append((None, Close(stream)))
 
     def note(self, note: Note) -> None:
-        """Something people want to know of."""
+        """Adds an entry to the log."""
         self._effects.append((None, note))
 
     def flush(self) -> list[Effect]:
-        """All effects of the step."""
+        """Returns the step's effects and starts a new step."""
         effects: list[Effect] = list(self._durable_state.flush())
         positions: dict[int, identity_pb2.Position] = {}
         for job, effect in self._effects:

@@ -1,4 +1,4 @@
-"""Generations: who has which rank, and the one first cause that ends it."""
+"""Generations: which member has which rank, and the first cause that ended each generation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ferrorpc.errors import GroupAbortedError, StaleGenerationError, UsageError
 from ferrorpc.v1 import error_pb2, journal_pb2, rendezvous_pb2, session_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.context import JobContext
-from ferrorpc_coordinator.state.failures import Refused
 from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.members import Members
 from ferrorpc_coordinator.state.settings import MILLISECOND
@@ -20,9 +19,17 @@ from ferrorpc_coordinator.state.settings import MILLISECOND
 TABLE: Final = "generation"
 
 
+class Refused(Exception):
+    """A request named a broken generation: it is answered with that generation's first cause."""
+
+    def __init__(self, detail: error_pb2.ErrorDetail) -> None:
+        super().__init__(detail.message)
+        self.detail = detail
+
+
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One membership. Over once `end_reason` is set; broken if `broken` is set too, and then for good."""
+    """One membership of the job. It is over once `end_reason` is set, and broken if `broken` is set too."""
 
     number: int
     members: tuple[Member, ...]
@@ -32,32 +39,32 @@ class Generation:
     end_reason: str = ""
     broken: session_pb2.GenerationBroken | None = None
     cost_table: str = ""
-    """What its members choose algorithms by; empty for what comes with ferrorpc."""
+    """The cost table by which its members choose algorithms; empty for the one shipped with ferrorpc."""
     departed: set[int] = field(default_factory=set)
-    """Ranks that left; the generation goes on without them until somebody needs one."""
+    """Ranks that left. The generation goes on without them until an operation needs one."""
     ranks: tuple[int, ...] = field(init=False)
     links: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Broken data streams that await a verdict: (reporter, peer) -> when it was reported."""
+    """Reported broken data streams that are not decided yet: (reporter, peer) -> time of the report."""
 
     def __post_init__(self) -> None:
         self.ranks = tuple(range(len(self.members)))
 
     @property
     def over(self) -> bool:
-        """No operation of it can succeed any more."""
+        """Whether it has ended: no operation of it can succeed any more."""
         return bool(self.end_reason)
 
     @property
     def living(self) -> list[Member]:
-        """Those of its members that are not dead and did not leave."""
+        """Its members that are neither dead nor departed."""
         return [member for member in self.members if member.alive]
 
     def includes(self, member: Member) -> bool:
-        """Whether this very process has a rank here."""
+        """Whether this process has a rank here."""
         return member.generation == self.number and 0 <= member.rank < len(self.members) and self.members[member.rank] is member
 
     def row(self) -> journal_pb2.GenerationRow:
-        """What survives a restart."""
+        """The journal row."""
         row = journal_pb2.GenerationRow(
             policy=self.policy, reason=self.reason, end_reason=self.end_reason, cost_table=self.cost_table
         )
@@ -69,7 +76,7 @@ class Generation:
 
 
 class Generations:
-    """The job's newest generation, and a line about each of the last ones.
+    """The job's newest generation, and the status of the last ones.
 
     Args:
         break_generation: breaks the generation that a lost link ends, given the cause and the rank it came from.
@@ -90,14 +97,14 @@ class Generations:
         self.newest: Generation | None = None
         self.history: deque[session_pb2.GenerationStatus] = deque()
         self._times: dict[int, tuple[int, int | None]] = {}
-        """When each of them began and ended, as far as this coordinator lived to see it."""
+        """Generation -> when it began and ended, as far as this coordinator process has seen it."""
 
     def require(self, member: Member, number: int) -> Generation:
-        """The generation a member's request speaks of.
+        """The generation that a member's request names.
 
         Raises:
-            StaleGenerationError: that generation is not the newest, or the member has no rank in it.
-            Refused: it broke; with its first cause.
+            StaleGenerationError: it is not the newest generation, or the member has no rank in it.
+            Refused: it is broken; contains its first cause.
         """
         newest = self.newest
         if newest is None or newest.number != number or not newest.includes(member):
@@ -112,7 +119,7 @@ class Generations:
         return newest
 
     def begin(self, generation: Generation) -> None:
-        """A round closed: this is the newest generation now; the one before is over."""
+        """A round closed: makes this the newest generation; the one before is over."""
         before = self.newest
         if before is not None:
             if not before.over:
@@ -131,7 +138,7 @@ class Generations:
         self._context.occurrences.add("generation", text, generation=generation.number)
 
     def end(self, generation: Generation, reason: str) -> None:
-        """Closes a generation without a failure."""
+        """Ends a generation, and records the reason."""
         generation.end_reason = reason
         self._context.durable_state.next_revision()
         self._save(generation)
@@ -145,7 +152,7 @@ class Generations:
         self._context.occurrences.add(kind, text, rank=origin, generation=generation.number)
 
     def status(self) -> list[session_pb2.GenerationStatus]:
-        """A line about each of the last ones, with its times where they are known."""
+        """The status of the last generations, with their times where known."""
         lines = []
         for line in self.history:
             told = session_pb2.GenerationStatus()
@@ -159,7 +166,7 @@ class Generations:
         return lines
 
     def break_(self, generation: Generation, cause: error_pb2.ErrorDetail, origin: int) -> bool:
-        """Breaks a generation and tells all its members; False when it was over already: the first cause stays."""
+        """Breaks a generation and tells all its members. False if it was over already: the first cause stays."""
         if generation.over:
             return False
         generation.broken = session_pb2.GenerationBroken(generation=generation.number, origin_rank=origin, cause=cause)
@@ -170,7 +177,10 @@ class Generations:
     # -- links ---------------------------------------------------------------------------------------------------------
 
     def link_lost(self, reporter: Member, lost: session_pb2.LinkLost, generation: Generation) -> None:
-        """Two ranks lost their data stream. The verdict falls when it is known whether one of them died."""
+        """A rank reports that its data stream to another broke.
+
+        The outcome is decided once it is known whether one of the two died.
+        """
         if lost.peer_rank >= len(generation.members) or lost.peer_rank == reporter.rank:
             raise UsageError(f"rank {reporter.rank} reported a lost link to rank {lost.peer_rank}, which cannot be")
         peer = generation.members[lost.peer_rank]
@@ -187,7 +197,11 @@ class Generations:
         self._context.arm(("link", generation.number, *link), when, partial(self._decide_link, generation, link, reason))
 
     def _decide_link(self, generation: Generation, link: tuple[int, int], reason: str) -> None:
-        """Both alive: the link is to blame. Not yet known (suspect, or silent since): look again; death decides by itself."""
+        """Decides a lost link.
+
+        If both ranks are alive, the link broke the generation. If that is not known yet (a rank is suspect, or sent no frame since), it
+        checks again later. If a rank died, its death has broken the generation already.
+        """
         reported = generation.links.get(link)
         if reported is None or generation.over:
             return
@@ -239,7 +253,7 @@ class Generations:
         return next(line for line in reversed(self.history) if line.generation == generation.number)
 
     def recover(self, number: int, data: bytes) -> None:
-        """Takes a row in; rows come in ascending order, the last one is the newest."""
+        """Restores a generation from its row. Rows come in ascending order; the last one is the newest generation."""
         row = journal_pb2.GenerationRow.FromString(data)
         for rank, seat in enumerate(row.seats):
             member = self._members.get(seat.name)
@@ -253,12 +267,12 @@ class Generations:
         self._remember(generation)
 
     def erase(self) -> None:
-        """Removes every row."""
+        """Removes all rows."""
         for line in self.history:
             self._context.remove(TABLE, str(line.generation))
 
     def assign_recovered_ranks(self) -> None:
-        """After the last row: gives the members of the newest generation their ranks."""
+        """Gives the members of the newest generation their ranks, after the last row."""
         newest = self.newest
         if newest is None:
             return
@@ -268,8 +282,11 @@ class Generations:
                 newest.departed.add(rank)
 
     def _recovered_member(self, seat: journal_pb2.Seat, broken: bool) -> Member:
-        """The member in a seat. One whose name has another process now, or is forgotten, can only have left if the generation
-        did not break: a death would have broken it in the same step."""
+        """The member that had a recovered rank.
+
+        If its name now belongs to another process or is unknown, it has left the job, unless the generation broke: a death would have
+        broken it in the same step.
+        """
         member = self._members.get(seat.name)
         if member is None or member.incarnation != seat.incarnation:
             liveness, reason = (Liveness.DEAD, "replaced") if broken else (Liveness.LEFT, "it left the job")

@@ -1,4 +1,4 @@
-"""One job: a namespace with its own members, generations, barriers and store. Here the parts are told of each other."""
+"""One job: its members, generations, barriers and store. Events that concern several of these parts are handled here."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.admission import Admission, Admitted
 from ferrorpc_coordinator.state.barriers import Barriers
 from ferrorpc_coordinator.state.context import JobContext, Requester, SharedState
-from ferrorpc_coordinator.state.failures import Refused
-from ferrorpc_coordinator.state.generations import Generation, Generations
+from ferrorpc_coordinator.state.generations import Generation, Generations, Refused
 from ferrorpc_coordinator.state.leases import Leases
 from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.members import Members
@@ -35,7 +34,7 @@ TABLES: Final = ("member", "generation", "store", "write", "barrier")
 
 
 class Job:
-    """Everything the coordinator knows under one job's name."""
+    """The state of one job."""
 
     def __init__(self, shared: SharedState, name: str) -> None:
         self.context = JobContext(shared, name)
@@ -48,7 +47,7 @@ class Job:
         self.store = Store(self.context, self.generations)
         self.nccl_ids = NcclIdRelay(self.context)
         self._changed_members: dict[str, Member] = {}
-        """Of whose liveness the others have not been told."""
+        """Members whose new state has not been sent to the others yet."""
         self._state_changes = BroadcastThrottle(self.context, "member states", self._send_state_changes)
         self._handlers: dict[str, Callable[[Requester, Member, Any], None]] = {
             "join": self.rendezvous.join,
@@ -63,7 +62,7 @@ class Job:
     # -- sessions ------------------------------------------------------------------------------------------------------
 
     def connect(self, stream: int, hello: session_pb2.Hello) -> tuple[Member, int | None]:
-        """A new stream; returns its member, and the member's stream until now if it had another.
+        """A new stream. Returns its member, and the stream that the member had before, if any.
 
         Raises:
             FerroError: the Hello is refused.
@@ -93,7 +92,7 @@ class Job:
             self.rendezvous.review()
 
     def receive(self, member: Member, frame: session_pb2.ClientFrame) -> None:
-        """A frame of a living member's stream."""
+        """A frame from a living member's stream."""
         self.leases.frame_received(member)
         body = frame.WhichOneof("body")
         if body == "beat":
@@ -112,7 +111,7 @@ class Job:
             self.context.answer(requester, refused.detail)
 
     def declare_dead(self, member: Member, reason: str) -> None:
-        """A member is dead: everyone who counts on it is told why. If it still listens, it is told too."""
+        """Declares a member dead and tells everyone who depends on it, and the member itself if it is still connected."""
         self._mark_gone(member, Liveness.DEAD, reason)
         if member.stream is not None:
             over = StaleGenerationError(f"the session of {member} is over: {reason}")
@@ -123,18 +122,14 @@ class Job:
 
     # -- unary calls ---------------------------------------------------------------------------------------------------
 
-    def call_store(self, requester: Requester, request: store_pb2.StoreRequest) -> None:
-        """A store request from outside a session."""
-        self.store.request(requester, request)
-
     def call_barrier(self, requester: Requester, request: barrier_pb2.BarrierRequest) -> None:
-        """A barrier's arrival from outside a session."""
+        """An arrival at a barrier from outside a session."""
         if request.generation:
             raise UsageError("a unary call belongs to no generation; its barriers have generation 0 and a count")
         self.barriers.arrive(requester, request, None)
 
     def call_report(self, requester: Requester, request: session_pb2.ReportRequest) -> None:
-        """A launcher tells how a process ended, or an operator takes a member out."""
+        """A launcher reports how a process ended, or an operator removes a member."""
         subject = request.WhichOneof("subject")
         if subject == "exit":
             self._process_exited(request.exit)
@@ -145,7 +140,7 @@ class Job:
         self.context.answer(requester, session_pb2.ReportResponse())
 
     def cancel(self, requester: Requester) -> None:
-        """A unary caller went away."""
+        """The caller of a unary call has gone."""
         self.store.call_cancelled(requester.number)
         self.barriers.call_cancelled(requester)
 
@@ -221,7 +216,7 @@ class Job:
             return
         self.declare_dead(member, _exit_text(exited))
 
-    # -- what follows from it ------------------------------------------------------------------------------------------
+    # -- consequences ----------------------------------------------------------------------------------------------
 
     def _close_stream(self, member: Member) -> None:
         if member.stream is not None:
@@ -245,7 +240,7 @@ class Job:
             self._break(newest, detail_of(PeerLostError(member.rank, reason, text)), member.rank)
 
     def _clean_up_after(self, member: Member) -> None:
-        """The rest of a member's end, once its generation knows: its keys, its arrivals, its seat."""
+        """Removes what a dead or departed member held: keys, arrivals and its place in the generation."""
         self._liveness_changed(member)
         self.barriers.member_gone(member)
         newest = self.generations.newest
@@ -266,7 +261,7 @@ class Job:
             self.rendezvous.review()
 
     def _generation_replaced(self, generation: Generation) -> None:
-        """A round closed after this generation."""
+        """A round closed, and a new generation replaces this one."""
         if not generation.over:
             self._fail_pending_as_stale(generation, "a new generation replaces it")
 
@@ -279,7 +274,8 @@ class Job:
         self.store.generation_over(generation.number)
 
     def _liveness_changed(self, member: Member) -> None:
-        """The others of its generation are told, while it goes on; a suspect one that came back may complete a round."""
+        """A member's state changed: tells the others of its open generation, and reviews the round if the member can now
+        join."""
         newest = self.generations.newest
         if newest is not None and newest.includes(member) and not newest.over:
             self._changed_members[member.name] = member
@@ -310,7 +306,7 @@ class Job:
         self.context.shared.effects.send(self.context, stream, session_pb2.ServerFrame(welcome=welcome))
 
     def _catch_up(self, member: Member) -> None:
-        """What was pushed while a resumed member did not listen, as far as it still matters."""
+        """Sends a resumed member the events it missed that still matter."""
         newest = self.generations.newest
         if newest is None or not newest.includes(member):
             return
@@ -326,11 +322,11 @@ class Job:
     # -- recovery and status -------------------------------------------------------------------------------------------
 
     def recover(self, rows: dict[str, dict[str, bytes]]) -> None:
-        """Takes back what was durable, by table and key within the job."""
+        """Restores the job from the journal's rows, by table and key within the job."""
         for name, data in rows.get("member", {}).items():
             member = Member.from_row(name, data)
             self.members.add(member)
-            member.last_heard = member.step_since = self.context.now  # no times are kept: ages count from the restart
+            member.last_heard = member.step_since = self.context.now  # the journal holds no times: ages count from the restart
             if member.alive:
                 self.leases.recovered(member)
         for number, data in sorted((int(key), data) for key, data in rows.get("generation", {}).items()):
@@ -341,7 +337,7 @@ class Job:
         self.barriers.recover(rows.get("barrier", {}))
 
     def erase(self) -> None:
-        """Removes every row of a job that has ended."""
+        """Removes all rows of a job that has ended."""
         for member in self.members:
             self.context.remove("member", member.name)
         self.generations.erase()
@@ -349,7 +345,7 @@ class Job:
         self.barriers.erase()
 
     def status(self, version: str, durable: bool) -> session_pb2.StatusResponse:
-        """All there is to tell."""
+        """The job's full status."""
         keyspace = self.store.keyspace
         return session_pb2.StatusResponse(
             job=self.context.job,
@@ -366,7 +362,7 @@ class Job:
         )
 
     def _members_status(self) -> list[identity_pb2.Member]:
-        """Everybody, in rank order, each with its share of the links that may be told of."""
+        """All members in rank order, each with an equal share of the links that fit into a status."""
         by_rank = sorted(self.members, key=lambda member: (member.rank < 0, member.rank))
         most = max(1, self.context.limits.status_links // max(1, len(by_rank)))
         members = []
@@ -378,12 +374,12 @@ class Job:
 
 
 def sets_a_value(request: store_pb2.StoreRequest) -> bool:
-    """Whether a request may be as large as a value."""
+    """Whether a request contains a value, so that it may be as large as one."""
     return request.WhichOneof("operation") in ("set", "compare_set")
 
 
 def _exit_text(exited: session_pb2.ProcessExit) -> str:
-    """How a process ended, in words."""
+    """Describes how a process ended."""
     code = exited.returncode
     if code < 0:
         known = -code in Signals._value2member_map_

@@ -1,10 +1,10 @@
-"""How alive members are: from a frame, the end of a stream, and silence.
+"""Decides whether members are alive, from received frames, ended streams and silence.
 
-    PRESENT --silent for a lease--> STALLED --silent for `stall`--> dead
+    PRESENT --no frame for a lease--> STALLED --no frame for `stall`--> dead
     PRESENT, STALLED --stream ended--> SUSPECT --resumed--> PRESENT
-    SUSPECT --the earlier of grace since the end and lease since the last frame--> dead
+    SUSPECT --the earlier of grace after the end, lease after the last frame--> dead
 
-After a restart of the coordinator everybody is SUSPECT and has `restart_grace` (or its lease, if that is longer) to resume.
+After a restart of the coordinator every member is SUSPECT and has `restart_grace` (or its lease, if that is longer) to resume.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Callable
 from functools import partial
 
 from ferrorpc_coordinator.state.context import JobContext
-from ferrorpc_coordinator.state.failures import seconds
 from ferrorpc_coordinator.state.member import Liveness, Member
+from ferrorpc_coordinator.state.settings import format_seconds
 
 
 class Leases:
-    """One deadline per living member, moved as it is heard of.
+    """One deadline per living member.
 
     Args:
         on_change: called after a member became present, stalled or suspect.
-        on_dead: called when a member is dead, with the reason; it marks it so.
+        on_dead: called with the reason when a member is dead; it marks the member as dead.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Leases:
         member.stream = stream
         member.last_heard = self._context.now
         if member.recovered:
-            # Nobody was told that the restarted coordinator did not know of it yet, so nobody is told that it does.
+            # The others were not told that the restarted coordinator lost sight of it, so its return is no change either.
             member.recovered, member.liveness, member.reason = False, Liveness.PRESENT, ""
         self._set_liveness(member, Liveness.PRESENT, "")
         self._arm(member, member.last_heard + member.lease_ns)
 
     def frame_received(self, member: Member) -> None:
-        """A frame came. The deadline finds the later time by itself when it comes."""
+        """A frame was received. An armed deadline is not moved: when it passes, it is set anew to the later time."""
         member.last_heard = self._context.now
         if member.liveness is Liveness.STALLED:
             self._set_liveness(member, Liveness.PRESENT, "")
@@ -57,12 +57,12 @@ class Leases:
         self._arm(member, max(now, min(now + grace, member.last_heard + member.lease_ns)))
 
     def recovered(self, member: Member) -> None:
-        """The coordinator restarted; this member has not been heard of yet."""
+        """The coordinator restarted, and this member has not resumed yet."""
         member.reason = "not heard of since the coordinator restarted"
         self._arm(member, self._context.now + max(member.lease_ns, self._context.settings.restart_grace_ns))
 
     def cancel(self, member: Member) -> None:
-        """The member died or left."""
+        """Cancels the deadline of a member that died or left."""
         self._context.disarm(("lease", member.name))
 
     def _arm(self, member: Member, when: int) -> None:
@@ -85,19 +85,21 @@ class Leases:
             self._on_dead(member, self._death_reason(member))
             return
         if member.liveness is Liveness.STALLED:
-            self._on_dead(member, f"no sign of life for {seconds(now - member.last_heard)} on an open session (stalled)")
+            self._on_dead(member, f"no sign of life for {format_seconds(now - member.last_heard)} on an open session (stalled)")
             return
         due = member.last_heard + member.lease_ns
         if now < due:
             self._arm(member, due)
             return
-        self._set_liveness(member, Liveness.STALLED, f"its session is open, but it was silent for {seconds(member.lease_ns)}")
+        self._set_liveness(
+            member, Liveness.STALLED, f"its session is open, but it was silent for {format_seconds(member.lease_ns)}"
+        )
         self._arm(member, member.last_heard + max(member.lease_ns, self._context.settings.stall_ns))
 
     def _death_reason(self, member: Member) -> str:
         settings, silent = self._context.settings, self._context.now - member.last_heard
         if member.recovered:
-            return f"it did not come back within {seconds(silent)} after the coordinator restarted"
+            return f"it did not come back within {format_seconds(silent)} after the coordinator restarted"
         if silent >= member.lease_ns:
-            return f"its session ended, and nothing was heard of it for {seconds(silent)}"
-        return f"its session ended and did not come back within {seconds(settings.grace_ns)}"
+            return f"its session ended, and nothing was heard of it for {format_seconds(silent)}"
+        return f"its session ended and did not come back within {format_seconds(settings.grace_ns)}"

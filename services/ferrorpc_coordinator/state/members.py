@@ -1,4 +1,4 @@
-"""The members of a job by name, and what is told of them."""
+"""The members of a job by name, and their descriptions in events, status and error messages."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Final
 
 from ferrorpc.v1 import identity_pb2, session_pb2
 from ferrorpc_coordinator.state.context import JobContext
-from ferrorpc_coordinator.state.failures import seconds
 from ferrorpc_coordinator.state.member import Liveness, Member
-from ferrorpc_coordinator.state.settings import MILLISECOND
+from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
 
 TABLE: Final = "member"
 MEMBERS_PER_EVENT: Final = 256
-"""Members in one event."""
+"""Members described in one event."""
 _STATES: Final = {
     Liveness.STALLED: identity_pb2.MEMBER_STATE_STALLED,
     Liveness.SUSPECT: identity_pb2.MEMBER_STATE_SUSPECT,
@@ -24,7 +23,10 @@ _STATES: Final = {
 
 
 class Members:
-    """The latest process of each name. Names of the gone are kept for their incarnation and rank, up to a limit."""
+    """The latest process of each name.
+
+    Dead and departed members are kept up to a limit, for their incarnation and last rank.
+    """
 
     def __init__(self, context: JobContext) -> None:
         self._context = context
@@ -33,7 +35,7 @@ class Members:
         self._gone: dict[str, None] = {}
         self.living = 0
         self.empty_since = context.now
-        """Since when nobody lives here, in lived nanoseconds, while that is so."""
+        """When the last living member went, in nanoseconds of running time. Only valid while `living` is 0."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._by_name.values())
@@ -43,11 +45,11 @@ class Members:
         return self._by_name.get(name)
 
     def by_token(self, token_hash: bytes) -> Member | None:
-        """The process that was given the token with this hash, while it bears its name."""
+        """The member whose current resume token has this hash."""
         return self._by_token.get(token_hash)
 
     def add(self, member: Member) -> None:
-        """Takes in a process, in place of an earlier one of its name, which is gone by now."""
+        """Adds a process. It replaces an earlier one of its name, which must be dead or gone."""
         before = self._by_name.pop(member.name, None)
         if before is not None:
             self._by_token.pop(before.token_hash, None)
@@ -60,7 +62,7 @@ class Members:
             self._gone[member.name] = None
 
     def replace_token(self, member: Member, token_hash: bytes) -> None:
-        """From now on the member resumes with another token."""
+        """Replaces the token by which the member resumes."""
         self._by_token.pop(member.token_hash, None)
         member.token_hash = token_hash
         self._by_token[token_hash] = member
@@ -71,7 +73,7 @@ class Members:
         self._context.put(TABLE, member.name, member.row())
 
     def mark_gone(self, member: Member) -> None:
-        """Counts a member that died or left; forgets the longest gone of all past the limit."""
+        """Marks a member as dead or gone; past the limit, forgets those that have been gone the longest."""
         self.living -= 1
         self.empty_since = self._context.now
         self._gone[member.name] = None
@@ -84,7 +86,7 @@ class Members:
             self._context.remove(TABLE, name)
 
     def state(self, member: Member, joining: bool = False) -> identity_pb2.MemberState.ValueType:
-        """How the member is, as others see it."""
+        """The member's state, as reported to others."""
         state = _STATES.get(member.liveness)
         if state is not None:
             return state
@@ -93,7 +95,7 @@ class Members:
         return identity_pb2.MEMBER_STATE_JOINING if joining else identity_pb2.MEMBER_STATE_WAITING
 
     def describe(self, member: Member, joining: bool = False) -> identity_pb2.Member:
-        """The member as others see it."""
+        """The member, as reported to others."""
         told = identity_pb2.Member(
             name=member.name,
             incarnation=member.incarnation,
@@ -114,7 +116,7 @@ class Members:
         return told
 
     def state_events(self, members: Iterable[Member]) -> Iterator[session_pb2.Event]:
-        """How these members are now, for others of their generation: in events that fit into a frame."""
+        """Events that report the states of these members, each small enough for one frame."""
         rest = iter(members)
         while part := list(islice(rest, MEMBERS_PER_EVENT)):
             told = session_pb2.Standings(members=[self.describe(member) for member in part])
@@ -123,12 +125,12 @@ class Members:
             yield session_pb2.Event(standings=told)
 
     def summary(self, member: Member) -> str:
-        """The member in an error message: who, where, how it is, since when."""
+        """The member in an error message: rank, name, host, state and the age of its last beat."""
         why = f" ({member.reason})" if member.reason else ""
         doing = f", last seen in {member.activity}" if member.activity else ""
         age = (
             "not heard of since the coordinator restarted"
             if member.recovered
-            else (f"last beat {seconds(max(0, self._context.now - member.last_heard))} ago")
+            else (f"last beat {format_seconds(max(0, self._context.now - member.last_heard))} ago")
         )
         return f"{member.display_name}: {member.liveness.value}{why}, {age}, step {member.step}{doing}"

@@ -1,8 +1,9 @@
-"""Relays NCCL unique ids from the ranks that mint them to the ranks that need them, within one generation.
+"""Relays NCCL unique ids from the ranks that create them to the ranks that need them, within one generation.
 
-Every 128th participant, from the first, is a leader and mints one id (NCCL takes several roots where the world is large).
-The ids are opaque, secret and worthless after the generation: they are kept in memory only, never logged, never in a row.
-A leader that could not mint says so, and everybody gets its reason; a retry is another attempt with new ids.
+Of the participants every 128th, beginning with the first, is a leader and creates one id (NCCL takes several roots for large
+worlds). The ids are opaque, secret and useless after the generation: they are kept in memory only, and never logged or
+journaled. A leader that cannot create an id reports why, and all participants get that reason; a retry is another attempt with
+new ids.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from ferrorpc.errors import CollectiveTimeoutError, NcclError, PeerLostError, Us
 from ferrorpc.v1 import error_pb2, nccl_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.context import JobContext, Requester
-from ferrorpc_coordinator.state.failures import seconds
 from ferrorpc_coordinator.state.generations import Generation
-from ferrorpc_coordinator.state.settings import MILLISECOND
+from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
 
 RANKS_PER_LEADER: Final = 128
 ID_BYTES: Final = 128
@@ -25,7 +25,7 @@ COMMUNICATORS_MAX: Final = 1_024
 
 
 class Key(NamedTuple):
-    """Which initialisation of which communicator."""
+    """One attempt to initialise a communicator."""
 
     communicator: str
     attempt: int
@@ -33,7 +33,7 @@ class Key(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """Ids of one communicator as they come in. `outcome` is set once and stays."""
+    """The ids received so far for one communicator. `outcome` is set once."""
 
     ranks: tuple[int, ...]
     since: int
@@ -43,22 +43,22 @@ class Exchange:
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """World ranks that mint, in the order of their ids."""
+        """The world ranks that create ids, in the order of their ids."""
         return self.ranks[::RANKS_PER_LEADER]
 
 
 class NcclIdRelay:
-    """The exchanges of the job's newest generation."""
+    """The id exchanges of the job's newest generation."""
 
     def __init__(self, context: JobContext) -> None:
         self._context = context
         self._exchanges: dict[Key, Exchange] = {}
 
     def request(self, requester: Requester, request: nccl_pb2.CommBootstrapRequest, generation: Generation) -> None:
-        """Takes a leader's ids or anybody's wish for them; answers when all ids are there.
+        """Takes a leader's ids, or a request for them; answers once all ids are there.
 
         Raises:
-            UsageError: the request contradicts the communicator's ranks or those that came before.
+            UsageError: the request contradicts the communicator's ranks or earlier requests.
         """
         key = Key(request.communicator, request.attempt)
         rank = -1 if requester.member is None else requester.member.rank
@@ -96,12 +96,12 @@ class NcclIdRelay:
         self._context.arm(("bootstrap", key, rank), until, partial(self._time_out, key, rank))
 
     def member_gone(self, generation: Generation) -> None:
-        """A member of the generation left, which goes on. Whoever waits for its ids need not wait longer."""
+        """A member left a generation that goes on. Requests that wait for its ids fail."""
         for key, exchange in self._exchanges.items():
             self._fail_if_impossible(key, exchange, generation)
 
     def generation_over(self, cause: error_pb2.ErrorDetail) -> None:
-        """Nobody needs these ids any more; whoever waits gets the cause."""
+        """The generation is over: waiting requests fail with its cause."""
         exchanges, self._exchanges = self._exchanges, {}
         for key, exchange in exchanges.items():
             self._finish(key, exchange, cause)
@@ -137,7 +137,7 @@ class NcclIdRelay:
         exchange.waiting.clear()
 
     def _fail_if_impossible(self, key: Key, exchange: Exchange, generation: Generation) -> bool:
-        """Whether ids will never come, because a leader has left without."""
+        """Fails the exchange if a leader has left without offering its id; returns whether it did."""
         if exchange.outcome is not None:
             return False
         gone = [rank for rank in exchange.leaders if rank in generation.departed and rank not in exchange.ids]
@@ -154,6 +154,6 @@ class NcclIdRelay:
         exchange = self._exchanges[key]
         requester = exchange.waiting.pop(rank)
         missing = [leader for leader in exchange.leaders if leader not in exchange.ids]
-        waited = seconds(self._context.now - exchange.since)
+        waited = format_seconds(self._context.now - exchange.since)
         text = f"rank {rank} waited {waited} for the ids of communicator {key.communicator!r}; not offered by leaders {missing}"
         self._context.answer(requester, detail_of(CollectiveTimeoutError(missing, text)))

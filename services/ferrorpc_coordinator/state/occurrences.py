@@ -1,6 +1,6 @@
-"""What happened to a job, in words for people: the log, `ferrorpc status` and the status page emit it.
+"""The log of a job: what happened, as text for the process log, `ferrorpc status` and the status page.
 
-Nothing is decided by what is written here, and nothing of it survives a restart.
+No decision depends on it, and it does not survive a restart.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ferrorpc_coordinator.state.effects import Note
 from ferrorpc_coordinator.state.settings import MILLISECOND
 
 OCCURRENCES_MAX = 200
-"""How many a job remembers."""
+"""Entries kept per job."""
 
 
 class Record(NamedTuple):
-    """One occurrence, and when it was, in lived nanoseconds."""
+    """One entry, with its time in nanoseconds of running time."""
 
     number: int
     at: int
@@ -26,12 +26,12 @@ class Record(NamedTuple):
 
 
 class OccurrenceLog:
-    """The last occurrences of one job.
+    """The last entries of one job's log.
 
     Args:
-        job: its name.
-        now: the present, in lived nanoseconds.
-        emit: hands a note to the process, which logs and counts it.
+        job: the job's name.
+        now: returns the current time, in nanoseconds of running time.
+        emit: passes a note to the driver, which logs it.
     """
 
     def __init__(self, job: str, now: Callable[[], int], emit: Callable[[Note], None]) -> None:
@@ -42,14 +42,14 @@ class OccurrenceLog:
         self._count = 0
 
     def add(self, kind: str, text: str, *, rank: int = -1, generation: int = 0) -> None:
-        """Something happened. `kind` is one of the words that session.proto lists."""
+        """Adds an entry. `kind` is one of the words listed in session.proto."""
         self._count += 1
         note = Note(self._job, kind, text[:1024], rank, generation)
         self._records.append(Record(self._count, self._now(), note))
         self._emit(note)
 
     def status(self) -> list[session_pb2.Occurrence]:
-        """All that is remembered, oldest first."""
+        """The kept entries, oldest first."""
         now = self._now()
         return [
             session_pb2.Occurrence(

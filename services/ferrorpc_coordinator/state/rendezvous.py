@@ -1,11 +1,11 @@
-"""Rounds: members pending for a place in the next generation, and the round closes when its policy is satisfied.
+"""Rendezvous: members ask for a place in the next generation, and the round closes when its policy is satisfied.
 
-A fixed world (min == max) closes when that many are there. An elastic one closes when max are there, or when all survivors
-of the generation before have asked and min are there, or when min are there and the last call has passed. Two rules keep
-the living safe: a generation that still works is never ended by those who want to join it, only by all of its own members
-asking; and a fixed world does not close without a living member of the generation before.
+A fixed world (min == max) closes when that many members are there. An elastic one closes when max are there, or when all
+survivors of the previous generation have asked and min are there, or when min are there and the last call has passed. Two rules
+protect running work: a working generation is never ended by processes that want to join it, only by all its own members asking;
+and a fixed world does not close without a living member of the previous generation.
 
-Those who find no place pending on: they are the spares.
+Members that get no place keep waiting: they are the spares.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from ferrorpc.errors import (
 from ferrorpc.v1 import identity_pb2, rendezvous_pb2, session_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.context import JobContext, Requester
-from ferrorpc_coordinator.state.failures import seconds
 from ferrorpc_coordinator.state.generations import Generation, Generations
 from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.members import Members
 from ferrorpc_coordinator.state.ranks import Claim, assign, claimed
-from ferrorpc_coordinator.state.settings import MILLISECOND
+from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
 from ferrorpc_coordinator.state.throttle import BroadcastThrottle
 
 NAMED_MAX: Final = 16
-"""Members of one kind that a timeout tells of."""
+"""Members of each kind named in a timeout's message."""
 EARLY_EXITS_MAX: Final = 16
-"""Processes that ended before they said Hello, of which a timeout tells."""
+"""Processes that ended before their Hello, kept for a timeout's message."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingJoin:
-    """One member's request for a place."""
+    """One member's unanswered request to join."""
 
     member: Member
     requester: Requester
@@ -52,17 +51,17 @@ class PendingJoin:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Min and max."""
+        """Minimum and maximum size of the world."""
         return self.request.policy.min_size, self.request.policy.max_size
 
     @property
     def fixed(self) -> bool:
-        """Whether only one size will do."""
+        """Whether minimum and maximum are equal."""
         return self.request.policy.min_size == self.request.policy.max_size
 
 
 class Rendezvous:
-    """The job's open round."""
+    """The round of a job that has not closed yet."""
 
     def __init__(
         self, context: JobContext, members: Members, generations: Generations, on_replaced: Callable[[Generation], None]
@@ -73,25 +72,25 @@ class Rendezvous:
         self._on_replaced = on_replaced
         self._pending: dict[str, PendingJoin] = {}
         self._announced: list[str] | None = []
-        """What the newest generation was told last; None when some of it must be told anew."""
+        """The names of waiting members last sent to the newest generation; None if they must be sent again."""
         self._pending_notice = BroadcastThrottle(context, "waiting", self._announce)
         self._last_call: int | None = None
         self._early_exits: dict[str, str] = {}
         self._claimants: dict[int, Member] = {}
-        """Rank -> the last process of this round that its launcher gave this rank."""
+        """Rank -> the last process of this round that had this rank pinned."""
         self._timed_out: dict[str, tuple[PendingJoin, int]] = {}
-        """Those whose time in this round ran out, and when."""
+        """Members whose request timed out in this round, and when."""
 
     def joining(self, member: Member) -> bool:
-        """Whether this member waits for a place."""
+        """Whether this member has asked to join."""
         return member.name in self._pending
 
     def join(self, requester: Requester, member: Member, request: rendezvous_pb2.JoinRequest) -> None:
-        """Takes a pending; it is answered when the round closes.
+        """Takes a request to join; it is answered when the round closes.
 
         Raises:
-            InvalidWorldSizeError, InvalidRankError, LimitExceededError: the request alone is wrong.
-            ConfigError: it contradicts another one; both are named.
+            InvalidWorldSizeError, InvalidRankError, LimitExceededError: the request is invalid.
+            ConfigError: it contradicts another request; both are named.
         """
         newest = self._generations.newest
         if newest is not None and newest.includes(member) and request.after_generation < newest.number:
@@ -116,14 +115,14 @@ class Rendezvous:
         self.review()
 
     def withdraw(self, member: Member) -> None:
-        """Forgets the pending of a member that died or left."""
+        """Drops the request of a member that died or left."""
         pending = self._pending.get(member.name)
         if pending is not None and pending.member is member:
             del self._pending[member.name]
             self._context.disarm(("join", member.name))
 
     def exited_before_hello(self, name: str, how: str) -> None:
-        """A process ended before it said Hello: whoever waits for it in vain will be told."""
+        """A process ended before its Hello; a timeout's message will say so."""
         self._early_exits[name[:128]] = how[:512]
         while len(self._early_exits) > EARLY_EXITS_MAX:
             del self._early_exits[next(iter(self._early_exits))]
@@ -131,7 +130,8 @@ class Rendezvous:
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     def review(self) -> None:
-        """Closes the round if its time has come; else sees to the last call and to who is told of the waiting."""
+        """Closes the round if its policy is satisfied; else starts or stops the last call, and announces the waiting
+        members."""
         if self._pending:
             chosen = self._decide()
             if chosen is not None:
@@ -141,7 +141,7 @@ class Rendezvous:
         self._pending_notice.notify()
 
     def waiting_reason(self) -> str:
-        """Why the round is still open; empty when none is."""
+        """Why the round is still open; empty if there is none."""
         if not self._pending:
             return ""
         first = next(iter(self._pending.values()))
@@ -156,14 +156,14 @@ class Rendezvous:
         elif missing := self._missing_ranks(ready, first):
             reason += f"; missing: rank {', '.join(map(str, missing[:NAMED_MAX]))}; {self._describe_ranks(missing[:NAMED_MAX])}"
         elif self._last_call is not None:
-            reason += f"; last call for {seconds(max(0, self._last_call - self._context.now))} more"
+            reason += f"; last call for {format_seconds(max(0, self._last_call - self._context.now))} more"
         return reason
 
     def _ready(self) -> list[PendingJoin]:
         return [pending for pending in self._pending.values() if pending.member.connected]
 
     def _not_joining(self) -> list[Member]:
-        """Living members of the newest generation that have not asked, or have asked and may be dying."""
+        """Living members of the newest generation that have not asked to join, or whose stream has ended."""
         newest = self._generations.newest
         if newest is None:
             return []
@@ -190,7 +190,7 @@ class Rendezvous:
         return None
 
     def _choose(self, ready: list[PendingJoin], most: int) -> list[PendingJoin]:
-        """Members of the newest generation first, then those whose rank is pinned, then the order of arrival."""
+        """Members of the newest generation first, then those with pinned ranks, then in order of arrival."""
         newest = self._generations.newest
         order = sorted(
             ready, key=lambda pending: (newest is None or not newest.includes(pending.member), pending.request.pinned_rank < 0)
@@ -249,7 +249,7 @@ class Rendezvous:
             self._announced = None
 
     def _reject(self, chosen: list[PendingJoin], error: LimitExceededError) -> None:
-        """The round cannot close with these members: they are told why."""
+        """Rejects the requests of these members, with which the round cannot close."""
         for pending in chosen:
             self.withdraw(pending.member)
             self._context.answer(pending.requester, detail_of(error))
@@ -277,7 +277,10 @@ class Rendezvous:
         return response
 
     def _to_admit(self) -> list[str]:
-        """Whom another generation would admit. Spares do not count: members that reform to admit them would do so for ever."""
+        """The waiting members that another generation would admit.
+
+        Spares do not count, or members would reform for them for ever.
+        """
         newest = self._generations.newest
         if newest is None:
             return []
@@ -286,7 +289,7 @@ class Rendezvous:
         return [pending.member.name for pending in sorted(waiting, key=lambda pending: pending.request.pinned_rank < 0)[:room]]
 
     def _announce(self) -> int:
-        """Tells the members of the newest generation whom another one would admit, when that changed."""
+        """Sends the names of waiting members to the newest generation, if they changed."""
         newest, names = self._generations.newest, self._to_admit()
         if newest is None or names == self._announced:
             return 0
@@ -294,7 +297,7 @@ class Rendezvous:
         return self._context.push(newest.living, session_pb2.Event(pending=session_pb2.PendingMembers(names=names)))
 
     def catch_up(self, member: Member) -> None:
-        """Tells a member that resumed who waits; one that is told nothing knows of nobody."""
+        """Sends a resumed member the names of the waiting members; without an event it assumes that there are none."""
         if self._announced:
             self._context.push([member], session_pb2.Event(pending=session_pb2.PendingMembers(names=self._announced)))
 
@@ -312,7 +315,7 @@ class Rendezvous:
             raise InvalidRankError(f"{member} has RANK={request.pinned_rank}, but the world has {high} ranks")
 
     def _check_conflicts(self, member: Member, request: rendezvous_pb2.JoinRequest) -> None:
-        """Two claimants of one pinned rank, or two ideas of the world's size, cannot both be right."""
+        """Raises ConfigError if two members pin one rank, or ask for different world sizes."""
         size = request.policy.min_size, request.policy.max_size
         for other in self._pending.values():
             if other.member is member:
@@ -342,11 +345,11 @@ class Rendezvous:
         if newest is None or rank >= len(newest.members):
             return None
         current = newest.members[rank]
-        safe = current.alive and current.liveness is not Liveness.SUSPECT  # a suspect one may be what the claimant replaces
+        safe = current.alive and current.liveness is not Liveness.SUSPECT  # the claimant may replace a suspect process
         return current if current is not claimant and current.pinned and safe else None
 
     def _time_out(self, name: str) -> None:
-        """Answers a pending whose time is over: who is missing, and what is known of everybody."""
+        """Fails a request that timed out, with what is known of all members."""
         pending = self._pending[name]
         error = self._timeout_error(pending)
         self.withdraw(pending.member)
@@ -358,7 +361,7 @@ class Rendezvous:
         self.review()
 
     def _timeout_error(self, pending: PendingJoin) -> RendezvousTimeoutError:
-        head = f"{pending.member} waited {seconds(self._context.now - pending.since)} to join job {self._context.job}: "
+        head = f"{pending.member} waited {format_seconds(self._context.now - pending.since)} to join job {self._context.job}: "
         present = "; ".join(self._members.summary(other.member) for other in list(self._pending.values())[:NAMED_MAX])
         timed_out = self._timed_out_before(pending)
         gave_up = [other.member for other in timed_out]
@@ -374,7 +377,7 @@ class Rendezvous:
         return self._missing_error(pending, timed_out, head, f"Present: {present}")
 
     def _timed_out_before(self, pending: PendingJoin) -> list[PendingJoin]:
-        """Those who gave up while this pending waited for the same ones in vain: they are not to blame."""
+        """The requests that timed out while this one waited for the same missing members."""
         earlier = [other for other, when in self._timed_out.values() if when >= pending.since]
         return earlier if len(self._ready()) + len(earlier) < pending.size[0] else []
 
@@ -395,13 +398,13 @@ class Rendezvous:
         return RendezvousTimeoutError(unknown, f"{head}. {present}{given_up}{self._other_losses([])}")
 
     def _missing_ranks(self, came: list[PendingJoin], pending: PendingJoin) -> list[int]:
-        """The ranks of a fixed world that nobody claims, where everyone who came claims one; none where it cannot be known."""
+        """The unclaimed ranks of a fixed world; none unless everyone who came claims a rank."""
         taken = claimed([self._claim(other) for other in came], pending.size[1])
         known = pending.fixed and len(taken) == len(came)
         return sorted(set(range(pending.size[1])) - set(taken.values())) if known else []
 
     def _describe_ranks(self, ranks: list[int]) -> str:
-        """What is known of each of these ranks that did not come."""
+        """Describes what is known of the processes that last had, or claimed, these ranks."""
         holders = self._last_holders(ranks)
         told = [
             ("" if holder.rank == rank else f"rank {rank} was claimed by ") + self._members.summary(holder)
@@ -411,7 +414,7 @@ class Rendezvous:
         return "; ".join([*told, f"nothing was heard of rank {', '.join(never)}"] if never else told)
 
     def _last_holders(self, ranks: list[int]) -> dict[int, Member]:
-        """Who had, or claimed, each of these ranks last, as far as anybody did."""
+        """The last process that had or claimed each of these ranks, if there was one."""
         holders = {member.last_rank: member for member in self._members if not member.alive} | self._claimants
         return {rank: holders[rank] for rank in ranks if rank in holders}
 
@@ -424,6 +427,6 @@ class Rendezvous:
 
 
 def _world(size: tuple[int, int]) -> str:
-    """As FERRORPC_WORLD_SIZE says it: "4", or "2:4"."""
+    """The size in the format of FERRORPC_WORLD_SIZE: "4", or "2:4"."""
     low, high = size
     return f"{low}" if low == high else f"{low}:{high}"

@@ -1,16 +1,16 @@
-"""Time as the coordinator lived it: the clock without the stretches in which the coordinator itself stood still.
+"""The coordinator's running time: the monotonic clock without the periods in which the coordinator itself was stopped.
 
-A coordinator that was stopped for ten seconds did not hear ten seconds of beats; they lie unread in its sockets. Measured
-by the clock every lease would be over. So all deadlines are kept in lived time: when two steps are further apart than the
-coordinator, which asks to be called at every pulse, can have wanted, the gap is taken out of time. The fault is then the
-coordinator's own and nobody else's; members get their whole lease again from the moment it woke.
+A coordinator that was stopped for ten seconds has ten seconds of heartbeats unread in its sockets; by the clock, every lease
+would have expired. All deadlines are therefore kept in running time. The coordinator asks to be called at every tick interval;
+if two steps are much further apart than that, the gap was its own pause and is removed from the time. Members then have their
+whole lease again from the moment it continued.
 """
 
 from __future__ import annotations
 
 
 class RunningTime:
-    """Translates between the clock and lived time, both in nanoseconds."""
+    """Converts between the clock and running time, both in nanoseconds."""
 
     __slots__ = ("_last", "_paused", "pause_ns", "tick_interval_ns")
 
@@ -22,15 +22,16 @@ class RunningTime:
 
     @property
     def paused(self) -> int:
-        """All that was taken out of time so far."""
+        """The total length of the pauses so far."""
         return self._paused
 
     def advance(self, now_ns: int, *, tick_requested: bool = True) -> int:
-        """The present in lived time. A clock that goes backwards stands still here.
+        """Moves to the clock's `now_ns`; returns the running time. If the clock goes backwards, time stands still.
 
         Args:
-            now_ns: the present on the clock.
-            tick_requested: whether a call at every pulse had been asked for since the step before.
+            now_ns: the current time on the clock.
+            tick_requested: whether the coordinator had asked to be called at every tick interval since the last step. If not,
+                a gap is no pause.
         """
         now_ns = max(now_ns, self._last)
         gap = now_ns - self._last
@@ -39,6 +40,6 @@ class RunningTime:
         self._last = now_ns
         return now_ns - self._paused
 
-    def next_call(self, lived: int) -> int:
-        """When to call next, on the clock: at this moment of lived time, or at the next pulse if that is sooner."""
-        return min(lived + self._paused, self._last + self.tick_interval_ns)
+    def next_call(self, running_ns: int) -> int:
+        """The clock time of the next call: at this running time, or at the next tick if that is sooner."""
+        return min(running_ns + self._paused, self._last + self.tick_interval_ns)

@@ -1,4 +1,4 @@
-"""The job's store: requests on the keyspace, waiting for keys, and retries that count once."""
+"""The job's store: requests, waiting for keys, and retries that take effect once."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from ferrorpc.errors import (
 from ferrorpc.v1 import store_pb2
 from ferrorpc.wire.details import detail_of
 from ferrorpc_coordinator.state.context import JobContext, Requester
-from ferrorpc_coordinator.state.failures import seconds
 from ferrorpc_coordinator.state.generations import Generations
 from ferrorpc_coordinator.state.keyspace import Entry, Keyspace
-from ferrorpc_coordinator.state.settings import MILLISECOND
+from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
 from ferrorpc_coordinator.state.watches import Watches
 from ferrorpc_coordinator.state.write_results import WriteResults
 
 _KEY: Final = re.compile(r"[!-~]+")
 _NUMBER: Final = re.compile(rb"-?[0-9]{1,20}")
 _GROWING: Final = frozenset({"set", "add", "compare_set"})
-"""Operations that make the journal larger."""
+"""Operations that enlarge the journal."""
 _WRITES: Final = _GROWING | {"delete"}
 
 
@@ -46,7 +45,7 @@ class Waiter:
 
 
 class Store:
-    """Carries out store requests."""
+    """The store of one job."""
 
     def __init__(self, context: JobContext, generations: Generations) -> None:
         self._context = context
@@ -69,7 +68,7 @@ class Store:
         }
 
     def request(self, requester: Requester, request: store_pb2.StoreRequest) -> None:
-        """Answers a request, now or when its keys exist.
+        """Answers a request, at once or when its keys exist.
 
         Raises:
             UsageError, LimitExceededError: nothing has changed.
@@ -100,27 +99,27 @@ class Store:
         if name != "watch":
             self._context.answer(requester, response)
             return
-        # Not kept for a repetition: that comes on another stream, and this watch ends with its own.
+        # The answer is not kept for a repeated request: that comes on another stream, and this watch ends with its own.
         self._context.answer_many([(requester, None)], response)
         if operation.from_revision:
             self.watches.replay(response.watch_id, operation.from_revision)
 
     def client_gone(self, client: str) -> None:
-        """A session ended for good: its keys vanish, and it will repeat nothing."""
+        """A session is over: deletes the keys bound to it, and drops its waits and write results."""
         self._delete_bound(client)
         self.write_results.forget(client)
         self._stop_waiting(lambda waiter: waiter.requester.member is not None and waiter.requester.client == client)
 
     def call_cancelled(self, call: int) -> None:
-        """A unary caller went away."""
+        """The caller of a unary call has gone."""
         self._stop_waiting(lambda waiter: waiter.requester.member is None and waiter.requester.number == call)
 
     def generation_over(self, number: int) -> None:
-        """Keys of this generation vanish."""
+        """A generation is over: deletes the keys bound to it."""
         self._delete_bound(number)
 
     def recover(self, entries: dict[str, bytes], writes: dict[str, bytes], clients: Iterable[str]) -> None:
-        """Takes back what was durable. What belongs to clients that are gone by now vanishes."""
+        """Restores the store from the journal. Deletes what belongs to clients that are gone by now."""
         self.keyspace.recover(entries)
         self.watches.begin_after(self._context.durable_state.revision)
         self.write_results.recover(writes)
@@ -135,7 +134,7 @@ class Store:
                 self.write_results.forget(client)
 
     def erase(self) -> None:
-        """Removes every key and every kept result."""
+        """Deletes all keys and kept results."""
         for key in self.keyspace.page("", "", self._context.limits.store_bytes)[0]:
             self.keyspace.delete(key)
         for client in self.write_results.clients():
@@ -237,7 +236,7 @@ class Store:
             self._remove(key)
 
     def _completed(self, kept: store_pb2.StoreResponse, name: str, operation: Any) -> store_pb2.StoreResponse:
-        """A kept result, with the value that was left out because the request has it."""
+        """A kept result, with the value that was left out because the request contains it."""
         response = store_pb2.StoreResponse()
         response.CopyFrom(kept)
         if name == "compare_set":
@@ -273,7 +272,7 @@ class Store:
             self._context.answer(waiter.requester, response)
 
     def _still_missing(self, waiter: Waiter) -> bool:
-        """Keys that came and went while the waiter waited for others: it waits for them anew."""
+        """Waits again for keys that were deleted while the request waited for others; returns whether any are missing."""
         waiter.missing.update(key for key in waiter.keys if self.keyspace.get(key) is None)
         for key in waiter.missing:
             self._waiting.setdefault(key, {})[waiter.number] = waiter
@@ -282,7 +281,7 @@ class Store:
     def _time_out(self, waiter: Waiter) -> None:
         missing = sorted(waiter.missing)
         self._give_up(waiter)
-        waited = seconds(self._context.now - waiter.since)
+        waited = format_seconds(self._context.now - waiter.since)
         shown = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
         error = StoreTimeoutError(f"{waiter.requester} waited {waited} for {shown} in the store", missing=missing[:64])
         self._context.answer(waiter.requester, detail_of(error))

@@ -1,8 +1,8 @@
-"""News for everybody, which comes less often the more there are to broadcast.
+"""Limits how often a broadcast to all members is sent.
 
-Idea. A change that each of n members makes, such as leaving, and that all others are told of at once, is n² frames: a thousand
-ranks that finish together kept a coordinator busy for 20 s. So after news went to many, the next waits for a time in proportion
-to how many they were, and goes out as one then. In a small world everything is told at once.
+If each of n members makes a change, such as leaving, and all others are told at once, n² frames are sent: a thousand ranks that
+finished together kept a coordinator busy for 20 s. So after a broadcast to many members the next one waits for a time
+proportional to their number, and carries all changes made in between. In small jobs every change is sent at once.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Final
 from ferrorpc_coordinator.state.context import JobContext
 
 IMMEDIATE_RECIPIENTS_MAX: Final = 32
-"""Up to so many are told of everything at once."""
+"""Broadcasts to at most this many members are never delayed."""
 PAUSE_PER_RECIPIENT_NS: Final = 200_000
-"""Time for each member told until the next news: a multiple of what it takes to broadcast one."""
+"""Pause after a larger broadcast, per recipient: a multiple of what sending to one costs."""
 
 
 class BroadcastThrottle:
-    """One kind of news of one job.
+    """One kind of broadcast of one job.
 
     Args:
-        name: of the kind, unique in the job.
-        broadcast: tells what is new, if anything still is; returns how many were told.
+        name: of this kind, unique in the job.
+        broadcast: sends all changes that are still current; returns the number of recipients.
     """
 
     def __init__(self, context: JobContext, name: str, broadcast: Callable[[], int]) -> None:
@@ -34,7 +34,7 @@ class BroadcastThrottle:
         self._is_pending = False
 
     def notify(self) -> None:
-        """Something is new: it is told now, or with what comes before the next telling."""
+        """Reports a change. It is sent at once, or after the pause together with later changes."""
         if self._is_paused:
             self._is_pending = True
             return
