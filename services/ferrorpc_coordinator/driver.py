@@ -1,15 +1,15 @@
-"""The one place where decisions meet the world: it owns the clock, steps the state, and carries out what was decided.
+"""The driver: owns the clock, steps the state machine, and carries out its effects.
 
     gRPC frame, call, end of stream --> event --> Coordinator.step(event, now) --> effects
     effects: Persist -> the group being filled;  Send, Reply, Close -> out, once durable
 
-What a frame tells must never be forgotten again. So each Send, Reply and Close waits until every Persist decided before it
-(in its own step or an earlier one) is durable. While one group is being written the next is filled, and everything decided
-within one turn of the event loop shares a group. Without a journal nothing waits.
+Nothing that a client was told may be lost. So each Send, Reply and Close waits until every Persist of its own step and earlier
+ones is durable. While one group is being written the next is filled, and all rows of one turn of the event loop share a group.
+Without a journal nothing waits.
 
-Everything here runs on one event loop and runs to completion: no locks, no task per message. An exception from the state is a
-bug that may have left memory and journal apart, one on the way out has left somebody without an answer; the driver then stops
-at once (`failure`), and a restart goes on from what is durable.
+Everything here runs on one event loop, without locks and without a task per message. An exception from the state machine is a
+bug that may have left memory and journal inconsistent; an exception while sending has left somebody without an answer. The
+driver then stops at once (`failure`), and a restart continues from what is durable.
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ from ferrorpc_coordinator.state.events import (
 _log = logging.getLogger("ferrorpc.coordinator.driver")
 _job_log = logging.getLogger("ferrorpc.coordinator.job")
 _ROUTINE: Final = frozenset({"generation", "ended", "left", "back", "forgotten"})
-"""Kinds of notes that are no cause for concern."""
+"""Kinds of notes that are logged at level INFO, others at WARNING."""
 
 SLOW_COMMIT_NS: Final = 5_000_000_000
-"""A group that takes longer to reach the disk is told of, once: until then everybody waits for it."""
+"""A group that takes longer to reach the disk is logged, once: until then, everybody waits for it."""
 
 LATE_TIMER_NS: Final = 1_000_000_000
-"""A timer that rings later than that is told of: the log explains what members saw meanwhile."""
+"""A timer that fires later than this is logged, which explains what members saw meanwhile."""
 
 Outgoing = Send | SendMany | Reply | Close
 
 
 class StateMachine(Protocol):
-    """What the driver needs of the state machine."""
+    """The state machine, as the driver uses it."""
 
     def step(self, event: Event, now_ns: int) -> list[Effect]:
-        """Decides."""
+        """Handles one event."""
 
     def next_deadline(self) -> int | None:
-        """When it wants a Tick at the latest."""
+        """When it must get a Tick at the latest."""
 
 
 class Driver:
     """Drives one coordinator on the running event loop.
 
     Args:
-        state_machine: the state machine, already recovered.
+        state_machine: already recovered.
         journal: where Persist effects go; None keeps everything in memory.
-        counters: what is counted on the way.
+        counters: the metrics that it updates.
         now_ns: the monotonic clock; replaced in tests.
     """
 
@@ -96,7 +96,7 @@ class Driver:
         self._durable = 0
         self._flushed_ns = 0
         self._reported_slow = 0
-        """The last group that was told to be slow."""
+        """The last group that was logged as slow."""
         self._held: deque[tuple[int, Outgoing, list[tuple[SendQueue, int]]]] = deque()
         self._settle_scheduled = False
         self._closed = False
@@ -105,26 +105,26 @@ class Driver:
         self._idle = asyncio.Event()
         self._idle.set()
         self.failure: asyncio.Future[None] = self._loop.create_future()
-        """Fails when the coordinator cannot go on."""
+        """Fails when the coordinator cannot continue."""
         if journal is not None:
             journal.start(self._journal_failed)
 
     @property
     def refuses_writes(self) -> bool:
-        """Whether the journal's disk is full: nothing ought to be decided that makes it larger."""
+        """Whether the journal's disk is full, so that requests that would enlarge it must be refused."""
         return self._journal is not None and self._journal.full
 
     @property
     def sessions(self) -> int:
-        """Streams that are open."""
+        """The number of open streams."""
         return len(self._queues)
 
     def tick(self) -> None:
-        """Lets time pass: first of all, so that what recovery decided becomes durable; then for whoever looks at ages."""
+        """Sends a Tick: once at the start, so that what recovery decided becomes durable, and before ages are read."""
         self._step(Tick())
 
     def connect(self, hello: session_pb2.Hello, caller: Caller = UNKNOWN_CALLER) -> SendQueue:
-        """A new stream of this caller, whose first frame was `hello`."""
+        """Opens a stream for this caller, whose first frame was `hello`; returns its queue."""
         self._numbers += 1
         queue = SendQueue(self._numbers)
         if self._closed:
@@ -135,20 +135,20 @@ class Driver:
         return queue
 
     def receive(self, stream: int, frame: session_pb2.ClientFrame) -> None:
-        """A further frame of a stream."""
+        """Handles another frame of a stream."""
         self._counters.frames_received += 1
         self._step(Received(stream, frame, self.refuses_writes))
 
     def disconnect(self, stream: int) -> None:
-        """The stream has ended, whoever ended it. Later frames for it are dropped."""
+        """Handles the end of a stream, whoever ended it. Later frames for it are dropped."""
         if self._queues.pop(stream, None) is not None:
             self._step(Disconnected(stream))
 
     async def call(self, request: UnaryRequest, caller: Caller = UNKNOWN_CALLER) -> UnaryResponse | error_pb2.ErrorDetail:
-        """One unary request of this caller; the answer may be long in coming.
+        """Handles a unary request; the answer may take long.
 
         Raises:
-            CoordinatorUnavailableError: the coordinator ends before there is an answer.
+            CoordinatorUnavailableError: the coordinator stops before there is an answer.
         """
         if self._closed:
             raise CoordinatorUnavailableError("the coordinator is stopping")
@@ -166,15 +166,15 @@ class Driver:
             self._calls.pop(number, None)
 
     def drain(self, within_ms: int) -> None:
-        """Tells every session that the coordinator stops within so many milliseconds."""
+        """Tells every session that the coordinator will stop within this many milliseconds."""
         self._step(Drain(within_ms))
 
     async def settled(self) -> None:
-        """Returns once everything decided so far is durable and handed to the streams."""
+        """Returns once everything decided so far is durable and passed to the streams."""
         await self._idle.wait()
 
     def close(self) -> None:
-        """Stops the timer, ends every stream and fails every call, those to come included."""
+        """Stops the timer, ends every stream, and fails every call, including later ones."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -184,7 +184,7 @@ class Driver:
             if not answer.done():
                 answer.set_exception(CoordinatorUnavailableError("the coordinator is stopping"))
 
-    # -- deciding ------------------------------------------------------------------------------------------------------
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _step(self, event: Event) -> None:
         if self._closed:
@@ -212,7 +212,7 @@ class Driver:
                 self._release(effect)
 
     def _buffer_rows(self, effects: list[Effect]) -> list[Outgoing]:
-        """Takes what stays in this process, rows and notes; returns the rest."""
+        """Logs the notes and buffers the rows; returns the other effects."""
         outgoing: list[Outgoing] = []
         for effect in effects:
             if isinstance(effect, Note):
@@ -224,14 +224,14 @@ class Driver:
         return outgoing
 
     def _settle(self) -> None:
-        """Once a turn of the event loop: hands over a group of rows and arms the timer."""
+        """Once per turn of the event loop: passes a group of rows to the journal and arms the timer."""
         self._settle_scheduled = False
         self._flush()
         self._arm()
         self._note_idle()
 
     def _arm(self) -> None:
-        """Sees to it that the loop wakes by the next deadline. A timer that fires too early arms itself again."""
+        """Arms the timer for the next deadline. A timer that fires too early is armed again."""
         deadline_ns = self._state_machine.next_deadline()
         if deadline_ns is None or self._closed:
             return
@@ -249,7 +249,7 @@ class Driver:
         self._counters.loop_lag.observe(late_ns / 1e9)
         if late_ns > LATE_TIMER_NS:
             _log.warning(
-                "this coordinator stood still for %.1f s (suspended, or without a processor); nobody is given up for that",
+                "this coordinator stood still for %.1f s (suspended, or without a processor); no member is declared dead",
                 late_ns / 1e9,
             )
         self._flushed_ns += late_ns
@@ -281,11 +281,11 @@ class Driver:
             )
 
     def _journal_wrote(self) -> None:
-        """On the journal's thread."""
+        """Called on the journal's thread."""
         self._loop.call_soon_threadsafe(self._made_durable)
 
     def _journal_failed(self, error: Exception) -> None:
-        """On the journal's thread."""
+        """Called on the journal's thread."""
         self._loop.call_soon_threadsafe(self._stop, error)
 
     def _made_durable(self) -> None:
@@ -297,7 +297,7 @@ class Driver:
                 for queue, size_bytes in recipients:
                     queue.reserve(-size_bytes)
                 self._release(effect)
-        except Exception as error:  # what was decided is not told to some: as bad as a decision that failed
+        except Exception as error:  # somebody misses an answer: as bad as a failed step
             self._stop(error)
             raise
         self._flush()
@@ -312,7 +312,7 @@ class Driver:
             self.failure.set_exception(error)
         self.close()
 
-    # -- carrying out --------------------------------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------------------------------
 
     def _release(self, effect: Outgoing) -> None:
         if isinstance(effect, Send):
@@ -331,7 +331,7 @@ class Driver:
             self._queues[effect.stream].finish()
 
     def _recipients(self, effect: Outgoing) -> list[tuple[SendQueue, int]]:
-        """To whom an effect will write, and how many bytes."""
+        """The queues that an effect will write to, and how many bytes to each."""
         if not isinstance(effect, Send | SendMany):
             return []
         recipients = ((effect.stream, b""),) if isinstance(effect, Send) else effect.recipients
@@ -346,7 +346,7 @@ class Driver:
 
 
 def _log_note(note: Note) -> None:
-    """Writes a note to the log, with what it is about as fields."""
+    """Logs a note, with its fields as `extra`."""
     level = logging.INFO if note.kind in _ROUTINE else logging.WARNING
     about = {"event": note.kind, "job": note.job, "rank": None if note.rank < 0 else note.rank, "generation": note.generation}
     _job_log.log(level, "job %s: %s", note.job, note.text, extra=about)

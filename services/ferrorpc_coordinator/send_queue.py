@@ -1,4 +1,4 @@
-"""What waits to be written to one session's stream: a bounded queue between the driver, which never blocks, and gRPC."""
+"""The send queue of one session's stream: a bounded queue between the driver, which never blocks, and gRPC."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 SEND_QUEUE_BYTES_MAX: Final = 8 << 20
-"""A client that leaves this much unread is cut off; it can resume and gets what it missed."""
+"""A client that leaves more than this unread is disconnected; it can resume and gets what it missed."""
 READ_PAUSE_BYTES: Final = SEND_QUEUE_BYTES_MAX // 4
-"""While more than this waits for a client, its requests are hardly read: what it asked for does not cut it off."""
+"""While more than this is queued or reserved for a client, its requests are read slowly, so that their answers do not get it
+disconnected."""
 ROOM_WAIT_SECONDS: Final = 1.0
 
 
 class SendQueue:
-    """Frames in the order they were decided, as bytes.
+    """Encoded frames, in order.
 
     Invariants: 1. `push` and `finish` never block. 2. What was pushed before `finish` is written before `drain` returns, unless
-    the limit was passed, in which case everything unwritten is dropped at once.
+    the limit was exceeded, in which case everything unwritten is dropped at once.
     """
 
     __slots__ = (
@@ -50,7 +51,7 @@ class SendQueue:
         return len(self._frames)
 
     def push(self, frame: bytes) -> bool:
-        """Queues one frame. False when the reader is too slow: then nothing more is ever written."""
+        """Queues one frame. False if the client reads too slowly: then nothing more is written."""
         if self._finished:
             return not self.overflowed
         self._count(queued=len(frame))
@@ -64,12 +65,14 @@ class SendQueue:
         return True
 
     def reserve(self, frame_bytes: int) -> None:
-        """A frame of this size will be pushed once it is durable; negative: it is pushed now."""
+        """Reserves room for a frame that will be pushed once it is durable; a negative size releases it."""
         self._count(reserved=frame_bytes)
 
     async def wait_for_room(self) -> None:
-        """Returns when so little waits for the client that more may be asked for, when the stream ends, or after a second:
-        what it says is read that often however stuck a disk is, so that nobody takes it for silent."""
+        """Waits until little is queued for the client, the stream ends, or a second has passed.
+
+        The client is read at least once a second even if the disk is stuck, so that it is not taken for silent.
+        """
         if not self._room.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._room.wait(), ROOM_WAIT_SECONDS)
@@ -81,7 +84,7 @@ class SendQueue:
         self._wake()
 
     async def drain(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Writes until `finish`. The one consumer."""
+        """Writes frames until `finish`. There is only one consumer."""
         frames = self._frames
         while True:
             while frames:

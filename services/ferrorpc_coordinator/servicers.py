@@ -1,7 +1,7 @@
-"""gRPC in, events out: the only file that knows both the RPCs and the driver.
+"""The gRPC service: turns RPCs into events of the driver.
 
-Messages are taken and given as bytes: a frame that goes to a thousand sessions is encoded once, and what cannot be parsed
-becomes a CodecError here and not an INTERNAL from inside gRPC.
+Messages are received and sent as bytes: a frame for a thousand sessions is encoded once, and a request that cannot be parsed is
+a CodecError and not an INTERNAL error of gRPC.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ferrorpc_coordinator.state.events import Caller, UnaryRequest
 
 SERVICE: Final = "ferrorpc.v1.CoordinatorService"
 HELLO_SECONDS: Final = 10.0
-"""A stream that does not say who it is for so long is ended."""
+"""A stream without a Hello for this long is closed."""
 
 _UNARY: Final[dict[str, type[UnaryRequest]]] = {
     "Status": session_pb2.StatusRequest,
@@ -40,14 +40,14 @@ UnaryHandler = Callable[[bytes, Context], Awaitable[bytes]]
 
 
 class CoordinatorServicer:
-    """The coordinator's RPCs on one driver."""
+    """The RPCs of the coordinator, on one driver."""
 
     def __init__(self, driver: Driver, counters: Counters) -> None:
         self._driver = driver
         self._counters = counters
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What a server needs to be given."""
+        """The handler to register with a gRPC server."""
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {"Session": grpc.stream_stream_rpc_method_handler(self._session)}
         for name, request_type in _UNARY.items():
             methods[name] = grpc.unary_unary_rpc_method_handler(self._unary(name, request_type))
@@ -90,7 +90,7 @@ class CoordinatorServicer:
 
 
 class _Stream:
-    """One open Session: this task writes, a second one reads, and whichever ends first ends the other."""
+    """One open Session stream. This task writes and a second one reads; whichever ends first ends the other."""
 
     def __init__(self, driver: Driver, counters: Counters, context: Context, queue: SendQueue) -> None:
         self._driver = driver
@@ -100,11 +100,11 @@ class _Stream:
         self._problem: FerroError | None = None
 
     async def run(self) -> None:
-        """Until either side ends the stream.
+        """Runs until either side ends the stream.
 
         Raises:
-            CodecError: the client sent what is no frame.
-            CoordinatorUnavailableError: it did not read what it was sent; it may resume.
+            CodecError: the client sent bytes that are no frame.
+            CoordinatorUnavailableError: it left too much unread; it may resume.
         """
         reader = asyncio.create_task(self._read())
         try:
@@ -124,7 +124,7 @@ class _Stream:
         read, stream, counters = self._context.read, self._queue.stream, self._counters
         parse = session_pb2.ClientFrame.FromString
         try:
-            while isinstance(data := await read(), bytes):  # the end is an object of its own
+            while isinstance(data := await read(), bytes):  # the end of the stream is grpc.aio.EOF
                 frame = parse(data)
                 if frame.HasField("beat"):
                     counters.heartbeats += 1
@@ -133,13 +133,13 @@ class _Stream:
         except DecodeError:
             self._problem = CodecError("a session sent bytes that are no ClientFrame")
         finally:
-            # The end of the stream without a Leave is the fastest sign of death: tell it before anything is written.
+            # The end of the stream without a Leave is the fastest sign of death: report it before anything is written.
             self._driver.disconnect(stream)
             self._queue.finish()
 
 
 def _caller(context: Context) -> Caller:
-    """Who calls, by what the handshake proved."""
+    """The caller, with the identities that its handshake proved."""
     return Caller(context.peer(), peer_identities(context.auth_context()))
 
 

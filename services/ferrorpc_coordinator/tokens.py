@@ -1,4 +1,4 @@
-"""A coordinator's file of tokens, read anew when it is replaced, so that tokens can be changed without a restart."""
+"""The coordinator's token file, which is read again when it changes, so that tokens can be replaced without a restart."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _log = logging.getLogger("ferrorpc.coordinator")
 
 
 def read_token_file(path: Path) -> tuple[Grant, ...]:
-    """What the file says.
+    """Reads a token file.
 
     Raises:
-        ConfigError: it cannot be read, or is not what such a file is. It tells no token.
+        ConfigError: it cannot be read, or has errors. The message contains no token.
     """
     try:
         text = path.read_text(encoding="ascii")
@@ -29,7 +29,7 @@ def read_token_file(path: Path) -> tuple[Grant, ...]:
 
 
 class TokenFile:
-    """Keeps `access` as the file says. One that cannot be used changes nothing, and is told of once."""
+    """Updates `access` when the token file changes. A file with errors changes nothing, and is logged once."""
 
     def __init__(self, path: Path, access: Access) -> None:
         self._path = path
@@ -37,13 +37,13 @@ class TokenFile:
         self._reported = ""
 
     async def watch(self) -> None:
-        """Looks every POLL_SECONDS until it is cancelled."""
+        """Checks the file every POLL_SECONDS until it is cancelled."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             self.reload()
 
     def reload(self) -> None:
-        """Takes over what is new."""
+        """Reads the file, and replaces the tokens if they changed."""
         try:
             grants = read_token_file(self._path)
         except ConfigError as error:

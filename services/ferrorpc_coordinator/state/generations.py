@@ -199,8 +199,8 @@ class Generations:
     def _decide_link(self, generation: Generation, link: tuple[int, int], reason: str) -> None:
         """Decides a lost link.
 
-        If both ranks are alive, the link broke the generation. If that is not known yet (a rank is suspect, or sent no frame since), it
-        checks again later. If a rank died, its death has broken the generation already.
+        If both ranks are alive, the link broke the generation. If that is not known yet (a rank is suspect, or sent no frame
+        since), it checks again later. If a rank died, its death has broken the generation already.
         """
         reported = generation.links.get(link)
         if reported is None or generation.over:
@@ -284,8 +284,8 @@ class Generations:
     def _recovered_member(self, seat: journal_pb2.Seat, broken: bool) -> Member:
         """The member that had a recovered rank.
 
-        If its name now belongs to another process or is unknown, it has left the job, unless the generation broke: a death would have
-        broken it in the same step.
+        If its name now belongs to another process or is unknown, it has left the job, unless the generation broke: a death
+        would have broken it in the same step.
         """
         member = self._members.get(seat.name)
         if member is None or member.incarnation != seat.incarnation:

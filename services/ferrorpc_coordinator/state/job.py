@@ -216,7 +216,7 @@ class Job:
             return
         self.declare_dead(member, _exit_text(exited))
 
-    # -- consequences ----------------------------------------------------------------------------------------------
+    # -- consequences --------------------------------------------------------------------------------------------------
 
     def _close_stream(self, member: Member) -> None:
         if member.stream is not None:

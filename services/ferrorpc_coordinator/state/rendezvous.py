@@ -212,7 +212,7 @@ class Rendezvous:
             self._last_call = None
             self._context.disarm(("last call",))
 
-    # -- on_replaced -------------------------------------------------------------------------------------------------------
+    # -- closing -------------------------------------------------------------------------------------------------------
 
     def _close(self, chosen: list[PendingJoin]) -> None:
         self._cancel_last_call()
