@@ -1,8 +1,8 @@
-"""Who may read what the HTTP port tells, and what a browser is told to do with it. Nothing here can be written to.
+"""ASGI middleware: who may read the HTTP port, and the security headers of its responses. The port is read-only.
 
-Where there are tokens, every path but /healthz asks for one that is good for every job, of whatever role: `Authorization:
-Bearer TOKEN`, or the password that a browser asks its user for. On loopback without any, only requests that name loopback are
-answered, so that no page from elsewhere can have a browser read this one under a name that it made point here.
+If the coordinator has tokens, every path except /healthz needs one that is valid for every job, of any role: `Authorization:
+Bearer TOKEN`, or as the password of basic authentication. On loopback without tokens, only requests whose Host is loopback are
+answered; otherwise a web page could read this port through a browser by DNS rebinding.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HEADERS: Final = (
 
 
 class AccessMiddleware:
-    """Stands before an ASGI application."""
+    """Checks requests before they reach an ASGI application."""
 
     def __init__(self, app: App, access: Access, *, loopback: bool) -> None:
         self._app = app

@@ -1,10 +1,10 @@
-"""The status page as an ASGI application: one HTML page with its own script and style, JSON, a stream of states, metrics.
+"""The status page as an ASGI application: one HTML page with its own script and style, JSON, event streams, and metrics.
 
     /                the page                    /api/v1/jobs     every job
     /events?job=     states as they change       /api/v1/state    one state, of ?job= or of the busiest
     /metrics         for Prometheus              /healthz         200 while it serves, 503 while it drains
 
-Everything is read-only and comes from here: the page needs no other address, and no internet.
+Everything is read-only and served from here: the page needs no other host and no internet.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascri
 
 
 class Page:
-    """Answers requests from one view and one streams."""
+    """Answers requests from a view of the coordinator and its event streams."""
 
     def __init__(self, view: CoordinatorView, streams: EventStreams) -> None:
         self._view = view
         self._streams = streams
 
     def application(self, *, loopback: bool) -> App:
-        """What an ASGI server runs. `loopback`: whether it listens there only."""
+        """The application for an ASGI server. `loopback`: whether the server listens on loopback only."""
         files = [Route(f"/{path.name}", _file(path)) for path in sorted(STATIC.iterdir()) if path.suffix in _TYPES]
         routes = [
             Route("/", _file(STATIC / "page.html")),
@@ -73,7 +73,7 @@ class Page:
 
 
 def _file(path: Path) -> Callable[[Request], Awaitable[Response]]:
-    """Answers with a file that is read once."""
+    """A handler that answers with a file, which is read once."""
     content = path.read_bytes()
 
     async def answer(request: Request) -> Response:
