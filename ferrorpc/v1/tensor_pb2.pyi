@@ -84,7 +84,7 @@ class TensorFrame(google.protobuf.message.Message):
     group: builtins.int
     """The group within the generation; 0 is the world."""
     stream: builtins.int
-    """0: operations in program order. 0xFFFFFFFF: send and recv. Each other number belongs to one user, such as DDP or a pipeline."""
+    """0: operations in program order. 0xFFFFFFFF: send and recv. Each other number belongs to one user, like DDP or a pipeline."""
     number: builtins.int
     """The number of the operation in its stream."""
     slot: builtins.int

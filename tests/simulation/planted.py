@@ -1,4 +1,4 @@
-"""Five bugs to plant, each one that real coordinators have had. The simulation is only worth something if it finds them."""
+"""Five bugs for mutation tests, each of which real coordinators have had. The simulation must find them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ferrorpc.v1 import store_pb2
 
 @contextmanager
 def no_fencing() -> Iterator[None]:
-    """Whatever generation a member speaks of, the newest is meant."""
+    """Requests that name any generation are taken for the newest."""
 
     def require(self: Generations, member: Member, number: int) -> Generation:
         assert self.newest is not None
@@ -46,7 +46,7 @@ def no_dedupe() -> Iterator[None]:
 
 @contextmanager
 def wall_clock() -> Iterator[None]:
-    """Leases go by the clock, also while the coordinator itself stood still."""
+    """Leases expire by the clock, even while the coordinator itself was stopped."""
 
     def advance(self: RunningTime, now_ns: int, *, tick_requested: bool = True) -> int:
         self._last = max(now_ns, self._last)

@@ -119,7 +119,7 @@ class Barriers:
 
     def status(self) -> list[session_pb2.BarrierStatus]:
         """The open barriers, oldest first."""
-        told = []
+        statuses = []
         for key, barrier in self._open.items():
             arrived = sorted((rank, arrival.since) for rank, arrival in barrier.arrivals.items() if isinstance(rank, int))
             status = session_pb2.BarrierStatus(name=key.name, generation=key.generation, ordinal=key.ordinal)
@@ -127,18 +127,19 @@ class Barriers:
             status.arrived_after_ms.extend((since - barrier.since) // MILLISECOND for _, since in arrived)
             status.missing_ranks.extend(sorted(set(barrier.participants.ranks) - set(status.arrived_ranks)))
             status.age_ms = (self._context.now - barrier.since) // MILLISECOND
-            told.append(status)
-        return told
+            statuses.append(status)
+        return statuses
 
     def stragglers(self) -> list[session_pb2.Straggler]:
         """The ranks that came last to the script's last barriers in the newest generation, the longest waited-for first."""
         by_rank: dict[int, session_pb2.Straggler] = {}
         for generation, rank, waited_ns in self._last_arrivals:
             if generation == self._context.newest_generation:
-                told = by_rank.setdefault(rank, session_pb2.Straggler(rank=rank))
-                told.barriers += 1
-                told.waited_ms += waited_ns // MILLISECOND
-        return sorted(by_rank.values(), key=lambda told: (-told.waited_ms, -told.barriers, told.rank))[:STRAGGLERS_MAX]
+                straggler = by_rank.setdefault(rank, session_pb2.Straggler(rank=rank))
+                straggler.barriers += 1
+                straggler.waited_ms += waited_ns // MILLISECOND
+        order = sorted(by_rank.values(), key=lambda one: (-one.waited_ms, -one.barriers, one.rank))
+        return order[:STRAGGLERS_MAX]
 
     def member_gone(self, member: Member) -> None:
         """A member died or left: barriers that wait for it fail; in generation 0 its arrival is removed."""

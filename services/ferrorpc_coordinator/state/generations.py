@@ -153,17 +153,17 @@ class Generations:
 
     def status(self) -> list[session_pb2.GenerationStatus]:
         """The status of the last generations, with their times where known."""
-        lines = []
-        for line in self.history:
-            told = session_pb2.GenerationStatus()
-            told.CopyFrom(line)
-            began, ended = self._times.get(line.generation, (None, None))
+        statuses = []
+        for entry in self.history:
+            status = session_pb2.GenerationStatus()
+            status.CopyFrom(entry)
+            began, ended = self._times.get(entry.generation, (None, None))
             if began is not None:
-                told.age_ms = (self._context.now - began) // MILLISECOND
+                status.age_ms = (self._context.now - began) // MILLISECOND
                 if ended is not None:
-                    told.lasted_ms = (ended - began) // MILLISECOND
-            lines.append(told)
-        return lines
+                    status.lasted_ms = (ended - began) // MILLISECOND
+            statuses.append(status)
+        return statuses
 
     def break_(self, generation: Generation, cause: error_pb2.ErrorDetail, origin: int) -> bool:
         """Breaks a generation and tells all its members. False if it was over already: the first cause stays."""
@@ -268,8 +268,8 @@ class Generations:
 
     def erase(self) -> None:
         """Removes all rows."""
-        for line in self.history:
-            self._context.remove(TABLE, str(line.generation))
+        for entry in self.history:
+            self._context.remove(TABLE, str(entry.generation))
 
     def assign_recovered_ranks(self) -> None:
         """Gives the members of the newest generation their ranks, after the last row."""

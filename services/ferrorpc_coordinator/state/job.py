@@ -312,10 +312,10 @@ class Job:
             return
         if newest.broken is not None:
             self.context.push([member], session_pb2.Event(broken=newest.broken))
-        told = [
-            seat for rank, seat in enumerate(newest.members) if rank in newest.departed or seat.liveness is Liveness.STALLED
+        changed = [
+            other for rank, other in enumerate(newest.members) if rank in newest.departed or other.liveness is Liveness.STALLED
         ]
-        for event in self.members.state_events(told):
+        for event in self.members.state_events(changed):
             self.context.push([member], event)
         self.rendezvous.catch_up(member)
 
@@ -367,9 +367,9 @@ class Job:
         most = max(1, self.context.limits.status_links // max(1, len(by_rank)))
         members = []
         for member in by_rank:
-            told = self.members.describe(member, self.rendezvous.joining(member))
-            told.links.extend(member.busiest_links(most))
-            members.append(told)
+            description = self.members.describe(member, self.rendezvous.joining(member))
+            description.links.extend(member.busiest_links(most))
+            members.append(description)
         return members
 
 

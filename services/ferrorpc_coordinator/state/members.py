@@ -96,7 +96,7 @@ class Members:
 
     def describe(self, member: Member, joining: bool = False) -> identity_pb2.Member:
         """The member, as reported to others."""
-        told = identity_pb2.Member(
+        description = identity_pb2.Member(
             name=member.name,
             incarnation=member.incarnation,
             rank=member.rank,
@@ -112,17 +112,17 @@ class Members:
             training=member.training,
         )
         for name, value in member.labels:
-            told.labels.add(name=name, value=value)
-        return told
+            description.labels.add(name=name, value=value)
+        return description
 
     def state_events(self, members: Iterable[Member]) -> Iterator[session_pb2.Event]:
         """Events that report the states of these members, each small enough for one frame."""
         rest = iter(members)
         while part := list(islice(rest, MEMBERS_PER_EVENT)):
-            told = session_pb2.Standings(members=[self.describe(member) for member in part])
-            for member in told.members:
+            standings = session_pb2.Standings(members=[self.describe(member) for member in part])
+            for member in standings.members:
                 member.ClearField("labels")
-            yield session_pb2.Event(standings=told)
+            yield session_pb2.Event(standings=standings)
 
     def summary(self, member: Member) -> str:
         """The member in an error message: rank, name, host, state and the age of its last beat."""

@@ -406,12 +406,12 @@ class Rendezvous:
     def _describe_ranks(self, ranks: list[int]) -> str:
         """Describes what is known of the processes that last had, or claimed, these ranks."""
         holders = self._last_holders(ranks)
-        told = [
+        known = [
             ("" if holder.rank == rank else f"rank {rank} was claimed by ") + self._members.summary(holder)
             for rank, holder in list(holders.items())[:NAMED_MAX]
         ]
         never = [str(rank) for rank in ranks if rank not in holders]
-        return "; ".join([*told, f"nothing was heard of rank {', '.join(never)}"] if never else told)
+        return "; ".join([*known, f"nothing was heard of rank {', '.join(never)}"] if never else known)
 
     def _last_holders(self, ranks: list[int]) -> dict[int, Member]:
         """The last process that had or claimed each of these ranks, if there was one."""
@@ -419,9 +419,9 @@ class Rendezvous:
         return {rank: holders[rank] for rank in ranks if rank in holders}
 
     def _other_losses(self, ranks: list[int]) -> str:
-        told = self._last_holders(ranks).values()
+        described = self._last_holders(ranks).values()
         gone = [member for member in self._members if member.liveness in (Liveness.DEAD, Liveness.SUSPECT)]
-        known = [self._members.summary(member) for member in gone if member not in told]
+        known = [self._members.summary(member) for member in gone if member not in described]
         known += [f"{name}: {how}, before it said Hello" for name, how in self._early_exits.items()]
         return f". Known of others: {'; '.join(known[-NAMED_MAX:])}" if known else ""
 

@@ -86,7 +86,7 @@ class Settings:
     restart_grace_ns: int = 10 * SECOND
     """How long members have at least to resume after a restart of the coordinator."""
     heartbeat_ns: int = SECOND // 2
-    """The heartbeat interval that members are told; at most a quarter of their lease."""
+    """The heartbeat interval of members; at most a quarter of their lease."""
     tick_interval_ns: int = SECOND // 4
     """How often the coordinator asks to be called at least, to notice its own pauses."""
     pause_ns: int = SECOND // 2

@@ -38,10 +38,10 @@ class BroadcastThrottle:
         if self._is_paused:
             self._is_pending = True
             return
-        told = self._broadcast()
-        if told > IMMEDIATE_RECIPIENTS_MAX:
+        recipients = self._broadcast()
+        if recipients > IMMEDIATE_RECIPIENTS_MAX:
             self._is_paused = True
-            self._context.arm(self._key, self._context.now + told * PAUSE_PER_RECIPIENT_NS, self._resume)
+            self._context.arm(self._key, self._context.now + recipients * PAUSE_PER_RECIPIENT_NS, self._resume)
 
     def _resume(self) -> None:
         self._is_paused = False

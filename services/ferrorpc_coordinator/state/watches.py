@@ -52,10 +52,10 @@ class Watches:
         """Sends a new watch the changes since `from_revision`, or `compacted` if they are no longer known."""
         watch = self._watches[number]
         if from_revision < self._complete_since:
-            self._tell(watch, store_pb2.StoreEvent(compacted=True, revision=self._complete_since))
+            self._send(watch, store_pb2.StoreEvent(compacted=True, revision=self._complete_since))
         for event in self._history:
             if event.revision >= from_revision and event.key.startswith(watch.prefix):
-                self._tell(watch, event)
+                self._send(watch, event)
 
     def begin_after(self, revision: int) -> None:
         """Marks all changes up to this revision as unknown, after a restart."""
@@ -86,10 +86,10 @@ class Watches:
             self._complete_since = oldest.revision + 1
         for watch in self._watches.values():
             if key.startswith(watch.prefix):
-                self._tell(watch, event)
+                self._send(watch, event)
 
-    def _tell(self, watch: Watch, event: store_pb2.StoreEvent) -> None:
+    def _send(self, watch: Watch, event: store_pb2.StoreEvent) -> None:
         if watch.member.stream == watch.stream:
-            told = session_pb2.Event(store=event)
-            told.store.watch_id = watch.number
-            self._context.push([watch.member], told)
+            copy = session_pb2.Event(store=event)
+            copy.store.watch_id = watch.number
+            self._context.push([watch.member], copy)

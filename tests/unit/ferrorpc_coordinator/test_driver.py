@@ -1,4 +1,4 @@
-"""The driver over a small state_machine of its own: order, durability, timers, and what happens when something breaks."""
+"""The driver with a scripted state machine: order, durability, timers, and what happens when something fails."""
 
 import asyncio
 import logging.handlers
@@ -19,7 +19,7 @@ SECOND = 1_000 * MILLISECOND
 
 
 class ScriptedStateMachine:
-    """Answers each event with what `script` says, and remembers what it was given."""
+    """Returns the effects that `script` gives for each event, and records the events."""
 
     def __init__(self, script):
         self.script = script
@@ -145,7 +145,7 @@ async def test_events_of_one_turn_share_a_group_and_the_last_write_of_a_key_coun
 
 
 @driven
-async def test_a_reply_waits_too_and_an_abandoned_call_is_told(make):
+async def test_a_reply_waits_too_and_a_cancelled_call_is_reported(make):
     journal = ManualJournal()
 
     def script(event):
@@ -163,11 +163,11 @@ async def test_a_reply_waits_too_and_an_abandoned_call_is_told(make):
     assert [type(event) for event, _ in state_machine.events] == [Called, Called, Cancelled]
     journal.groups[0][1]()
     assert (await call).job == "j"
-    assert not driver._calls  # or a coordinator that is asked all day long would grow
+    assert not driver._calls  # or memory would grow with the number of calls
 
 
 @driven
-async def test_an_answer_for_a_caller_that_went_away_in_this_moment_stops_nobody(make):
+async def test_an_answer_for_a_call_cancelled_at_the_same_moment_is_dropped(make):
     driver, _ = make(lambda event: [Reply(1, session_pb2.StatusResponse())] if isinstance(event, Connected) else [])
     abandoned = asyncio.ensure_future(driver.call(session_pb2.StatusRequest()))
     await turns()
@@ -224,7 +224,7 @@ async def test_close_ends_the_stream_after_what_was_sent(make):
 
 
 @driven
-async def test_a_client_that_does_not_read_is_cut_off(make):
+async def test_a_client_that_does_not_read_is_disconnected(make):
     large = frame("x" * (1 << 20))
     driver, state_machine = make(lambda event: [Send(event.stream, large)] if isinstance(event, Received) else [])
     queue = driver.connect(session_pb2.Hello())
@@ -235,13 +235,13 @@ async def test_a_client_that_does_not_read_is_cut_off(make):
     assert not len(queue)
     assert isinstance(state_machine.events[-1][0], Disconnected)
     assert driver.sessions == 0
-    driver.receive(1, session_pb2.ClientFrame())  # what it still sends finds no stream to answer on
+    driver.receive(1, session_pb2.ClientFrame())  # its later frames are dropped
     assert not len(queue)
 
 
 @driven
-@mock.patch("ferrorpc_coordinator.send_queue.ROOM_WAIT_SECONDS", 600.0)  # so that only what is written makes room
-async def test_no_more_is_read_of_a_client_while_much_waits_for_it(make):
+@mock.patch("ferrorpc_coordinator.send_queue.ROOM_WAIT_SECONDS", 600.0)  # so that only writing makes room
+async def test_requests_of_a_client_are_not_read_while_much_is_queued_for_it(make):
     journal = ManualJournal()
     answer = [Persist("t", "a", b"1"), Send(1, frame("x" * (1 << 20)))]
     driver, _ = make(lambda event: answer if isinstance(event, Received) else [], journal)
@@ -250,7 +250,7 @@ async def test_no_more_is_read_of_a_client_while_much_waits_for_it(make):
         driver.receive(1, session_pb2.ClientFrame())
     room = asyncio.ensure_future(queue.wait_for_room())
     await turns()
-    assert not room.done()  # though all of it waits for the journal yet
+    assert not room.done()  # although all of it still waits for the journal
     journal.groups[0][1]()
     await turns()
     assert not room.done()
@@ -265,7 +265,7 @@ async def test_no_more_is_read_of_a_client_while_much_waits_for_it(make):
 
 
 @driven
-async def test_a_client_is_heard_of_now_and_then_though_a_stuck_disk_owes_it_much(make):
+async def test_a_client_is_read_now_and_then_while_a_stuck_disk_holds_its_answers(make):
     journal = ManualJournal()
     answer = [Persist("t", "a", b"1"), Send(1, frame("x" * (3 << 20)))]
     driver, _ = make(lambda event: answer if isinstance(event, Received) else [], journal)
@@ -276,7 +276,7 @@ async def test_a_client_is_heard_of_now_and_then_though_a_stuck_disk_owes_it_muc
 
 @driven
 @mock.patch("ferrorpc_coordinator.send_queue.ROOM_WAIT_SECONDS", 600.0)
-async def test_what_a_disk_owes_cuts_nobody_off_and_keeps_no_stream_that_ended(make):
+async def test_answers_held_by_a_disk_neither_disconnect_a_client_nor_keep_its_queue(make):
     queue = SendQueue(1)
     queue.reserve(SEND_QUEUE_BYTES_MAX)
     assert queue.push(b"x")
@@ -290,7 +290,7 @@ async def test_what_a_disk_owes_cuts_nobody_off_and_keeps_no_stream_that_ended(m
 
 
 @driven
-async def test_a_loss_is_told_more_loudly_than_what_is_as_it_should_be(make):
+async def test_a_loss_is_logged_at_a_higher_level_than_routine_events(make):
     told, story = logging.handlers.BufferingHandler(100), logging.getLogger("ferrorpc.coordinator.job")
     notes = [Note("j", kind, kind, rank=1, generation=2) for kind in ("generation", "left", "dead", "broken")]
     driver, _ = make(lambda event: notes)
@@ -311,7 +311,7 @@ async def test_a_loss_is_told_more_loudly_than_what_is_as_it_should_be(make):
 
 
 @driven
-async def test_a_stream_ends_once_however_often_it_is_told(make):
+async def test_a_stream_is_disconnected_once(make):
     driver, state_machine = make()
     queue = driver.connect(session_pb2.Hello())
     driver.disconnect(queue.stream)
@@ -335,11 +335,11 @@ async def test_the_timer_ticks_at_the_deadline_and_not_before(make):
     state_machine.deadline = origin + 60_000 * MILLISECOND
     driver.tick()
     await turns()
-    state_machine.deadline = origin + 50 * MILLISECOND  # nearer than what was armed
+    state_machine.deadline = origin + 50 * MILLISECOND  # earlier than the timer
     driver.connect(session_pb2.Hello())
     await ticked.wait()
     ticks = [now for event, now in state_machine.events if isinstance(event, Tick)]
-    assert len(ticks) == 2  # begin, and the deadline
+    assert len(ticks) == 2  # the start, and the deadline
     assert ticks[1] >= origin + 50 * MILLISECOND
 
 
@@ -373,14 +373,14 @@ async def test_an_exception_in_the_state_stops_everything(make):
         await waiting
     await queue.drain(None)  # ended
     seen = len(state_machine.events)
-    await driver.connect(session_pb2.Hello()).drain(None)  # ended as soon as it came
+    await driver.connect(session_pb2.Hello()).drain(None)  # ended at once
     with pytest.raises(CoordinatorUnavailableError):
         await driver.call(session_pb2.StatusRequest())
     assert len(state_machine.events) == seen
 
 
 @driven
-async def test_an_exception_on_the_way_out_stops_everything_too(make):
+async def test_an_exception_while_sending_stops_everything_too(make):
     class Unwritable(SendMany):
         def encoded(self):
             raise ValueError("a bug")
@@ -399,7 +399,7 @@ async def test_an_exception_on_the_way_out_stops_everything_too(make):
 
 
 @driven
-async def test_a_cause_that_a_later_version_has_is_told_and_counted(make):
+async def test_a_cause_of_a_later_version_is_sent_and_counted(make):
     broken = session_pb2.ServerFrame()
     broken.event.broken.cause.code = 9999
     driver, _ = make(lambda event: [Send(1, broken)] if isinstance(event, Received) else [])
@@ -409,9 +409,11 @@ async def test_a_cause_that_a_later_version_has_is_told_and_counted(make):
     assert +driver._counters.generations_broken == {"unknown": 1}
 
 
-async def told_while_a_group_is_written(make, rings):
-    """What the log says of a group that never becomes durable while the driver's timer, armed for the first of each pair of
-    seconds, rings at the second one."""
+async def logged_while_a_group_is_written(make, timers):
+    """The log lines about a group that never becomes durable.
+
+    The driver's timer is armed for the first of each pair of times in `timers`, and fires at the second.
+    """
     journal, told = ManualJournal(), logging.handlers.BufferingHandler(100)
     driver, _ = make(lambda event: [Persist("t", "a", b"1")] if isinstance(event, Received) else [], journal)
     driver.connect(session_pb2.Hello())
@@ -420,8 +422,8 @@ async def told_while_a_group_is_written(make, rings):
     start, log = driver._flushed_ns, logging.getLogger("ferrorpc.coordinator.driver")
     log.addHandler(told)
     try:
-        for armed, rung in rings:
-            driver._armed_ns, driver._now_ns = start + armed * SECOND, lambda rung=rung: start + rung * SECOND
+        for armed, fired in timers:
+            driver._armed_ns, driver._now_ns = start + armed * SECOND, lambda fired=fired: start + fired * SECOND
             driver._on_timer()
         journal.groups[0][1]()
         await turns()
@@ -433,16 +435,16 @@ async def told_while_a_group_is_written(make, rings):
 
 
 @driven
-async def test_a_disk_that_is_stuck_is_told_of_once(make):
-    assert await told_while_a_group_is_written(make, [(0, 0)]) == []
-    (line,) = await told_while_a_group_is_written(make, [(1, 1), (7, 7), (8, 8)])
+async def test_a_stuck_disk_is_logged_once(make):
+    assert await logged_while_a_group_is_written(make, [(0, 0)]) == []
+    (line,) = await logged_while_a_group_is_written(make, [(1, 1), (7, 7), (8, 8)])
     assert "disk has been stuck for 7 s" in line
 
 
 @driven
-async def test_a_disk_is_not_blamed_for_the_time_in_which_the_process_itself_stood_still(make):
+async def test_a_pause_of_the_process_is_not_logged_as_a_stuck_disk(make):
     """As after SIGSTOP, or in a virtual machine that was suspended."""
-    (line,) = await told_while_a_group_is_written(make, [(1, 9), (10, 10)])
+    (line,) = await logged_while_a_group_is_written(make, [(1, 9), (10, 10)])
     assert "stood still for 8.0 s" in line
 
 
@@ -462,7 +464,7 @@ async def test_a_journal_that_fails_stops_everything_and_releases_nothing(make):
 
 
 @driven
-async def test_requests_are_decided_in_the_knowledge_of_a_full_disk(make):
+async def test_requests_carry_whether_the_disk_is_full(make):
     journal = ManualJournal()
     driver, state_machine = make(
         lambda event: [Reply(event.call, session_pb2.UnaryStoreResponse())] if isinstance(event, Called) else [], journal

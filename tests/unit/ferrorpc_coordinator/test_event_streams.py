@@ -1,4 +1,4 @@
-"""How many may look at a coordinator at a time, what each of them is shown, and how much is remembered."""
+"""Event streams: the limit of viewers, the states that each gets, and the history that is kept."""
 
 import asyncio
 import gc
@@ -11,8 +11,8 @@ from ferrorpc_coordinator.web.event_streams import SAMPLES_MAX, VIEWERS_MAX, Eve
 from ferrorpc.errors import LimitExceededError
 
 
-def test_a_crowd_that_comes_at_once_is_limited_like_any_other():
-    """Their streams begin only after all of them were let in; one that never begins gives its place back."""
+def test_viewers_that_come_at_once_are_limited():
+    """Their streams start only after all were admitted; a stream that is never started must not count for ever."""
     streams = EventStreams(SimpleNamespace(job=lambda name: None))
 
     async def look():
@@ -32,12 +32,12 @@ def test_a_crowd_that_comes_at_once_is_limited_like_any_other():
 
 
 def job_of(**heard_ms):
-    """A job whose members were last heard of then; now is 1,000 ms."""
+    """A job whose members sent their last frames at these times in ms; the current time is 1,000 ms."""
     members = [SimpleNamespace(name=name, last_heard=at * 1_000_000, alive=True) for name, at in heard_ms.items()]
     return SimpleNamespace(members=members, context=SimpleNamespace(now=1_000_000_000))
 
 
-def test_a_minute_of_beats_is_remembered_of_the_jobs_that_are_there():
+def test_a_minute_of_beat_ages_is_kept_for_existing_jobs():
     jobs = {"a": job_of(first=990), "gone": job_of(other=1)}
     streams = EventStreams(SimpleNamespace(coordinator=SimpleNamespace(jobs=jobs)))
     streams._sample()
@@ -52,7 +52,7 @@ def test_a_minute_of_beats_is_remembered_of_the_jobs_that_are_there():
     assert streams.history("a") == {"first": [100] * SAMPLES_MAX, "late": [0] * SAMPLES_MAX}
 
 
-def test_each_page_is_shown_the_job_that_it_asked_for(monkeypatch):
+def test_each_viewer_gets_the_states_of_its_job(monkeypatch):
     monkeypatch.setattr(event_streams, "TICK_SECONDS", 0.01)
     view = SimpleNamespace(job=lambda name: name, state=lambda job: job, coordinator=SimpleNamespace(jobs={}))
 

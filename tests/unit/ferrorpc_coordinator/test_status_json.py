@@ -97,5 +97,5 @@ SHOWN = {
 }
 
 
-def test_everything_stands_under_its_own_name():
+def test_every_value_is_under_its_own_name():
     assert status_json(STATUS, 35) == SHOWN

@@ -12,7 +12,7 @@ OLD, NEW = "old-token-of-workers", "new-token-of-workers"
 SOMEBODY = Caller("ipv4:1.2.3.4:5", None)
 
 
-def test_tokens_come_and_go_with_the_file_and_a_bad_one_changes_nothing(tmp_path, caplog):
+def test_tokens_follow_the_file_and_a_file_with_errors_changes_nothing(tmp_path, caplog):
     path = tmp_path / "tokens"
     path.write_text(f"worker {OLD}\n")
     access = Access(read_token_file(path))
