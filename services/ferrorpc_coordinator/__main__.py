@@ -140,7 +140,7 @@ def _announce(announcement: Announcement, descriptor: int | None, forgets: bool)
             os.write(descriptor, line.encode())
             os.close(descriptor)
     except OSError as error:  # its reader is gone, or its disk is full: serve anyway
-        logger.warning("%s (but nobody could be told: %s)", line.strip(), error.strerror)
+        logger.warning("%s (could not be announced: %s)", line.strip(), error.strerror)
     page = f"; status page at {announcement.page}" if announcement.page else ""
     logger.info("epoch %d%s", announcement.epoch, page)
     if forgets:

@@ -341,7 +341,7 @@ class Driver:
     def _write(self, stream: int, data: bytes) -> None:
         queue = self._queues.get(stream)
         if queue is not None and not queue.overflowed and not queue.push(data):
-            _log.warning("stream %d leaves too much unread and is cut off; it may resume", stream)
+            _log.warning("stream %d leaves too much unread and is disconnected; it may resume", stream)
             self._loop.call_soon(self.disconnect, stream)
 
 

@@ -116,8 +116,8 @@ class _Stream:
             raise self._problem
         if self._queue.overflowed:
             raise CoordinatorUnavailableError(
-                f"the coordinator cut this session off, which left more than {SEND_QUEUE_BYTES_MAX >> 20} MiB unread",
-                hint="nothing, if this process was only busy: the session resumes by itself",
+                f"the coordinator closed this session because it left more than {SEND_QUEUE_BYTES_MAX >> 20} MiB unread",
+                hint="nothing to do if this process was only busy: the session resumes by itself",
             )
 
     async def _read(self) -> None:
@@ -131,7 +131,7 @@ class _Stream:
                 self._driver.receive(stream, frame)
                 await self._queue.wait_for_room()
         except DecodeError:
-            self._problem = CodecError("a session sent bytes that are no ClientFrame")
+            self._problem = CodecError("a session sent bytes that are not a ClientFrame")
         finally:
             # The end of the stream without a Leave is the fastest sign of death: report it before anything is written.
             self._driver.disconnect(stream)
@@ -161,4 +161,4 @@ def _parse(message_type: type[M], data: bytes) -> M:
     try:
         return message_type.FromString(data)
     except DecodeError:
-        raise CodecError(f"bytes that are no {message_type.__name__}") from None
+        raise CodecError(f"bytes that are not a {message_type.__name__}") from None

@@ -41,9 +41,9 @@ def read_grants(text: str) -> tuple[Grant, ...]:
         lines = [[Role.ADMIN, *lines[0]]]
     grants = tuple(_grant(number, words) for number, words in enumerate(lines, 1))
     if not grants:
-        raise ConfigError("the file of tokens is empty", hint=_CREATE_TOKEN_HINT)
+        raise ConfigError("the token file is empty", hint=_CREATE_TOKEN_HINT)
     if len({grant.token for grant in grants}) < len(grants):
-        raise ConfigError("the file of tokens has one token twice", hint="give each role a token of its own")
+        raise ConfigError("the token file lists one token twice", hint="give each role a token of its own")
     return grants
 
 
@@ -60,7 +60,7 @@ def _grant(number: int, words: list[str]) -> Grant:
     role, _, job = words[0].partition("@")
     if len(words) != 2 or role not in (Role.OBSERVER, Role.WORKER, Role.ADMIN):
         raise ConfigError(
-            f"entry {number} of the file of tokens is not ROLE TOKEN or ROLE@JOB TOKEN",
+            f"entry {number} of the token file is not ROLE TOKEN or ROLE@JOB TOKEN",
             hint="roles are observer, worker and admin",
         )
     if not TOKEN_CHARACTERS_MIN <= len(words[1]) <= TOKEN_CHARACTERS_MAX:
@@ -101,9 +101,7 @@ class Access:
         found = self._find(token)
         if found is None:
             raise AuthenticationError(
-                "the token is not one of this coordinator"
-                if token
-                else "this coordinator asks for a token and none was brought",
+                "the token is not one of this coordinator's" if token else "this coordinator needs a token, and none was given",
                 hint=_REPLACE_TOKEN_HINT if token else None,
             )
         _require_role(frozenset({found}), "token", job, needed)
@@ -138,9 +136,9 @@ class Access:
 def _require_role(found: frozenset[Identity], what: str, job: str, needed: Role) -> None:
     here = [one for one in found if one.covers(job)]
     if not here:
-        raise PermissionDeniedError(f"the {what} is that of {described(found)}, and has no part in job {shown(job)}")
+        raise PermissionDeniedError(f"the {what} is that of {described(found)}, not of job {shown(job)}")
     if not any(one.role.may(needed) for one in here):
-        raise PermissionDeniedError(f"the {what} is that of {described(here)}; this takes the role {needed}")
+        raise PermissionDeniedError(f"the {what} is that of {described(here)}; this needs the role {needed}")
 
 
 def required_role(request: UnaryRequest) -> Role:

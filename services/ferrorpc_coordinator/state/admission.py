@@ -71,7 +71,7 @@ class Admission:
         if holder is not None and holder.alive and holder.liveness is not Liveness.SUSPECT:
             silent = format_seconds(max(0, self._context.now - holder.last_heard))
             raise ConfigError(
-                f"the name {hello.name!r} in job {self._context.job} is borne by a living process"
+                f"the name {hello.name!r} in job {self._context.job} is used by a living process"
                 f"{f' on {holder.host}' if holder.host else ''}, heard of {silent} ago",
                 hint="give every process its own FERRORPC_NAME (launchers: --node-rank), or wait until the other one ends",
                 retryable=True,

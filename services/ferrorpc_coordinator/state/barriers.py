@@ -188,7 +188,7 @@ class Barriers:
     def _check_agreement(self, key: Key, requester: Requester, mine: Participants, theirs: Participants) -> None:
         if mine != theirs:
             raise UsageError(
-                f"barrier {key.name!r} #{key.ordinal}: {requester} meets {mine}, others {theirs}",
+                f"barrier {key.name!r} #{key.ordinal}: {requester} names {mine}, others name {theirs}",
                 hint="every participant must name the same ranks",
             )
 

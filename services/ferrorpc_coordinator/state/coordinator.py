@@ -265,7 +265,7 @@ class Coordinator:
         if ended:
             first = min(ended, key=lambda name: self._jobs[name].members.empty_since)
             self._jobs.pop(first).erase()
-            text = f"forgotten, with its store, for a new job: of the {self.settings.limits.jobs} that are kept it ended first"
+            text = f"removed, with its store, to make room for a new job: of {self.settings.limits.jobs} jobs it ended first"
             self._shared.effects.note(Note(first, "forgotten", text, -1, 0))
 
     def _recover(self) -> None:

@@ -110,7 +110,7 @@ class Generations:
         if newest is None or newest.number != number or not newest.includes(member):
             has = "none" if newest is None else str(newest.number)
             raise StaleGenerationError(
-                f"{member} spoke of generation {number}, in which it has no rank now; the newest generation is {has}",
+                f"{member} named generation {number}, in which it has no rank now; the newest generation is {has}",
                 generation=number,
                 newest=0 if newest is None else newest.number,
             )
@@ -182,7 +182,7 @@ class Generations:
         The outcome is decided once it is known whether one of the two died.
         """
         if lost.peer_rank >= len(generation.members) or lost.peer_rank == reporter.rank:
-            raise UsageError(f"rank {reporter.rank} reported a lost link to rank {lost.peer_rank}, which cannot be")
+            raise UsageError(f"rank {reporter.rank} reported a lost link to rank {lost.peer_rank}, which is not its peer")
         peer = generation.members[lost.peer_rank]
         if peer.liveness is Liveness.LEFT:
             for event in self._members.state_events([peer]):

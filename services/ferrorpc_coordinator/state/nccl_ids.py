@@ -114,7 +114,7 @@ class NcclIdRelay:
             raise UsageError(f"rank {rank} offered ids of communicator {key.communicator!r}, whose leaders are {list(leaders)}")
         if request.failure:
             error = NcclError(
-                f"rank {rank} could not mint an id for communicator {key.communicator!r} #{key.attempt}: {request.failure}",
+                f"rank {rank} could not create an id for communicator {key.communicator!r} #{key.attempt}: {request.failure}",
                 rank=rank,
             )
             self._finish(key, exchange, detail_of(error))

@@ -228,7 +228,7 @@ class Rendezvous:
         generation = Generation(number, members, policy, reason, cost_table=self._context.settings.cost_table)
         response = self._response(generation, 0)
         try:
-            what = f"bytes that the {len(chosen)} members of this round say of themselves together"
+            what = f"bytes of the names, addresses and labels of this round's {len(chosen)} members"
             require(what, response.ByteSize(), "world_bytes", self._context.limits.world_bytes)
         except LimitExceededError as error:
             self._reject(chosen, error)

@@ -85,8 +85,8 @@ class Store:
                 return
         if self._context.shared.full and name in _GROWING:
             raise LimitExceededError(
-                f"the store takes no {name} now: the disk of the coordinator's journal is full",
-                hint="make room on that disk (or delete keys); writes are taken again by themselves",
+                f"the store refuses {name} for now: the disk of the coordinator's journal is full",
+                hint="make room on that disk, or delete keys; writes are then accepted again",
                 retryable=True,
             )
         before = self._context.durable_state.revision
@@ -219,7 +219,7 @@ class Store:
         if binding in (store_pb2.KEY_BINDING_UNSPECIFIED, store_pb2.KEY_BINDING_JOB):
             return "", 0
         if requester.member is None:
-            raise UsageError("only a session has something to bind a key to; a unary call can only bind it to the job")
+            raise UsageError("a unary call can bind a key only to the job, not to a session or a generation")
         if binding == store_pb2.KEY_BINDING_SESSION:
             return requester.client, 0
         if requester.member.rank < 0:

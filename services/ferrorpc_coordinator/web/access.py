@@ -54,7 +54,7 @@ class AccessMiddleware:
         if self._loopback and not self._access.requires_token and _host(headers) not in LOOPBACK_NAMES:
             await _refuse(send_with_headers, 421, b"this address answers to localhost only\n")
         elif scope["path"] not in OPEN_PATHS and self._access.requires_token and not self._has_token(headers):
-            await _refuse(send_with_headers, 401, b"a token that is good for every job is needed\n")
+            await _refuse(send_with_headers, 401, b"a token that is valid for every job is needed\n")
         else:
             await self._app(scope, receive, send_with_headers)
 

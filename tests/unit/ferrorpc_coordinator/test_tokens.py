@@ -1,4 +1,4 @@
-"""A coordinator's file of tokens that is replaced while it runs."""
+"""A coordinator's token file that is replaced while it runs."""
 
 import pytest
 from ferrorpc_coordinator.state.access import Access
@@ -24,7 +24,7 @@ def test_tokens_follow_the_file_and_a_file_with_errors_changes_nothing(tmp_path,
     path.write_text("")
     file.reload()
     file.reload()
-    assert caplog.text.count("the tokens in use are kept: the file of tokens is empty") == 1
+    assert caplog.text.count("the tokens in use are kept: the token file is empty") == 1
     path.write_text(f"worker {NEW}\n")
     file.reload()
     access.check(SOMEBODY, NEW, "a", Role.WORKER)
@@ -32,7 +32,7 @@ def test_tokens_follow_the_file_and_a_file_with_errors_changes_nothing(tmp_path,
         access.check(SOMEBODY, OLD, "a", Role.WORKER)
     path.write_text("")
     file.reload()
-    assert caplog.text.count("the tokens in use are kept: the file of tokens is empty") == 2
+    assert caplog.text.count("the tokens in use are kept: the token file is empty") == 2
     path.unlink()
     file.reload()
     access.check(SOMEBODY, NEW, "a", Role.WORKER)
