@@ -271,7 +271,7 @@ def test_a_start_that_waits_for_the_journal_says_so_and_can_be_ended(tmp_path):
     )
     command = [sys.executable, "-c", code, "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert "another program includes the journal" in process.stderr.readline()
+        assert "another program holds the journal" in process.stderr.readline()
         process.terminate()
         told, _ = process.communicate(timeout=20)
     holder.close()
