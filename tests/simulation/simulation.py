@@ -255,8 +255,8 @@ class Simulation:
             self.after(2_500 * MILLISECOND, lambda: self.cut(wire) if process.frozen else None)
 
     def _hold(self, process: Process) -> None:
-        """A call that includes the interpreter lock: the stream stays open, nothing moves."""
-        self._freeze(process, "includes its interpreter lock")
+        """The process holds the interpreter lock: the stream stays open, nothing moves."""
+        self._freeze(process, "holds its interpreter lock")
 
     def _freeze(self, process: Process, how: str) -> None:
         if process.frozen:
