@@ -56,8 +56,8 @@ def test_a_coordinator_lets_in_workers_of_its_jobs_and_nobody_else(ours, theirs,
         address = everywhere(process)
         join(address, **worker)
         refusals = [
-            (settings(ours.issue(Role.WORKER, "b")), PermissionDeniedError, "worker of job b, and has no part in job 'a'"),
-            (settings(ours.issue(Role.OBSERVER, "a")), PermissionDeniedError, "observer of job a; this takes the role worker"),
+            (settings(ours.issue(Role.WORKER, "b")), PermissionDeniedError, "worker of job b, not of job 'a'"),
+            (settings(ours.issue(Role.OBSERVER, "a")), PermissionDeniedError, "observer of job a; this needs the role worker"),
             (expired, AuthenticationError, "expired.* is not accepted: certificate has expired"),
             (foreign, AuthenticationError, "is not accepted: unable to get local issuer"),
             (settings(theirs.issue(Role.WORKER, "a")), AuthenticationError, "is not the coordinator of job 'a'"),
@@ -74,11 +74,11 @@ def test_a_coordinator_lets_in_workers_of_its_jobs_and_nobody_else(ours, theirs,
                 monkeypatch.setenv(name, value)
             assert run(["remove", "nobody", "--addr", address, "--job", "a"]) == code
         said = capsys.readouterr().err
-        assert "worker of job a; this takes the role admin" in said
+        assert "worker of job a; this needs the role admin" in said
         assert "no living member of job a is called 'nobody'" in said
         log = process.stop()[1]
     assert "worker of job b" in log
-    assert "takes the role admin" in log
+    assert "needs the role admin" in log
     assert "ipv4:127.0.0.1" in log
     assert "PEER_DID_NOT_RETURN_A_CERTIFICATE" in log
     assert "PRIVATE" not in log
@@ -96,7 +96,7 @@ def test_a_coordinator_may_ask_itself_whether_it_is_well_and_no_more(ours, monke
             monkeypatch.delenv(name)
         assert run(["health", "--addr", process.address]) == 1
     told = capsys.readouterr().err
-    assert "coordinator of job a; this takes the role observer" in told
+    assert "coordinator of job a; this needs the role observer" in told
     assert "speaks TLS and this process does not" in told
 
 

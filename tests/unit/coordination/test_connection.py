@@ -31,7 +31,7 @@ def welcomed(connection: Connection) -> Connection:
 
 def test_a_request_on_a_connection_that_has_ended_is_refused() -> None:
     over = connection()
-    over.close(AuthenticationError("the token is not one of this coordinator"))
+    over.close(AuthenticationError("the token is not one of this coordinator's"))
     with pytest.raises(AuthenticationError, match="the token"):
         over.post("a set", store=store_pb2.StoreRequest())
 
@@ -41,7 +41,7 @@ def test_so_is_one_that_is_made_while_the_connection_ends(monkeypatch: pytest.Mo
     ending = connection()
 
     def ends_meanwhile(label: str, **body: Any) -> None:
-        ending.close(AuthenticationError("the token is not one of this coordinator"))
+        ending.close(AuthenticationError("the token is not one of this coordinator's"))
 
     monkeypatch.setattr(module, "check_size", ends_meanwhile)
     with pytest.raises(AuthenticationError, match="the token"):

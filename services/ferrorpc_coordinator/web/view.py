@@ -1,4 +1,4 @@
-"""What the HTTP port tells, whoever serves it. Nothing here decides anything; on the event loop only."""
+"""A read-only view of the coordinator for the HTTP port. Used on the event loop only."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ferrorpc_coordinator.metrics import Collector
 from ferrorpc_coordinator.state.access import Access
 from ferrorpc_coordinator.state.coordinator import Coordinator
 from ferrorpc_coordinator.state.job import Job
-from ferrorpc_coordinator.web.board import board
+from ferrorpc_coordinator.web.status_json import status_json
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Reads one coordinator."""
+class CoordinatorView:
+    """A view of one coordinator."""
 
     coordinator: Coordinator
     collector: Collector
     healthy: Callable[[], bool]
     """Whether the coordinator serves; False while it drains."""
     access: Access
-    """Whose tokens let somebody look."""
+    """Checks the tokens of readers."""
     tick: Callable[[], None]
-    """Lets time pass, as no timer does while nothing can expire: ages are told as of now."""
+    """Advances the coordinator's time. No timer does so while there is no deadline, and ages would be stale."""
 
     def metrics(self) -> bytes:
-        """The exposition that Prometheus scrapes."""
+        """The metrics in Prometheus' text format."""
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry()
@@ -37,25 +37,25 @@ class Source:
         return generate_latest(registry)
 
     def jobs(self) -> list[dict[str, Any]]:
-        """Every job, those with living members first."""
-        jobs = sorted(self.coordinator.jobs.items(), key=lambda item: (-item[1].roster.living, item[0]))
-        return [{"job": name, "members": job.roster.living, "generation": job.desk.newest_generation} for name, job in jobs]
+        """All jobs, those with the most living members first."""
+        jobs = sorted(self.coordinator.jobs.items(), key=lambda item: (-item[1].members.living, item[0]))
+        return [{"job": name, "members": job.members.living, "generation": job.context.newest_generation} for name, job in jobs]
 
     def job(self, name: str) -> Job | None:
-        """The job of this name; that of an empty name is the first of `jobs`."""
+        """The job of this name; for an empty name, the first of `jobs`."""
         if not name:
             known = self.jobs()
             name = known[0]["job"] if known else ""
         return self.coordinator.jobs.get(name)
 
     def state(self, job: Job) -> dict[str, Any]:
-        """All there is to tell of a job."""
+        """A job's status as JSON."""
         self.tick()
         settings = self.coordinator.settings
         status = job.status(settings.version, settings.durable)
         status.position.CopyFrom(
             identity_pb2.Position(
-                cluster_id=self.coordinator.cluster_id, epoch=self.coordinator.epoch, generation=job.desk.newest_generation
+                cluster_id=self.coordinator.cluster_id, epoch=self.coordinator.epoch, generation=job.context.newest_generation
             )
         )
-        return board(status, time.monotonic_ns() // 1_000_000)
+        return status_json(status, time.monotonic_ns() // 1_000_000)

@@ -1,4 +1,4 @@
-"""Which clocks run against one HTTP connection: one for its next request, one for what it leaves unread, and none besides."""
+"""Timeouts of one HTTP connection: for its next request, and for an unread response; no others."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="the status page needs the extra ui")
 
 import uvicorn
-from ferrorpc_coordinator.web.patience import REQUEST_SECONDS, UNREAD_SECONDS, PatientProtocol
+from ferrorpc_coordinator.web.connection_limits import REQUEST_SECONDS, UNREAD_SECONDS, LimitedHttpProtocol
 from uvicorn.server import ServerState
 
 KEEP_ALIVE = 600
@@ -17,7 +17,7 @@ REQUEST = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 class Wire(asyncio.Transport):
-    """A transport that keeps nothing."""
+    """A transport that discards what is written."""
 
     closing = False
 
@@ -47,7 +47,7 @@ class Connection:
         self.answers = asyncio.Semaphore(0)
         self.timers = []
         config = uvicorn.Config(self._answer, interface="asgi3", lifespan="off", log_config=None, timeout_keep_alive=KEEP_ALIVE)
-        self.protocol = PatientProtocol(config, ServerState(), {}, self)
+        self.protocol = LimitedHttpProtocol(config, ServerState(), {}, self)
         self.wire = Wire()
         self.protocol.connection_made(self.wire)
 
@@ -83,24 +83,24 @@ async def connected():
             connection.protocol.connection_lost(None)
         connection.answers.release()
         assert connection.running() == []
-        assert connection.protocol not in PatientProtocol._waiting
+        assert connection.protocol not in LimitedHttpProtocol._waiting
 
 
-def test_a_connection_is_waited_for_only_while_it_owes_a_request():
+def test_the_request_timeout_runs_only_while_no_request_is_complete():
     async def body():
         async with connected() as connection:
             assert connection.running() == [REQUEST_SECONDS]
             connection.protocol.data_received(REQUEST[:9])
             assert connection.running() == [REQUEST_SECONDS]
             connection.protocol.data_received(REQUEST[9:])
-            assert connection.running() == []  # a stream of states may go on for ever
+            assert connection.running() == []  # an event stream has no time limit
             await connection.answer()
             assert connection.running() == [REQUEST_SECONDS]
 
     asyncio.run(body())
 
 
-def test_a_request_that_came_with_the_one_before_it_is_not_waited_for():
+def test_a_pipelined_request_starts_no_timeout():
     async def body():
         async with connected() as connection:
             connection.protocol.data_received(2 * REQUEST)
@@ -112,7 +112,7 @@ def test_a_request_that_came_with_the_one_before_it_is_not_waited_for():
     asyncio.run(body())
 
 
-def test_who_reads_on_after_a_pause_is_not_cut_off_for_it():
+def test_the_unread_timeout_ends_when_reading_goes_on():
     async def body():
         async with connected() as connection:
             connection.protocol.data_received(REQUEST)
@@ -126,9 +126,9 @@ def test_who_reads_on_after_a_pause_is_not_cut_off_for_it():
     asyncio.run(body())
 
 
-def test_a_connection_that_ends_unasked_is_not_waited_for_any_more():
+def test_a_closed_connection_has_no_timeouts():
     async def body():
         async with connected() as connection:
-            assert connection.protocol in PatientProtocol._waiting
+            assert connection.protocol in LimitedHttpProtocol._waiting
 
     asyncio.run(body())

@@ -1,7 +1,7 @@
-"""Connections to the HTTP port that ask for nothing, or do not read what they asked for, are not held for long.
+"""Timeouts and limits for connections to the HTTP port that send no request, or do not read their response.
 
-uvicorn bounds how many requests are served at a time, and how long a connection may idle after one. What never sends a whole
-request, or leaves a stream of states unread, it would keep for ever; a few hundred of those, and nobody else is answered.
+uvicorn limits the number of requests, and how long a connection may idle after one. It has no limit for connections that never
+send a whole request, or never read their event stream: a few hundred of those would block all others.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any, ClassVar, Final
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 REQUEST_SECONDS: Final = 15.0
-"""How long a connection may take to its next whole request."""
+"""How long a connection may take until its next request is complete."""
 UNREAD_SECONDS: Final = 30.0
-"""How long what was sent may be left unread."""
+"""How long a response may stay unread."""
 IDLE_MAX: Final = 128
-"""Connections without a request. Past that, the one that has idled longest makes room."""
+"""Connections without a request. Past this number the one idle for longest is closed."""
 
 
-class PatientProtocol(H11Protocol):
+class LimitedHttpProtocol(H11Protocol):
     """One connection, on the event loop."""
 
-    _waiting: ClassVar[dict[PatientProtocol, None]] = {}
-    """Connections of this process without a request, the longest first."""
+    _waiting: ClassVar[dict[LimitedHttpProtocol, None]] = {}
+    """Connections of this process that wait for a request, those idle for longest first."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -32,25 +32,25 @@ class PatientProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._idle()
+        self._start_waiting()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._stir()
+        self._stop_waiting()
         self.resume_writing()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._is_busy():
-            self._stir()
+            self._stop_waiting()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.transport.is_closing() and not self._is_busy():
-            self._idle()
+            self._start_waiting()
 
     def send_400_response(self, msg: str) -> None:
-        if self._is_busy():  # what follows a sound head is no body: its answer is not wanted any more
+        if self._is_busy():  # the body of a valid head is malformed: drop its response
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         super().send_400_response(msg)
@@ -67,25 +67,25 @@ class PatientProtocol(H11Protocol):
             self._unread_timer = None
 
     def _is_busy(self) -> bool:
-        """Whether a whole request is here that is not answered yet."""
+        """Whether a complete request has not been answered yet."""
         cycle: Any = self.cycle  # None before the first
         return cycle is not None and not cycle.response_complete
 
-    def _idle(self) -> None:
-        """Begins to wait for a request."""
-        self._stir()
+    def _start_waiting(self) -> None:
+        """Starts to wait for a request."""
+        self._stop_waiting()
         self._waiting[self] = None
-        self._request_timer = self.loop.call_later(REQUEST_SECONDS, self._hang_up)
+        self._request_timer = self.loop.call_later(REQUEST_SECONDS, self._close)
         if len(self._waiting) > IDLE_MAX:
-            next(iter(self._waiting))._hang_up()
+            next(iter(self._waiting))._close()
 
-    def _stir(self) -> None:
-        """It waits no more."""
+    def _stop_waiting(self) -> None:
+        """Stops waiting for a request."""
         self._waiting.pop(self, None)
         if self._request_timer is not None:
             self._request_timer.cancel()
             self._request_timer = None
 
-    def _hang_up(self) -> None:
-        self._stir()
+    def _close(self) -> None:
+        self._stop_waiting()
         self.transport.abort()

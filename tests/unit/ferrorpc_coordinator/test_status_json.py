@@ -1,6 +1,6 @@
 """A job's status as the page reads it: each thing under its own name."""
 
-from ferrorpc_coordinator.web.board import board
+from ferrorpc_coordinator.web.status_json import status_json
 
 from ferrorpc.v1 import identity_pb2, session_pb2
 
@@ -97,5 +97,5 @@ SHOWN = {
 }
 
 
-def test_everything_stands_under_its_own_name():
-    assert board(STATUS, 35) == SHOWN
+def test_every_value_is_under_its_own_name():
+    assert status_json(STATUS, 35) == SHOWN

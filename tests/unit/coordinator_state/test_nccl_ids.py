@@ -1,4 +1,4 @@
-"""The relay of NCCL ids at its edges."""
+"""Edge cases of the relay of NCCL ids."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.transcripts.world import World
 from tests.unit.coordinator_state.helpers import join
 
 
-def test_who_asks_again_while_it_waits_is_answered_both_times() -> None:
+def test_a_second_request_while_the_first_waits_answers_both() -> None:
     world = World()
     join(world, "a", "b")
     request = nccl_pb2.CommBootstrapRequest(generation=1, communicator="world", timeout_ms=60_000)
@@ -21,7 +21,7 @@ def test_who_asks_again_while_it_waits_is_answered_both_times() -> None:
     assert not world.clients["b"].pending
 
 
-def test_who_waits_for_a_leader_learns_at_once_that_it_has_left() -> None:
+def test_a_request_fails_at_once_when_the_leader_has_left() -> None:
     world = World()
     join(world, "a", "b", "c")
     request = nccl_pb2.CommBootstrapRequest(generation=1, communicator="world", timeout_ms=60_000)
@@ -37,7 +37,7 @@ def test_who_waits_for_a_leader_learns_at_once_that_it_has_left() -> None:
     assert set(world.clients["c"].pending) == {without}, "its leader is there"
 
 
-def test_ids_that_a_leader_offered_are_given_out_when_it_has_left() -> None:
+def test_ids_offered_by_a_leader_remain_available_after_it_left() -> None:
     world = World()
     join(world, "a", "b")
     request = nccl_pb2.CommBootstrapRequest(generation=1, communicator="world", timeout_ms=60_000)

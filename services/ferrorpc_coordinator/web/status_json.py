@@ -1,4 +1,4 @@
-"""A job's status as the page reads it: JSON, with one list for each column of the members, so that it stays small."""
+"""A job's status as JSON for the page: one list per column of the members, which is smaller than one object per member."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _COLUMNS: Final = (
     "activity",
     "reason",
 )
-"""Columns of the members that are called as the fields of identity.proto."""
+"""Columns of the members that are named like the fields in identity.proto."""
 _LABELS: Final = ("pid", "device")
-"""Labels of a member that have a column of their own; "" where a member has none."""
+"""Member labels with a column of their own; "" if a member lacks the label."""
 
 
-def board(status: session_pb2.StatusResponse, at_ms: int) -> dict[str, Any]:
-    """Everything the page shows, with the time `at_ms` on a clock that only serves to compare two of them."""
+def status_json(status: session_pb2.StatusResponse, at_ms: int) -> dict[str, Any]:
+    """Everything the page shows. `at_ms` is the time on an arbitrary clock, to compute differences between two states."""
     position = status.position
     return {
         "at_ms": at_ms,
@@ -63,7 +63,7 @@ def _members(members: Sequence[identity_pb2.Member]) -> dict[str, list[Any]]:
 
 
 def _training(training: identity_pb2.Training) -> list[int] | None:
-    """Steps, and milliseconds of computing, of exposed and of hidden communication in all of them; None before the first."""
+    """Number of steps, and total milliseconds of computing, exposed and hidden communication; None before the first step."""
     if not training.steps:
         return None
     return [training.steps, training.compute_ms, training.exposed_ms, training.hidden_ms]

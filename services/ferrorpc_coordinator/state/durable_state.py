@@ -1,4 +1,4 @@
-"""What is durable: the cluster's identity, the revision that counts changes, and the rows to write."""
+"""The durable part of the state: cluster id, epoch, revision, and the journal rows that a step writes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ferrorpc_coordinator.state.effects import Persist, Row
 META: Final = "meta"
 
 
-class Ledger:
-    """Counts changes and collects their rows until the step ends.
+class DurableState:
+    """Counts changes of state and collects their rows until the step ends.
 
-    `rows` holds what was recovered, by table and key, for each part of the state to take its own from.
+    `rows` holds what was recovered from the journal, by table and key. Each part of the state takes its own rows out of it.
     """
 
     def __init__(self, recovered: Iterable[Row], mint: Callable[[], str]) -> None:
@@ -21,10 +21,10 @@ class Ledger:
         for table, key, value in recovered:
             self.rows.setdefault(table, {})[key] = value
         meta = self.rows.get(META, {})
-        self.recovered = "cluster_id" in meta
-        if self.rows and not self.recovered:
+        is_known = "cluster_id" in meta
+        if self.rows and not is_known:
             raise ValueError("there are rows, but none that names their cluster")
-        self.cluster_id = meta["cluster_id"].decode() if self.recovered else mint()
+        self.cluster_id = meta["cluster_id"].decode() if is_known else mint()
         self.epoch = int(meta.get("epoch", b"0")) + 1
         self.revision = int(meta.get("revision", b"0"))
         self._written: dict[tuple[str, str], bytes | None] = {
@@ -33,7 +33,7 @@ class Ledger:
         }
         self._noted = self.revision
 
-    def change(self) -> int:
+    def next_revision(self) -> int:
         """Counts one more change of state; returns its revision."""
         self.revision += 1
         return self.revision
@@ -47,7 +47,7 @@ class Ledger:
         self._written[table, key] = None
 
     def flush(self) -> list[Persist]:
-        """The rows of this step; the revision is among them when it grew."""
+        """Returns the rows of this step; they include the revision if it changed."""
         if self._noted != self.revision:
             self.put(META, "revision", str(self.revision).encode())
             self._noted = self.revision

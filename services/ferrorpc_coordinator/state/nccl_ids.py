@@ -1,8 +1,9 @@
-"""Relays NCCL unique ids from the ranks that mint them to the ranks that need them, within one generation.
+"""Relays NCCL unique ids from the ranks that create them to the ranks that need them, within one generation.
 
-Every 128th participant, from the first, is a leader and mints one id (NCCL takes several roots where the world is large).
-The ids are opaque, secret and worthless after the generation: they are kept in memory only, never logged, never in a row.
-A leader that could not mint says so, and everybody gets its reason; a retry is another attempt with new ids.
+Of the participants every 128th, beginning with the first, is a leader and creates one id (NCCL takes several roots for large
+worlds). The ids are opaque, secret and useless after the generation: they are kept in memory only, and never logged or
+journaled. A leader that cannot create an id reports why, and all participants get that reason; a retry is another attempt with
+new ids.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from typing import Final, NamedTuple
 from ferrorpc.errors import CollectiveTimeoutError, NcclError, PeerLostError, UsageError, require
 from ferrorpc.v1 import error_pb2, nccl_pb2
 from ferrorpc.wire.details import detail_of
-from ferrorpc_coordinator.state.desk import Asker, Desk
-from ferrorpc_coordinator.state.failures import seconds
+from ferrorpc_coordinator.state.context import JobContext, Requester
 from ferrorpc_coordinator.state.generations import Generation
-from ferrorpc_coordinator.state.settings import MILLISECOND
+from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds
 
 RANKS_PER_LEADER: Final = 128
 ID_BYTES: Final = 128
@@ -25,7 +25,7 @@ COMMUNICATORS_MAX: Final = 1_024
 
 
 class Key(NamedTuple):
-    """Which initialisation of which communicator."""
+    """One attempt to initialise a communicator."""
 
     communicator: str
     attempt: int
@@ -33,73 +33,75 @@ class Key(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """Ids of one communicator as they come in. `outcome` is set once and stays."""
+    """The ids received so far for one communicator. `outcome` is set once."""
 
     ranks: tuple[int, ...]
     since: int
     ids: dict[int, bytes] = field(default_factory=dict)
-    waiting: dict[int, Asker] = field(default_factory=dict)
+    waiting: dict[int, Requester] = field(default_factory=dict)
     outcome: nccl_pb2.CommBootstrapResponse | error_pb2.ErrorDetail | None = None
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """World ranks that mint, in the order of their ids."""
+        """The world ranks that create ids, in the order of their ids."""
         return self.ranks[::RANKS_PER_LEADER]
 
 
-class Bootstraps:
-    """The exchanges of the job's newest generation."""
+class NcclIdRelay:
+    """The id exchanges of the job's newest generation."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
         self._exchanges: dict[Key, Exchange] = {}
 
-    def request(self, asker: Asker, request: nccl_pb2.CommBootstrapRequest, generation: Generation) -> None:
-        """Takes a leader's ids or anybody's wish for them; answers when all ids are there.
+    def request(self, requester: Requester, request: nccl_pb2.CommBootstrapRequest, generation: Generation) -> None:
+        """Takes a leader's ids, or a request for them; answers once all ids are there.
 
         Raises:
-            UsageError: the request contradicts the communicator's ranks or those that came before.
+            UsageError: the request contradicts the communicator's ranks or earlier requests.
         """
         key = Key(request.communicator, request.attempt)
-        rank = -1 if asker.member is None else asker.member.rank
+        rank = -1 if requester.member is None else requester.member.rank
         ranks = tuple(request.ranks) or generation.ranks
-        if rank not in ranks or len(set(ranks)) != len(ranks) or max(ranks) >= len(generation.seats):
-            raise UsageError(f"{asker} (rank {rank}) asked for ids of communicator {key.communicator!r} of ranks {list(ranks)}")
+        if rank not in ranks or len(set(ranks)) != len(ranks) or max(ranks) >= len(generation.members):
+            raise UsageError(
+                f"{requester} (rank {rank}) asked for ids of communicator {key.communicator!r} of ranks {list(ranks)}"
+            )
         exchange = self._exchanges.get(key)
         if exchange is None:
             most = COMMUNICATORS_MAX
             require("communicators of a generation", len(self._exchanges) + 1, "COMMUNICATORS_MAX", most)
-            require("the communicator's name", len(request.communicator), "key_bytes", self._desk.limits.key_bytes)
-            exchange = self._exchanges[key] = Exchange(ranks, self._desk.now)
+            require("the communicator's name", len(request.communicator), "key_bytes", self._context.limits.key_bytes)
+            exchange = self._exchanges[key] = Exchange(ranks, self._context.now)
         if exchange.ranks != ranks:
             raise UsageError(
-                f"communicator {key.communicator!r} #{key.attempt}: {asker} names ranks {list(ranks)}, others "
+                f"communicator {key.communicator!r} #{key.attempt}: {requester} names ranks {list(ranks)}, others "
                 f"{list(exchange.ranks)}"
             )
         if exchange.outcome is None:
             self._offer(key, exchange, rank, request)
         if exchange.outcome is not None:
-            self._desk.answer_many([(asker, None)], exchange.outcome)
+            self._context.answer_many([(requester, None)], exchange.outcome)
             return
         before = exchange.waiting.get(rank)
         if before is not None:
             again = UsageError(
-                f"{asker} asked for the ids of communicator {key.communicator!r} again; the later request counts"
+                f"{requester} asked for the ids of communicator {key.communicator!r} again; the later request counts"
             )
-            self._desk.answer(before, detail_of(again))
-        exchange.waiting[rank] = asker
-        if self._fail_if_hopeless(key, exchange, generation):
+            self._context.answer(before, detail_of(again))
+        exchange.waiting[rank] = requester
+        if self._fail_if_impossible(key, exchange, generation):
             return
-        until = self._desk.now + request.timeout_ms * MILLISECOND
-        self._desk.arm(("bootstrap", key, rank), until, partial(self._time_out, key, rank))
+        until = self._context.now + request.timeout_ms * MILLISECOND
+        self._context.arm(("bootstrap", key, rank), until, partial(self._time_out, key, rank))
 
-    def lost(self, generation: Generation) -> None:
-        """A member of the generation left, which goes on. Whoever waits for its ids need not wait longer."""
+    def member_gone(self, generation: Generation) -> None:
+        """A member left a generation that goes on. Requests that wait for its ids fail."""
         for key, exchange in self._exchanges.items():
-            self._fail_if_hopeless(key, exchange, generation)
+            self._fail_if_impossible(key, exchange, generation)
 
     def generation_over(self, cause: error_pb2.ErrorDetail) -> None:
-        """Nobody needs these ids any more; whoever waits gets the cause."""
+        """The generation is over: waiting requests fail with its cause."""
         exchanges, self._exchanges = self._exchanges, {}
         for key, exchange in exchanges.items():
             self._finish(key, exchange, cause)
@@ -112,7 +114,7 @@ class Bootstraps:
             raise UsageError(f"rank {rank} offered ids of communicator {key.communicator!r}, whose leaders are {list(leaders)}")
         if request.failure:
             error = NcclError(
-                f"rank {rank} could not mint an id for communicator {key.communicator!r} #{key.attempt}: {request.failure}",
+                f"rank {rank} could not create an id for communicator {key.communicator!r} #{key.attempt}: {request.failure}",
                 rank=rank,
             )
             self._finish(key, exchange, detail_of(error))
@@ -130,18 +132,18 @@ class Bootstraps:
     def _finish(self, key: Key, exchange: Exchange, outcome: nccl_pb2.CommBootstrapResponse | error_pb2.ErrorDetail) -> None:
         exchange.outcome = outcome
         for rank in exchange.waiting:
-            self._desk.disarm(("bootstrap", key, rank))
-        self._desk.answer_many([(asker, None) for asker in exchange.waiting.values()], outcome)
+            self._context.disarm(("bootstrap", key, rank))
+        self._context.answer_many([(requester, None) for requester in exchange.waiting.values()], outcome)
         exchange.waiting.clear()
 
-    def _fail_if_hopeless(self, key: Key, exchange: Exchange, generation: Generation) -> bool:
-        """Whether ids will never come, because a leader has left without."""
+    def _fail_if_impossible(self, key: Key, exchange: Exchange, generation: Generation) -> bool:
+        """Fails the exchange if a leader has left without offering its id; returns whether it did."""
         if exchange.outcome is not None:
             return False
         gone = [rank for rank in exchange.leaders if rank in generation.departed and rank not in exchange.ids]
         if not gone:
             return False
-        member = generation.seats[gone[0]]
+        member = generation.members[gone[0]]
         why = member.reason or "it left the job"
         what = f"an id of communicator {key.communicator!r} #{key.attempt}"
         lost = PeerLostError(gone[0], why, f"rank {gone[0]} ({member}) left before it offered {what}: {why}")
@@ -150,8 +152,8 @@ class Bootstraps:
 
     def _time_out(self, key: Key, rank: int) -> None:
         exchange = self._exchanges[key]
-        asker = exchange.waiting.pop(rank)
+        requester = exchange.waiting.pop(rank)
         missing = [leader for leader in exchange.leaders if leader not in exchange.ids]
-        waited = seconds(self._desk.now - exchange.since)
+        waited = format_seconds(self._context.now - exchange.since)
         text = f"rank {rank} waited {waited} for the ids of communicator {key.communicator!r}; not offered by leaders {missing}"
-        self._desk.answer(asker, detail_of(CollectiveTimeoutError(missing, text)))
+        self._context.answer(requester, detail_of(CollectiveTimeoutError(missing, text)))

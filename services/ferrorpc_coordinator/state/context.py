@@ -1,4 +1,4 @@
-"""The desk of one job: where its parts read the time, keep their deadlines, write rows and hand out answers."""
+"""What the parts of one job share: the time, deadlines, journal rows, and ways to answer requests and push events."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ferrorpc.v1 import (
     session_pb2,
     store_pb2,
 )
-from ferrorpc_coordinator.state.answers import Answers
-from ferrorpc_coordinator.state.chronicle import Chronicle
 from ferrorpc_coordinator.state.deadlines import Deadlines
+from ferrorpc_coordinator.state.durable_state import DurableState
+from ferrorpc_coordinator.state.effect_buffer import EffectBuffer
 from ferrorpc_coordinator.state.effects import UnaryResponse
-from ferrorpc_coordinator.state.ledger import Ledger
 from ferrorpc_coordinator.state.member import Member
+from ferrorpc_coordinator.state.occurrences import OccurrenceLog
 from ferrorpc_coordinator.state.settings import Limits, Settings
 
 Answer = (
@@ -46,13 +46,17 @@ _OUTCOME: Final[dict[type[Message], str]] = {
 }
 
 
-class World:
-    """What all jobs share. `now` is set at the start of each step, in lived nanoseconds; `full` with each request."""
+class SharedState:
+    """State shared by all jobs of a coordinator.
 
-    def __init__(self, settings: Settings, ledger: Ledger, mint: Callable[[], str]) -> None:
+    `now` is set at the start of each step, in nanoseconds of running time. `full` is set with each request: whether the
+    journal's disk is full.
+    """
+
+    def __init__(self, settings: Settings, durable_state: DurableState, mint: Callable[[], str]) -> None:
         self.settings = settings
-        self.ledger = ledger
-        self.answers = Answers(ledger)
+        self.durable_state = durable_state
+        self.effects = EffectBuffer(durable_state)
         self.deadlines = Deadlines()
         self.mint = mint
         self.now = 0
@@ -60,116 +64,117 @@ class World:
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
-    """Who is to be answered: a request of a member's session, or a unary call (no member)."""
+class Requester:
+    """The sender of a request: a member's session, or a unary call (then `member` is None)."""
 
     number: int
-    """The request's sequence number, or the call."""
+    """The request's sequence number in its session, or the number of the unary call."""
     member: Member | None
     client: str
-    """Whose request ids it uses."""
+    """The client whose request ids it uses."""
 
     def __str__(self) -> str:
         return str(self.member) if self.member is not None else f"client {self.client}"
 
 
-class Desk:
-    """One job's share of the world."""
+class JobContext:
+    """The shared state as one job sees it: its keys, rows and deadlines are prefixed with the job's name."""
 
-    def __init__(self, world: World, job: str) -> None:
-        self.world = world
+    def __init__(self, shared: SharedState, job: str) -> None:
+        self.shared = shared
         self.job = job
         self.newest_generation = 0
-        self.ledger = world.ledger
-        self.chronicle = Chronicle(job, lambda: world.now, world.answers.note)
+        self.durable_state = shared.durable_state
+        self.occurrences = OccurrenceLog(job, lambda: shared.now, shared.effects.note)
 
     @property
     def now(self) -> int:
-        """The present, in lived nanoseconds."""
-        return self.world.now
+        """The current time, in nanoseconds of running time."""
+        return self.shared.now
 
     @property
     def settings(self) -> Settings:
-        """Durations."""
-        return self.world.settings
+        """The coordinator's settings."""
+        return self.shared.settings
 
     @property
     def limits(self) -> Limits:
-        """Bounds."""
-        return self.world.settings.limits
+        """The coordinator's limits."""
+        return self.shared.settings.limits
 
     def arm(self, key: tuple[Hashable, ...], when: int, action: Callable[[], None]) -> None:
-        """Sets a deadline of this job."""
-        self.world.deadlines.set((self.job, *key), when, action)
+        """Sets or moves a deadline of this job."""
+        self.shared.deadlines.set((self.job, *key), when, action)
 
     def disarm(self, key: tuple[Hashable, ...]) -> None:
-        """Drops a deadline of this job."""
-        self.world.deadlines.drop((self.job, *key))
+        """Removes a deadline of this job, if it is set."""
+        self.shared.deadlines.drop((self.job, *key))
 
     def put(self, table: str, key: str, row: Message | bytes) -> None:
         """Writes a row of this job."""
-        self.ledger.put(table, f"{self.job}/{key}", row if isinstance(row, bytes) else row.SerializeToString())
+        self.durable_state.put(table, f"{self.job}/{key}", row if isinstance(row, bytes) else row.SerializeToString())
 
     def remove(self, table: str, key: str) -> None:
         """Removes a row of this job."""
-        self.ledger.remove(table, f"{self.job}/{key}")
+        self.durable_state.remove(table, f"{self.job}/{key}")
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    def answer(self, asker: Asker, message: Answer) -> None:
-        """Answers one request. A session's answer is kept for a while, in case the request is repeated."""
-        member = asker.member
+    def answer(self, requester: Requester, message: Answer) -> None:
+        """Answers one request. A session's answer is kept for a while, in case the client repeats the request."""
+        member = requester.member
         if member is None:
-            self.world.answers.reply(self, asker.number, _unary(message))
+            self.shared.effects.reply(self, requester.number, _unary_response(message))
             return
-        result = _result(message)
-        result.sequence = asker.number
-        member.open_requests.discard(asker.number)
-        self._keep(member, result)
+        result = _result_of(message)
+        result.sequence = requester.number
+        member.open_requests.discard(requester.number)
+        self._remember_result(member, result)
         if member.stream is not None:
-            self.world.answers.send(self, member.stream, session_pb2.ServerFrame(result=result))
+            self.shared.effects.send(self, member.stream, session_pb2.ServerFrame(result=result))
 
-    def answer_many(self, askers: Iterable[tuple[Asker, Message | None]], message: Answer) -> None:
-        """Answers many requests alike; what differs, besides the number, is merged in.
+    def answer_many(self, requesters: Iterable[tuple[Requester, Message | None]], message: Answer) -> None:
+        """Answers many requests with the same message, encoded once.
 
-        These answers are not kept with the sessions: whoever calls this keeps the outcome and can answer again.
+        Each requester comes with the fields in which its answer differs, or None. These answers are not kept with the sessions:
+        the caller must keep the outcome to answer a repeated request.
         """
         recipients: list[tuple[int, bytes]] = []
         field = _OUTCOME[type(message)]
-        for asker, own in askers:
-            member = asker.member
+        for requester, own in requesters:
+            member = requester.member
             if member is None:
-                self.world.answers.reply(self, asker.number, _unary(message))
+                self.shared.effects.reply(self, requester.number, _unary_response(message))
                 continue
-            member.open_requests.discard(asker.number)
+            member.open_requests.discard(requester.number)
             if member.stream is not None:
                 overlay = session_pb2.ServerFrame()
-                overlay.result.sequence = asker.number
+                overlay.result.sequence = requester.number
                 if own is not None:
                     getattr(overlay.result, field).CopyFrom(own)
                 recipients.append((member.stream, overlay.SerializeToString()))
         if recipients:
             frame = session_pb2.ServerFrame()
-            frame.result.CopyFrom(_result(message))
-            self.world.answers.send_many(self, frame, recipients)
+            frame.result.CopyFrom(_result_of(message))
+            self.shared.effects.send_many(self, frame, recipients)
 
-    def repeat(self, member: Member, number: int) -> bool:
-        """Sends a kept answer again; False when there is none."""
+    def resend(self, member: Member, number: int) -> bool:
+        """Sends the kept answer of this request again; False if there is none."""
         result = member.results.get(number)
         if result is None:
             return False
         if member.stream is not None:
-            self.world.answers.send(self, member.stream, session_pb2.ServerFrame(result=result))
+            self.shared.effects.send(self, member.stream, session_pb2.ServerFrame(result=result))
         return True
 
     def push(self, members: Iterable[Member], event: session_pb2.Event) -> int:
-        """Tells every connected one of these members; returns how many they are."""
+        """Sends an event to those of these members that are connected; returns how many."""
         recipients = [(member.stream, b"") for member in members if member.stream is not None]
         if recipients:
-            self.world.answers.send_many(self, session_pb2.ServerFrame(event=event), recipients)
+            self.shared.effects.send_many(self, session_pb2.ServerFrame(event=event), recipients)
         return len(recipients)
 
-    def _keep(self, member: Member, result: session_pb2.Result) -> None:
+    def _remember_result(self, member: Member, result: session_pb2.Result) -> None:
         size = result.ByteSize()
         if size > self.limits.remembered_result_bytes:
             return
@@ -180,12 +185,12 @@ class Desk:
             member.result_bytes -= oldest.ByteSize()
 
 
-def _result(message: Answer) -> session_pb2.Result:
+def _result_of(message: Answer) -> session_pb2.Result:
     fields: dict[str, Any] = {_OUTCOME[type(message)]: message}
     return session_pb2.Result(**fields)
 
 
-def _unary(message: Answer) -> UnaryResponse | error_pb2.ErrorDetail:
+def _unary_response(message: Answer) -> UnaryResponse | error_pb2.ErrorDetail:
     if isinstance(message, error_pb2.ErrorDetail):
         return message
     if isinstance(message, store_pb2.StoreResponse):

@@ -1,4 +1,4 @@
-"""Results of writes by request id: what makes a retry safe, also across a restart of the coordinator."""
+"""Results of store writes by request id, which make retries safe, also across a restart of the coordinator."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from collections import OrderedDict
 from typing import Final
 
 from ferrorpc.v1 import journal_pb2, store_pb2
-from ferrorpc_coordinator.state.desk import Desk
+from ferrorpc_coordinator.state.context import JobContext
 
 TABLE: Final = "write"
 
 
-class Writes:
-    """The last results of each client, and the last clients. Only writes that changed something are kept: a repeated one
-    that changed nothing the first time may as well be carried out again, since nobody has seen its answer."""
+class WriteResults:
+    """The last results of each client.
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    Only writes that changed something are kept: a write that changed nothing may be repeated.
+    """
+
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
         self._clients: OrderedDict[str, OrderedDict[int, store_pb2.StoreResponse]] = OrderedDict()
 
     def find(self, client: str, request_id: int) -> store_pb2.StoreResponse | None:
@@ -25,30 +27,30 @@ class Writes:
         return None if results is None else results.get(request_id)
 
     def keep(self, client: str, request_id: int, response: store_pb2.StoreResponse) -> None:
-        """Keeps a result with the write it belongs to. Request id 0 asks for no protection."""
+        """Keeps a result, in the same step as its write. Request id 0 means that the client will not retry."""
         if request_id == 0:
             return
         self._note(client, request_id, response)
-        row = journal_pb2.WriteRow(response=response, revision=self._desk.ledger.revision)
-        self._desk.put(TABLE, f"{client}/{request_id}", row)
+        row = journal_pb2.WriteRow(response=response, revision=self._context.durable_state.revision)
+        self._context.put(TABLE, f"{client}/{request_id}", row)
         results = self._clients[client]
-        while len(results) > self._desk.limits.remembered_writes:
+        while len(results) > self._context.limits.remembered_writes:
             oldest, _ = results.popitem(last=False)
-            self._desk.remove(TABLE, f"{client}/{oldest}")
-        while len(self._clients) > self._desk.limits.remembered_clients + self._desk.limits.members:
+            self._context.remove(TABLE, f"{client}/{oldest}")
+        while len(self._clients) > self._context.limits.remembered_clients + self._context.limits.members:
             self.forget(next(iter(self._clients)))
 
     def forget(self, client: str) -> None:
-        """The client is gone for good and will repeat nothing."""
+        """Forgets a client that will send nothing more."""
         for request_id in self._clients.pop(client, ()):
-            self._desk.remove(TABLE, f"{client}/{request_id}")
+            self._context.remove(TABLE, f"{client}/{request_id}")
 
     def clients(self) -> list[str]:
-        """Everyone with a kept result."""
+        """All clients with a kept result."""
         return list(self._clients)
 
     def recover(self, rows: dict[str, bytes]) -> None:
-        """Takes back what was durable, oldest first."""
+        """Restores the results from the journal, oldest first."""
         known = []
         for key, data in rows.items():
             client, request_id = key.rsplit("/", 1)

@@ -37,7 +37,7 @@ def test_a_repeated_request_number_is_answered_again_and_carried_out_once() -> N
     assert first.store.number == 1
 
 
-def test_a_request_that_still_waits_is_not_taken_in_twice() -> None:
+def test_a_repeated_request_that_still_waits_is_answered_once() -> None:
     world = World()
     join(world, "a", "b")
     world.ask("a", store=store_pb2.StoreRequest(get=store_pb2.GetOperation(key="k", wait_ms=20_000)))
@@ -93,7 +93,7 @@ def test_a_thousand_arrivals_are_answered_by_one_encoding() -> None:
         assert list(client.results[client.sequence].barrier.payloads) == [name.encode() for name in names]
 
 
-def test_a_position_tells_where_the_coordinator_stands() -> None:
+def test_a_position_has_epoch_generation_and_revision() -> None:
     world = World()
     join(world, "a")
     positions = world.clients["a"].positions
@@ -115,7 +115,7 @@ def test_a_spare_that_takes_over_gets_the_rank_that_is_free() -> None:
     assert (world.clients["s"].rank, world.clients["b"].rank) == (0, 1)
 
 
-def test_a_watch_whose_answer_was_lost_is_made_anew_on_the_stream_that_asks_again() -> None:
+def test_a_repeated_watch_request_makes_a_new_watch_on_its_own_stream() -> None:
     world = World()
     join(world, "a")
     client = world.clients["a"]

@@ -1,4 +1,4 @@
-"""What everybody is told of: at once in a small world, gathered in a large one."""
+"""Broadcasts to all members: at once in a small world, collected in a large one."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def leave(world: World, name: str) -> None:
 
 
 def told(world: World, name: str) -> list[dict[str, int]]:
-    """Each time that this client was told of standings: whose, and which."""
+    """The state events that this client received: member -> state."""
     events = [event for event in world.clients[name].events if event.HasField("standings")]
     return [{member.name: member.state for member in event.standings.members} for event in events]
 
 
-def test_in_a_small_world_everybody_is_told_of_each_change_at_once() -> None:
+def test_in_a_small_world_every_change_is_sent_at_once() -> None:
     world, names = world_of(4)
     for name in names[:2]:
         leave(world, name)
     assert told(world, names[3]) == [{names[0]: LEFT}, {names[1]: LEFT}]
 
 
-def test_of_many_changes_in_a_large_world_everybody_is_told_twice() -> None:
+def test_many_changes_in_a_large_world_are_sent_in_two_events() -> None:
     world, names = world_of(100)
     for name in names[:50]:
         leave(world, name)
@@ -46,7 +46,7 @@ def test_of_many_changes_in_a_large_world_everybody_is_told_twice() -> None:
         assert told(world, name) == [{names[0]: LEFT}, dict.fromkeys(names[1:50], LEFT)]
 
 
-def test_news_that_come_one_by_one_are_told_one_by_one() -> None:
+def test_changes_far_apart_are_sent_one_by_one() -> None:
     world, names = world_of(100)
     for name in names[:3]:
         leave(world, name)
@@ -54,7 +54,7 @@ def test_news_that_come_one_by_one_are_told_one_by_one() -> None:
     assert told(world, names[99]) == [{name: LEFT} for name in names[:3]]
 
 
-def test_who_came_back_before_it_was_told_of_is_told_as_it_is() -> None:
+def test_an_event_has_the_state_of_the_time_it_is_sent() -> None:
     world, names = world_of(100)
     leave(world, names[0])
     world.cut(names[1])
@@ -74,7 +74,7 @@ def test_more_changes_than_fit_into_an_event_come_in_several() -> None:
 
 
 @pytest.mark.parametrize("ends", ["broken", "replaced"])
-def test_when_the_generation_is_over_nothing_more_is_told_of_it(ends: str) -> None:
+def test_no_changes_are_sent_after_the_generation_is_over(ends: str) -> None:
     world, names = world_of(100)
     leave(world, names[0])
     leave(world, names[1])
@@ -87,7 +87,7 @@ def test_when_the_generation_is_over_nothing_more_is_told_of_it(ends: str) -> No
     assert told(world, names[99]) == [{names[0]: LEFT}]
 
 
-def test_of_many_who_wait_everybody_in_a_large_world_is_told_twice() -> None:
+def test_many_waiting_members_are_announced_in_two_events() -> None:
     world = World()
     old, new = [f"a{number:02}" for number in range(40)], [f"b{number:02}" for number in range(20)]
 
