@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ferrorpc import schedules
-from ferrorpc.cli.codes import EXIT_CONFIG
+from ferrorpc.cli.exit_codes import EXIT_CONFIG
 from ferrorpc.cli.main import run
 
 

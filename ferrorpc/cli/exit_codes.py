@@ -1,4 +1,4 @@
-"""Exit codes that mean something to whoever starts ferrorpc: schedulers, scripts, the launcher itself."""
+"""Exit codes with a meaning for schedulers, scripts and the launcher."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 EXIT_CONFIG: Final = 64
 """Bad configuration: retrying cannot help."""
 EXIT_RETRY: Final = 75
-"""The membership or the coordinator was lost, and nothing is wrong with this process: a retry can succeed."""
+"""The membership or the coordinator was lost through no fault of this process: a retry can succeed."""
 EXIT_INTERRUPTED: Final = 130
 """128 + SIGINT."""
 EXIT_PIPE: Final = 141
