@@ -28,7 +28,7 @@ class Child:
     its group's id, so signals to the group reach no unrelated process.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, stdin: int) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, stdin: int | None) -> None:
         self._process = subprocess.Popen(
             [*_ISOLATED_PYTHON, exec_shim.__file__, str(os.getpid()), *command],
             env=dict(environment),
@@ -128,8 +128,11 @@ class ChildProcesses:
                 directory.rmdir()
             raise
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], *, stdin: int = subprocess.DEVNULL) -> Child:
+    def start(self, command: Sequence[str], environment: Mapping[str, str], *, stdin: int | None = subprocess.DEVNULL) -> Child:
         """Starts a child. Call it on the main thread: PR_SET_PDEATHSIG applies to the thread that started the child.
+
+        Args:
+            stdin: as in subprocess; None inherits the launcher's.
 
         Raises:
             ConfigError: no further process can be started, or no descriptors are left.

@@ -6,8 +6,12 @@ process without other threads can start children at any time.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -81,6 +85,20 @@ def launch(plan: Plan, console: Console, environment: Mapping[str, str]) -> int:
             return _Launch(plan, console, environment, inbox, children, directory).run()
         except BrokenPipeError:
             return EXIT_PIPE  # nobody reads the output any more: end as any filter does
+
+
+def inheritable_stdin() -> int | None:
+    """The standard input of a single worker, for subprocess: None to inherit the launcher's, else DEVNULL.
+
+    A worker has its own session, so the kernel does not stop it (SIGTTIN) when it reads the terminal. A launcher in the
+    background therefore passes no terminal on: its worker would take what the user types into the shell.
+    """
+    if sys.stdin is None:
+        return subprocess.DEVNULL
+    with contextlib.suppress(OSError):  # standard input is no terminal, or not this session's
+        if os.tcgetpgrp(0) != os.getpgrp():
+            return subprocess.DEVNULL
+    return None
 
 
 class _Launch:
@@ -223,7 +241,8 @@ class _Launch:
                 self._children.discard(before.child)
             environment = worker_environment(self._plan, number, start.attempt, self._environment, self._directory)
             name = secrets.token_hex(4)
-            child = self._children.start(self._plan.command, {**environment, LAUNCH: name})
+            stdin = inheritable_stdin() if self._plan.processes == 1 else subprocess.DEVNULL
+            child = self._children.start(self._plan.command, {**environment, LAUNCH: name}, stdin=stdin)
             self._workers[number] = self._connect(number, child, name, start.attempt)
 
     def _connect(self, number: int, child: Child, launch: str, attempt: int) -> Worker:
