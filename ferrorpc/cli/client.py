@@ -17,14 +17,10 @@ if TYPE_CHECKING:
 CALL_SECONDS: Final = 5.0
 Response = TypeVar("Response")
 
-
+_LOCAL_ADDRESS: Final = f"127.0.0.1:{DEFAULT_PORT}"
 _ADDRESS_HINT: Final = (
     "pass --coordinator HOST:PORT; on a terminal, `ferrorpc run` prints that of its own coordinator after two seconds"
 )
-
-
-def _local_address() -> str:
-    return f"127.0.0.1:{DEFAULT_PORT}"
 
 
 def address_of(given: str | None, config: Config) -> str:
@@ -34,7 +30,7 @@ def address_of(given: str | None, config: Config) -> str:
         ConfigError: the flag is not an address.
     """
     if given is None:
-        return config["coordinator"] or _local_address()
+        return config["coordinator"] or _LOCAL_ADDRESS
     try:
         return host_port(given)
     except ValueError as error:
@@ -63,7 +59,7 @@ def channel(address: str, config: Config) -> Iterator[grpc.Channel]:
         yield opened
     except CoordinatorUnavailableError as error:
         explained = connector.diagnose()
-        if explained is None and address == _local_address():
+        if explained is None and address == _LOCAL_ADDRESS:
             explained = CoordinatorUnavailableError(error.message, hint=_ADDRESS_HINT)
         if explained is None:
             raise

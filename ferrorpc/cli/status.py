@@ -35,6 +35,8 @@ _MEMBER_ROWS_MIN = 8
 @click.option("--json", "as_json", is_flag=True, help="The coordinator's response as JSON, one object a line.")
 def command(address: str | None, job: str | None, watch: bool, as_json: bool) -> None:
     """Show a job: its members and what they do, open barriers and who is missing, generations and why each began, events."""
+    from ferrorpc.v1.session_pb2 import StatusResponse
+
     config = Config({"job": job})
     where = address_of(address, config)
     if watch:
@@ -45,10 +47,10 @@ def command(address: str | None, job: str | None, watch: bool, as_json: bool) ->
     except ConfigError as error:
         if config.source("job") != "default" or error.fields.get("jobs") != 0:
             raise
-        response = _empty_response(config)
         if not as_json:
             click.echo(f"no job has begun at {where} yet")
             return
+        response = StatusResponse(job=config["job"])
     click.echo(as_json_text(response) if as_json else as_text(response))
 
 
@@ -124,13 +126,6 @@ def _ask(stub: CoordinatorServiceStub, where: str, config: Config) -> StatusResp
     from ferrorpc.v1.session_pb2 import StatusRequest
 
     return call(stub.Status, StatusRequest(job=config["job"], token=token(config)), where)
-
-
-def _empty_response(config: Config) -> StatusResponse:
-    """The response for the default job before any job has begun."""
-    from ferrorpc.v1.session_pb2 import StatusResponse
-
-    return StatusResponse(job=config["job"])
 
 
 def as_json_text(response: StatusResponse) -> str:

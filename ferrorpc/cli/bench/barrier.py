@@ -14,12 +14,11 @@ from typing import Any, Final
 import click
 
 from ferrorpc.cli.bench import load_generator, torch_baseline
-from ferrorpc.v1 import barrier_pb2, rendezvous_pb2
+from ferrorpc.v1 import barrier_pb2
 
 RANKS: Final = 64
 SESSIONS: Final = 1_000
 REPETITIONS: Final = 15
-TIMEOUT_MS: Final = 60_000
 
 
 def run(ranks: int = RANKS, sessions: int = SESSIONS, repetitions: int = REPETITIONS, *, peers: bool = True) -> dict[str, Any]:
@@ -40,25 +39,17 @@ def run(ranks: int = RANKS, sessions: int = SESSIONS, repetitions: int = REPETIT
 
 async def _measure(address: str, job: str, count: int, repetitions: int, *, joined: bool) -> dict[str, Any]:
     async with load_generator.sessions(address, job, count) as (members, connecting):
-        generation = await _join(members) if joined else 0
-        seconds = [await _meet(members, generation, ordinal) for ordinal in range(1, repetitions + 2)][
-            1:
-        ]  # the first is a warm-up
+        generation = int((await load_generator.join(members))[0].generation) if joined else 0
+        await _meet(members, generation, 1)  # a warm-up
+        seconds = [await _meet(members, generation, ordinal) for ordinal in range(2, repetitions + 2)]
         await asyncio.gather(*(member.leave() for member in members))
     return {"connect_ms": round(connecting * 1e3, 3), "barrier": load_generator.summary(seconds)}
-
-
-async def _join(members: list[load_generator.LoadSession]) -> int:
-    policy = rendezvous_pb2.WorldPolicy(min_size=len(members), max_size=len(members))
-    request = rendezvous_pb2.JoinRequest(policy=policy, pinned_rank=-1, hinted_rank=-1, timeout_ms=TIMEOUT_MS)
-    results = await asyncio.gather(*(member.request(join=request) for member in members))
-    return int(results[0].join.generation)
 
 
 async def _meet(members: list[load_generator.LoadSession], generation: int, ordinal: int) -> float:
     count = 0 if generation else len(members)
     request = barrier_pb2.BarrierRequest(
-        generation=generation, name="bench", ordinal=ordinal, count=count, timeout_ms=TIMEOUT_MS
+        generation=generation, name="bench", ordinal=ordinal, count=count, timeout_ms=load_generator.TIMEOUT_MS
     )
     began = time.perf_counter()
     results = await asyncio.gather(*(member.request(barrier=request) for member in members))

@@ -27,6 +27,7 @@ from ferrorpc.wire import options, status
 BEAT_SECONDS: Final = 1.0
 START_SECONDS: Final = 20.0
 PROTOCOL_VERSION: Final = 1
+TIMEOUT_MS: Final = 60_000
 
 
 @contextmanager
@@ -133,6 +134,14 @@ async def sessions(address: str, job: str, count: int) -> AsyncIterator[tuple[li
             beats.cancel()
     finally:
         await asyncio.gather(*(member.close() for member in members))
+
+
+async def join(members: Sequence[LoadSession]) -> list[rendezvous_pb2.JoinResponse]:
+    """Lets the members form a generation together."""
+    policy = rendezvous_pb2.WorldPolicy(min_size=len(members), max_size=len(members))
+    request = rendezvous_pb2.JoinRequest(policy=policy, pinned_rank=-1, hinted_rank=-1, timeout_ms=TIMEOUT_MS)
+    results = await asyncio.gather(*(member.request(join=request) for member in members))
+    return [result.join for result in results]
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:

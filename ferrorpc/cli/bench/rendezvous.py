@@ -13,11 +13,9 @@ from typing import Any, Final
 import click
 
 from ferrorpc.cli.bench import load_generator, torch_baseline
-from ferrorpc.v1 import rendezvous_pb2
 
 MEMBERS: Final = 128
 REPETITIONS: Final = 5
-TIMEOUT_MS: Final = 60_000
 
 
 def run(members: int = MEMBERS, repetitions: int = REPETITIONS, *, peers: bool = True) -> dict[str, Any]:
@@ -44,12 +42,10 @@ async def _measure(address: str, members: int, repetitions: int) -> dict[str, An
 
 
 async def _join_all(sessions: list[load_generator.LoadSession]) -> float:
-    policy = rendezvous_pb2.WorldPolicy(min_size=len(sessions), max_size=len(sessions))
-    request = rendezvous_pb2.JoinRequest(policy=policy, pinned_rank=-1, hinted_rank=-1, timeout_ms=TIMEOUT_MS)
     began = time.perf_counter()
-    results = await asyncio.gather(*(session.request(join=request) for session in sessions))
+    results = await load_generator.join(sessions)
     seconds = time.perf_counter() - began
-    ranks = sorted(result.join.rank for result in results)
+    ranks = sorted(result.rank for result in results)
     if ranks != list(range(len(sessions))):
         raise AssertionError(f"the ranks given out are {ranks}")
     return seconds
