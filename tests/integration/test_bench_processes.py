@@ -1,4 +1,4 @@
-"""The ranks that measurements are made on: what goes wrong is told in a system's own words, and nothing stays behind."""
+"""The rank processes of measurements: errors quote the system's own output, and no process is left behind."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Children of the launcher, and the cleanup process that is told of them."""
+"""The launcher's child processes, and what the cleanup process is told about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cleanup process's own logic; tests/integration/test_launcher_orphans.py kills a real launcher."""
+"""The functions of the cleanup process; tests/integration/test_launcher_orphans.py kills a real launcher."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""When the launcher's own coordinator is started again, and when that makes no sense."""
+"""When the launcher's own coordinator is restarted, and when it is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor finds, on machines that are well and on such that are not."""
+"""The findings of `ferrorpc doctor`, on healthy and unhealthy machines."""
 
 import socket
 from pathlib import Path

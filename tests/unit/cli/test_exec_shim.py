@@ -1,4 +1,4 @@
-"""What stands between the launcher and its children, run as it is: a script of its own."""
+"""The exec shim, run as a script."""
 
 import os
 import subprocess

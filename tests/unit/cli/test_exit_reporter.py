@@ -1,4 +1,4 @@
-"""Exit reports on their way to the coordinator, through a reporter that answers as it likes."""
+"""Exit reports: the launcher's side with a fake process, and the process with a fake coordinator."""
 
 from __future__ import annotations
 

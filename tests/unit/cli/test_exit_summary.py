@@ -1,4 +1,4 @@
-"""The last lines on the screen, and the launcher's exit code."""
+"""The last lines of a run, and the launcher's exit code."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""Fitting a cost table: figures that made the times are found again, and what the command refuses."""
+"""Fitting a cost table: the parameters behind simulated times are recovered; invalid commands are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many processes on one console."""
+"""The output of many processes on one console."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""What `ferrorpc status` makes of the coordinator's answer."""
+"""How `ferrorpc status` shows the coordinator's response."""
 
 import contextlib
 import json

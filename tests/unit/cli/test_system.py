@@ -1,4 +1,4 @@
-"""What the operating system gives: processors, within the limits of control groups."""
+"""The available CPUs, within the limits of control groups."""
 
 import os
 import shutil

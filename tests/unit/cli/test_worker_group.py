@@ -1,4 +1,4 @@
-"""The launcher's decisions, without a process, a signal or a clock."""
+"""The launcher's state machine, without processes, signals or a clock."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""`ferrorpc bench` itself: what is measured when only `--json` is said, and where else it may stand."""
+"""`ferrorpc bench`: what `--json` alone measures, and where the flag may stand."""
 
 from __future__ import annotations
 

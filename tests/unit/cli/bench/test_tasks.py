@@ -1,4 +1,4 @@
-"""What a rank repeats: a system that computes something wrong is noticed, wherever it is wrong."""
+"""The measured operations: a system with a wrong value anywhere is detected."""
 
 from functools import partial
 
