@@ -31,7 +31,7 @@ from ferrorpc.cli.bench.case import (
     System,
     ferrorpc_system,
 )
-from ferrorpc.cli.bench.rounds import Comparison
+from ferrorpc.cli.bench.comparison import Comparison
 
 FLIGHT = System(targets.FLIGHT, "benchmarks.flight:FlightRunner", needs=("pyarrow",))
 STOCK_STREAM = System(targets.STOCK_STREAM, "benchmarks.stock_stream:StockStreamRunner")

@@ -32,7 +32,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from benchmarks.ddp_worker import ALONE, TORCH
-from ferrorpc.cli.bench.world import LOCAL, Host
+from ferrorpc.cli.bench.rank_processes import LOCAL, Host
 from ferrorpc.cli.table import table
 
 RANKS: Final = 2

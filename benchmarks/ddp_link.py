@@ -38,7 +38,7 @@ from typing import Any, Final
 from benchmarks.ddp import GRPC, Pair, Seen
 from benchmarks.ddp_worker import ALONE, ROWS, TORCH
 from benchmarks.link import link, ready
-from ferrorpc.cli.bench.world import Host
+from ferrorpc.cli.bench.rank_processes import Host
 from ferrorpc.cli.table import table
 
 MUST_HIDDEN: Final = 0.7

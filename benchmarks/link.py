@@ -27,8 +27,8 @@ from typing import Any
 
 from ferrorpc.cli.bench import machine, report
 from ferrorpc.cli.bench.case import ALL_REDUCE, GLOO, Case, Contender, System, ferrorpc_system
-from ferrorpc.cli.bench.rounds import Comparison
-from ferrorpc.cli.bench.world import Host
+from ferrorpc.cli.bench.comparison import Comparison
+from ferrorpc.cli.bench.rank_processes import Host
 from ferrorpc.cli.table import table
 from ferrorpc.config import size_bytes
 

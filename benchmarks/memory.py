@@ -16,7 +16,7 @@ from typing import Any
 
 from ferrorpc.cli.bench import machine
 from ferrorpc.cli.bench.case import ALL_REDUCE, ORDINARY, REGISTERED, Case, Contender, ferrorpc_system, size_text
-from ferrorpc.cli.bench.world import World
+from ferrorpc.cli.bench.rank_processes import RankProcesses
 from ferrorpc.cli.table import table
 from ferrorpc.errors import FerroError
 
@@ -79,7 +79,7 @@ def _rows(transport: str) -> Iterator[dict[str, Any]]:
 def _peak(transport: str, size: int, memory: str) -> int:
     """Bytes beyond the arrays while a sum in place runs, for the first time and the next few."""
     contender = Contender(ferrorpc_system(transport), memory)
-    with World(contender.system, 2) as world:
+    with RankProcesses(contender.system, 2) as world:
         _small_sums(world, blocks=1)
         world.ask("finish")
         world.ask("settle")
@@ -89,7 +89,7 @@ def _peak(transport: str, size: int, memory: str) -> int:
 
 
 def _grown(transport: str) -> tuple[int, str, int]:
-    with World(ferrorpc_system(transport), 2) as world:
+    with RankProcesses(ferrorpc_system(transport), 2) as world:
         _small_sums(world, blocks=BLOCKS // 4)
         before = world.ask("usage")
         world.ask("turn", warm_ups=0, blocks=BLOCKS, count=REPETITIONS)
@@ -99,7 +99,7 @@ def _grown(transport: str) -> tuple[int, str, int]:
 
 
 def _idle(transport: str) -> tuple[float, str, float]:
-    with World(ferrorpc_system(transport), 2) as world:
+    with RankProcesses(ferrorpc_system(transport), 2) as world:
         _small_sums(world, blocks=1)
         time.sleep(IDLE_AFTER_SECONDS)
         before = world.ask("usage")
@@ -109,9 +109,9 @@ def _idle(transport: str) -> tuple[float, str, float]:
     return share, "share", IDLE_SHARE_MAX
 
 
-def _small_sums(world: World, blocks: int) -> None:
-    world.prepare(SMALL, Contender(world.system))
-    world.ask("turn", warm_ups=0, blocks=blocks, count=REPETITIONS)
+def _small_sums(ranks: RankProcesses, blocks: int) -> None:
+    ranks.prepare(SMALL, Contender(ranks.system))
+    ranks.ask("turn", warm_ups=0, blocks=blocks, count=REPETITIONS)
 
 
 def _row(what: str, value: float, unit: str, must: float) -> dict[str, Any]:

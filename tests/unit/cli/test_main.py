@@ -1,4 +1,4 @@
-"""The group of commands: quick to show its help, and precise about exit codes."""
+"""The `ferrorpc` program: its help is fast, and its exit codes are exact."""
 
 import errno
 import json

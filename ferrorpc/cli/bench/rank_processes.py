@@ -1,4 +1,4 @@
-"""The rank processes of one system, seen from the side that drives the measurement."""
+"""Starts and controls the rank processes of one measured system."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ REPLY_SECONDS: Final = 120.0
 END_SECONDS: Final = 5.0
 STDERR_LINES: Final = 8
 _WORKER: Final = "ferrorpc.cli.bench.worker"
-_OUTER_JOB: Final = ("FERRORPC_", "TORCHELASTIC_", "PET_", "SLURM_", "OMPI_", "PMI_", "GLOO_", "MPICH_", "HYDRA_")
+_JOB_VARIABLES: Final = ("FERRORPC_", "TORCHELASTIC_", "PET_", "SLURM_", "OMPI_", "PMI_", "GLOO_", "MPICH_", "HYDRA_")
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where a rank runs.
+    """The host that a rank runs on.
 
     Attributes:
-        prefix: what its command line begins with, such as ("ip", "netns", "exec", "left").
-        address: by which the others reach it.
-        interface: that address's.
+        prefix: beginning of its command line, such as ("ip", "netns", "exec", "left").
+        address: where the others reach it.
+        interface: the network interface with that address.
     """
 
     prefix: tuple[str, ...] = ()
@@ -50,26 +50,26 @@ LOCAL: Final = Host()
 
 
 @dataclass(slots=True)
-class _Member:
-    """One rank's line."""
+class _RankConnection:
+    """The connection to one rank process."""
 
-    line: socket.socket
+    sock: socket.socket
     stream: TextIO = field(init=False)
     rank: int = -1
 
     def __post_init__(self) -> None:
-        self.stream = self.line.makefile("rw", encoding="utf-8")
+        self.stream = self.sock.makefile("rw", encoding="utf-8")
 
 
-class World:
-    """The running ranks of a system; a context manager. Between commands they are blocked in a read.
+class RankProcesses:
+    """The running rank processes of a system; a context manager. Between commands they are blocked in a read.
 
     Args:
-        hosts: one for each rank. Not for systems that mpiexec starts: those are local.
-        pin: rank r is bound to processor r, modulo their number.
+        hosts: one for each rank. Systems started by mpiexec run on this machine only.
+        pin: rank r is pinned to CPU r, modulo the number of CPUs.
 
     Raises:
-        BackendUnavailableError: the system is not installed, or did not start; the message has its own words.
+        BackendUnavailableError: the system is not installed, or did not start; the message quotes its standard error.
     """
 
     def __init__(self, system: System, ranks: int, *, hosts: Sequence[Host] = (), pin: bool = False) -> None:
@@ -80,7 +80,7 @@ class World:
         self._directory = tempfile.TemporaryDirectory(prefix="ferrorpc-bench-")
         self._stderr = Path(self._directory.name) / "stderr"
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._members: list[_Member] = []
+        self._connections: list[_RankConnection] = []
         self._broken = False
         try:
             self._start(ranks, dict(system.settings) | ({"pin": True} if pin else {}))
@@ -89,28 +89,28 @@ class World:
             raise
 
     def prepare(self, case: Case, contender: Contender) -> tuple[int, int]:
-        """Makes a case's arrays on every rank; how often a block must and may repeat it.
+        """Allocates a case's arrays on every rank. Returns the minimum and maximum number of repetitions in a block.
 
         Raises:
-            BackendUnavailableError: this system has no such operation, dtype or memory.
+            BackendUnavailableError: the system lacks the operation, dtype or kind of memory.
         """
         replies = self.ask("prepare", case=case.to_json(), memory=contender.memory, wire=contender.wire)
         return max(int(reply["repeats_min"]) for reply in replies), min(int(reply["repeats_max"]) for reply in replies)
 
     def ask(self, command: str, *, deadline_seconds: float = REPLY_SECONDS, **fields: Any) -> list[dict[str, Any]]:
-        """Has every rank do one thing; their replies in rank order.
+        """Sends a command to every rank. Returns the replies in rank order.
 
         Raises:
-            BackendUnavailableError: every rank refused; the world is as it was.
-            PeerLostError: a rank ended, or one failed and the others did not; the world is to be closed.
+            BackendUnavailableError: every rank refused; the processes remain usable.
+            PeerLostError: a rank ended, or failed alone; the processes must be closed.
             CollectiveTimeoutError: not all replied in time.
         """
         text = json.dumps({"do": command, **fields}) + "\n"
-        self._broken = True  # unless this ends well
-        for rank, member in enumerate(self._members):
+        self._broken = True  # until all ranks have replied
+        for rank, connection in enumerate(self._connections):
             try:
-                member.stream.write(text)
-                member.stream.flush()
+                connection.stream.write(text)
+                connection.stream.flush()
             except OSError:
                 raise self._lost(rank, "its process ended") from None
         replies = self._replies(time.monotonic() + deadline_seconds)
@@ -119,13 +119,13 @@ class World:
             raise self._lost(*failed.popitem())
         self._broken = False
         if failed:
-            raise BackendUnavailableError(failed[0], "measure without it, or mend what it says")
+            raise BackendUnavailableError(failed[0], "measure without it, or fix what it reports")
         return replies
 
     def close(self) -> None:
-        """Ends the ranks in good order, and after END_SECONDS, or an error, in any. More than once does nothing."""
+        """Shuts the ranks down; kills them after END_SECONDS or an error. Idempotent."""
         try:
-            if self._members and not self._broken:
+            if self._connections and not self._broken:
                 self.ask("close", deadline_seconds=END_SECONDS)
                 for process in self._processes:
                     process.wait(END_SECONDS)
@@ -153,20 +153,20 @@ class World:
                     )
                 )
             deadline = time.monotonic() + START_SECONDS
-            while len(self._members) < ranks:
-                self._members.append(_Member(self._accept(listener, deadline)))
-        hellos = self._replies(deadline)
-        errors = [str(hello["error"]) for hello in hellos if "error" in hello]
+            while len(self._connections) < ranks:
+                self._connections.append(_RankConnection(self._accept(listener, deadline)))
+        greetings = self._replies(deadline)
+        errors = [str(greeting["error"]) for greeting in greetings if "error" in greeting]
         if errors:
             raise BackendUnavailableError(f"{self.system.name} did not start: {errors[0]}", "measure without it")
-        for member, hello in zip(self._members, hellos, strict=True):
-            member.rank = int(hello["rank"])
-        self.process_ids = [int(hello["pid"]) for hello in sorted(hellos, key=lambda hello: int(hello["rank"]))]
-        self._members.sort(key=lambda member: member.rank)
-        self.version = str(hellos[0]["version"])
+        for connection, greeting in zip(self._connections, greetings, strict=True):
+            connection.rank = int(greeting["rank"])
+        self.process_ids = [int(greeting["pid"]) for greeting in sorted(greetings, key=lambda greeting: int(greeting["rank"]))]
+        self._connections.sort(key=lambda connection: connection.rank)
+        self.version = str(greetings[0]["version"])
 
     def _commands(self, worker: list[str], ranks: int) -> Iterator[tuple[list[str], dict[str, str]]]:
-        base = {name: value for name, value in os.environ.items() if not name.startswith(_OUTER_JOB)}
+        base = {name: value for name, value in os.environ.items() if not name.startswith(_JOB_VARIABLES)}
         base |= {"OMP_NUM_THREADS": "1"}
         if self.system.through_mpiexec:
             yield [mpiexec(), "-n", str(ranks), *worker], base
@@ -182,7 +182,7 @@ class World:
             yield [*host.prefix, *worker], base | variables
 
     def _accept(self, listener: socket.socket, deadline: float) -> socket.socket:
-        """The next rank's line; looks twice a second whether all processes still run."""
+        """The next rank's connection. Checks twice a second that all processes still run."""
         while time.monotonic() < deadline:
             if select.select([listener], [], [], 0.5)[0]:
                 return listener.accept()[0]
@@ -192,56 +192,56 @@ class World:
         raise self._did_not_start(f"not all ranks ran after {START_SECONDS:.0f} s")
 
     def _replies(self, deadline: float) -> list[dict[str, Any]]:
-        """One line from every rank, in the order of the members."""
+        """One reply from every rank, in the order of the connections."""
         replies: dict[int, dict[str, Any]] = {}
-        while len(replies) < len(self._members):
-            waiting = {member.line: number for number, member in enumerate(self._members) if number not in replies}
+        while len(replies) < len(self._connections):
+            waiting = {connection.sock: number for number, connection in enumerate(self._connections) if number not in replies}
             ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise self._overdue(sorted(waiting.values()), replies)
-            for line in ready:
-                text = self._members[waiting[line]].stream.readline()
+            for each in ready:
+                text = self._connections[waiting[each]].stream.readline()
                 if not text:
-                    raise self._lost(waiting[line], "its process ended")
-                replies[waiting[line]] = json.loads(text)
-                if "error" in replies[waiting[line]]:
-                    deadline = min(deadline, time.monotonic() + END_SECONDS)  # the others may wait for it in vain
-        return [replies[number] for number in range(len(self._members))]
+                    raise self._lost(waiting[each], "its process ended")
+                replies[waiting[each]] = json.loads(text)
+                if "error" in replies[waiting[each]]:
+                    deadline = min(deadline, time.monotonic() + END_SECONDS)  # the others may be waiting for the failed rank
+        return [replies[number] for number in range(len(self._connections))]
 
     def _overdue(self, ranks: list[int], replies: dict[int, dict[str, Any]]) -> FerroError:
         for rank, reply in replies.items():
             if "error" in reply:
                 return self._lost(rank, str(reply["error"]))
-        text = f"ranks {ranks} of {self.system.name} did not reply in time{self._last_words()}"
+        text = f"ranks {ranks} of {self.system.name} did not reply in time{self._stderr_tail()}"
         return CollectiveTimeoutError(ranks, text, hint="measure without it, or smaller sizes")
 
     def _lost(self, rank: int, reason: str) -> PeerLostError:
-        text = f"rank {rank} of {self.system.name} failed: {reason}{self._last_words()}"
-        return PeerLostError(rank, reason, text, hint="measure without it, or mend what it says")
+        text = f"rank {rank} of {self.system.name} failed: {reason}{self._stderr_tail()}"
+        return PeerLostError(rank, reason, text, hint="measure without it, or fix what it reports")
 
     def _did_not_start(self, why: str) -> BackendUnavailableError:
-        return BackendUnavailableError(f"{self.system.name} did not start: {why}{self._last_words()}", "measure without it")
+        return BackendUnavailableError(f"{self.system.name} did not start: {why}{self._stderr_tail()}", "measure without it")
 
-    def _last_words(self) -> str:
+    def _stderr_tail(self) -> str:
         lines = self._stderr.read_text(errors="replace").splitlines()[-STDERR_LINES:]
         return "".join(f"\n  | {line}" for line in lines)
 
     def _end(self) -> None:
-        for member in self._members:
-            with contextlib.suppress(OSError):  # what could not be sent to a rank that has ended
-                member.stream.close()
-            member.line.close()
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # data that could not be sent to a rank that has ended
+                connection.stream.close()
+            connection.sock.close()
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        self._members.clear()
+        self._connections.clear()
         self._processes.clear()
         self._directory.cleanup()
 
 
 def require(system: System) -> None:
-    """Raises BackendUnavailableError unless what a system needs is installed."""
+    """Raises BackendUnavailableError unless a system's packages are installed."""
     missing = [name for name in system.needs if find_spec(name) is None]
     if missing:
         raise BackendUnavailableError(f"{', '.join(missing)} is not installed", "see docs/benchmarks.md")
@@ -250,7 +250,7 @@ def require(system: System) -> None:
 
 
 def mpiexec() -> str:
-    """MPI's launcher: beside the interpreter, where wheels put it, else on the PATH."""
+    """MPI's launcher: the one beside the interpreter, where wheels install it, else the one on the PATH."""
     found = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
     if found is None:
         raise BackendUnavailableError("there is no mpiexec", "pip install mpich")
@@ -258,7 +258,7 @@ def mpiexec() -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Ports that are free now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

@@ -1,4 +1,4 @@
-"""The ranks that measurements are made on: what goes wrong is told in a system's own words, and nothing stays behind."""
+"""The rank processes of measurements: errors quote the system's own output, and no process is left behind."""
 
 import os
 import time
@@ -7,8 +7,8 @@ import pytest
 
 from ferrorpc.cli.bench import machine
 from ferrorpc.cli.bench.case import ALL_REDUCE, BARRIER, Case, Contender, System
-from ferrorpc.cli.bench.rounds import Comparison
-from ferrorpc.cli.bench.world import World
+from ferrorpc.cli.bench.comparison import Comparison
+from ferrorpc.cli.bench.rank_processes import RankProcesses
 from ferrorpc.errors import BackendUnavailableError, CollectiveTimeoutError, PeerLostError
 from tests.integration.launching import wait_until_gone
 
@@ -20,7 +20,7 @@ def calm(fault=""):
 
 
 def test_ranks_are_measured_and_end():
-    with World(calm(), 2) as world:
+    with RankProcesses(calm(), 2) as world:
         assert world.version == "calm 1"
         low, high = world.prepare(SUM, Contender(calm()))
         assert low == 1 < high
@@ -35,7 +35,7 @@ def test_ranks_are_measured_and_end():
 
 
 def test_waiting_ranks_use_no_processor():
-    with World(calm(), 2) as world:
+    with RankProcesses(calm(), 2) as world:
         before = world.ask("usage")
         time.sleep(0.5)
         after = world.ask("usage")
@@ -43,7 +43,7 @@ def test_waiting_ranks_use_no_processor():
 
 
 def test_a_pinned_rank_has_one_processor():
-    with World(calm(), 2, pin=True) as world:
+    with RankProcesses(calm(), 2, pin=True) as world:
         allowed = [os.sched_getaffinity(pid) for pid in world.process_ids]
     available = sorted(os.sched_getaffinity(0))
     assert allowed == [{available[0]}, {available[1 % len(available)]}]
@@ -51,23 +51,23 @@ def test_a_pinned_rank_has_one_processor():
 
 def test_a_system_that_does_not_start_says_why():
     with pytest.raises(BackendUnavailableError, match="calm absent did not start: calm is not at home"):
-        World(calm("absent"), 2)
+        RankProcesses(calm("absent"), 2)
 
 
 def test_a_module_that_is_not_installed_is_named():
     with pytest.raises(BackendUnavailableError, match="no_such_module is not installed"):
-        World(System("absent", "x:Y", needs=("no_such_module",)), 2)
+        RankProcesses(System("absent", "x:Y", needs=("no_such_module",)), 2)
 
 
 def test_what_every_rank_refuses_leaves_the_world_as_it_was():
-    with World(calm("unable"), 2) as world:
+    with RankProcesses(calm("unable"), 2) as world:
         with pytest.raises(BackendUnavailableError, match="calm has no sums"):
             world.prepare(SUM, Contender(calm("unable")))
         assert world.prepare(Case(BARRIER), Contender(calm("unable"))) == (1, 1000)
 
 
 def test_a_rank_that_dies_is_lost():
-    with World(calm("dies"), 2) as world:
+    with RankProcesses(calm("dies"), 2) as world:
         world.prepare(SUM, Contender(calm()))
         with pytest.raises(PeerLostError, match="rank 1 of calm dies failed: its process ended") as raised:
             world.ask("turn", warm_ups=0, blocks=1, count=1)
@@ -77,7 +77,7 @@ def test_a_rank_that_dies_is_lost():
 
 
 def test_a_rank_that_does_not_answer_is_named():
-    with World(calm("hangs"), 2) as world:
+    with RankProcesses(calm("hangs"), 2) as world:
         world.prepare(SUM, Contender(calm()))
         with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] of calm hangs did not reply in time"):
             world.ask("turn", warm_ups=0, blocks=1, count=1, deadline_seconds=0.3)

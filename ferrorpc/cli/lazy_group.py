@@ -1,4 +1,4 @@
-"""Groups of commands that cost nothing until one of them is called."""
+"""A command group that imports a command only when it is called."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import click
 
 
 class Entry(NamedTuple):
-    """Where a command is, and its line in the group's help, which is shown without importing it."""
+    """A command's module, and its line in the group's help, which is shown without importing it."""
 
     module: str
     help: str
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are named in a table and imported one at a time."""
+    """A group whose commands are listed in a table and imported when called."""
 
     def __init__(self, entries: dict[str, Entry], **options: object) -> None:
         super().__init__(**options)  # type: ignore[arg-type]

@@ -1,20 +1,20 @@
-"""The last lines on the screen, and the launcher's exit code."""
+"""The last lines of a run, and the launcher's exit code."""
 
 import signal
 
 import pytest
 
-from ferrorpc.cli.launcher.gang import Exit, Start
-from ferrorpc.cli.launcher.outcome import (
+from ferrorpc.cli.launcher.exit_summary import (
     crash_report,
-    final_code,
+    exit_reason,
     is_victim,
     last_exception,
+    launcher_exit_code,
     losses_line,
-    reason,
     restart_line,
     victims_line,
 )
+from ferrorpc.cli.launcher.worker_group import Exit, Start
 from ferrorpc.errors import GroupAbortedError, PeerLostError, StaleGenerationError
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "ValueError: bad batch"]
@@ -64,17 +64,17 @@ def test_exceptions_that_are_not_called_errors_are_found_too():
 
 
 def test_the_reason_is_the_exception_where_there_is_one():
-    assert reason(1, TRACEBACK) == "ValueError: bad batch"
-    assert [reason(3, []), reason(-9, TRACEBACK), reason(0, TRACEBACK)] == ["", "", ""]
+    assert exit_reason(1, TRACEBACK) == "ValueError: bad batch"
+    assert [exit_reason(3, []), exit_reason(-9, TRACEBACK), exit_reason(0, TRACEBACK)] == ["", "", ""]
 
 
 def test_exit_codes():
-    assert final_code(None, 0, clean=True) == 0
-    assert final_code(end(1, 3), 0, clean=False) == 3
-    assert final_code(end(1, -9), 0, clean=False) == 137
-    assert final_code(end(1, 1, victim=True), 0, clean=False) == 75
-    assert final_code(end(1, -15, stopped=True), signal.SIGINT, clean=False) == 130
-    assert final_code(None, signal.SIGTERM, clean=True) == 0, "asked to stop, and all stopped well"
+    assert launcher_exit_code(None, 0, clean=True) == 0
+    assert launcher_exit_code(end(1, 3), 0, clean=False) == 3
+    assert launcher_exit_code(end(1, -9), 0, clean=False) == 137
+    assert launcher_exit_code(end(1, 1, victim=True), 0, clean=False) == 75
+    assert launcher_exit_code(end(1, -15, stopped=True), signal.SIGINT, clean=False) == 130
+    assert launcher_exit_code(None, signal.SIGTERM, clean=True) == 0, "asked to stop, and all stopped well"
 
 
 def test_the_report_shows_the_first_failure_its_words_and_the_victims_in_one_line():

@@ -1,12 +1,12 @@
-"""How a run came out: the launcher's exit code, and its last lines: who failed first, how, and what became of the others."""
+"""The end of a run: the launcher's exit code, and its last lines, which say who failed first, how, and how the others ended."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 
-from ferrorpc.cli.launcher.gang import Exit, Start
 from ferrorpc.cli.launcher.signals import describe, exit_code
+from ferrorpc.cli.launcher.worker_group import Exit, Start
 from ferrorpc.exit_codes import EXIT_RETRY
 
 _MEMBERSHIP_ERRORS = ("PeerLostError", "GroupAbortedError", "StaleGenerationError")
@@ -15,7 +15,7 @@ _REASON_CHARACTERS_MAX = 400
 
 
 def last_exception(tail: Sequence[str]) -> str | None:
-    """The exception that ended a Python process, as "ValueError: message", from the end of its standard error."""
+    """The exception that ended a Python process, as "ValueError: message", found in the last lines of its standard error."""
     for line in reversed(tail):
         match = _EXCEPTION_LINE.fullmatch(line)
         if match is not None:
@@ -24,21 +24,21 @@ def last_exception(tail: Sequence[str]) -> str | None:
 
 
 def is_victim(tail: Sequence[str]) -> bool:
-    """Whether a process ended because of what happened to another member."""
+    """Whether a process ended because another member failed."""
     exception = last_exception(tail)
     return exception is not None and exception.partition(":")[0] in _MEMBERSHIP_ERRORS
 
 
-def reason(returncode: int, tail: Sequence[str]) -> str:
-    """What a process said of its end, for the members it left behind; empty where the return code says it all."""
+def exit_reason(returncode: int, tail: Sequence[str]) -> str:
+    """The exception to report to the other members; empty if the return code alone explains the exit."""
     return (last_exception(tail) or "") if returncode > 0 else ""
 
 
-def final_code(first: Exit | None, interrupted: int, *, clean: bool) -> int:
+def launcher_exit_code(first: Exit | None, interrupted: int, *, clean: bool) -> int:
     """The launcher's own exit code.
 
     Args:
-        first: the exit that explains the others; None when there was none.
+        first: the failure that explains the others; None without one.
         interrupted: the signal that asked the launcher to stop, or 0.
         clean: whether every worker ended with 0.
     """
@@ -50,14 +50,14 @@ def final_code(first: Exit | None, interrupted: int, *, clean: bool) -> int:
 
 
 def crash_report(first: Exit, others: Iterable[Exit], labels: Sequence[str], tail: Sequence[str], log: str | None) -> str:
-    """The report, without a final newline.
+    """The report of a failed run, without a final newline.
 
     Args:
         first: the first failing worker.
         others: how the other workers ended.
-        labels: of each worker, as on the console.
+        labels: of the workers, as on the console.
         tail: the last lines of the first one's standard error.
-        log: where the whole output of the first one is kept.
+        log: the file with the first one's whole output.
     """
     lost = "the first of those that lost a member" if first.victim else "the first to fail"
     lines = [f"rank {labels[first.worker]} ended with {describe(first.returncode)}; it was {lost}."]
@@ -77,14 +77,14 @@ def restart_line(start: Start, most: int, labels: Sequence[str], tail: Sequence[
 
     Args:
         most: how many restarts are allowed.
-        labels: of each worker, as on the console.
-        tail: the last lines on standard error of the one that the restart follows from.
+        labels: of the workers, as on the console.
+        tail: the last lines on standard error of the worker that caused the restart.
     """
     again = ", ".join(labels[worker] for worker in start.workers)
     line = f"restart {start.attempt} of {most}: rank{'s' * (len(start.workers) > 1)} {again}"
     if start.cause is None:
         return line
-    said = reason(start.cause.returncode, tail)
+    said = exit_reason(start.cause.returncode, tail)
     how = f"rank {labels[start.cause.worker]} ended with {describe(start.cause.returncode)}"
     return f"{line}, because {how}{f': {said}' if said else ''}"
 
@@ -96,7 +96,7 @@ def losses_line(exits: Iterable[Exit], labels: Sequence[str]) -> str:
 
 
 def victims_line(others: Iterable[Exit], labels: Sequence[str]) -> str:
-    """What became of the others, in one line: "then: ranks 0, 3 stopped by ferrorpc; rank 1 exit code 75"."""
+    """How the other workers ended, in one line: "then: ranks 0, 3 stopped by ferrorpc; rank 1 exit code 75"."""
     fates: dict[str, list[str]] = {}
     for end in sorted(others, key=lambda end: end.worker):
         fate = "ended well" if end.returncode == 0 else f"ended with {describe(end.returncode)}"

@@ -1,6 +1,6 @@
-"""A job's status as a page of plain text: what the coordinator's status page shows, for a terminal.
+"""A job's status as plain text: the content of the coordinator's status page, for a terminal.
 
-Rates come from two answers; where there is only one, their columns are left out.
+Rates are computed from two responses; with only one, their columns are omitted.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ferrorpc.cli.lateness import GONE, lateness, state_of
+from ferrorpc.cli.headline import headline
+from ferrorpc.cli.stragglers import GONE, ms_behind, state_name
 from ferrorpc.cli.table import table
-from ferrorpc.cli.verdict import verdict
 from ferrorpc.logs import escape_unprintable
 
 if TYPE_CHECKING:
@@ -24,30 +24,30 @@ STRAGGLERS_SHOWN: Final = 4
 LINKS_SHOWN: Final = 8
 TRAINING_SHOWN: Final = 8
 MATRIX_RANKS_MAX: Final = 12
-_ORDER: Final = ("dead", "suspect", "stalled", "joining", "waiting", "active", "left")
-_RIGHT: Final = frozenset({"rank", "step", "last beat", "behind for", "ops/s", "in ops"})
+_STATE_ORDER: Final = ("dead", "suspect", "stalled", "joining", "waiting", "active", "left")
+_RIGHT_ALIGNED: Final = frozenset({"rank", "step", "last beat", "behind for", "ops/s", "in ops"})
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
-    """The answer before, and how long ago it came."""
+class PreviousStatus:
+    """An earlier response, and the seconds since then."""
 
     response: StatusResponse
     seconds: float
 
 
-def as_text(response: StatusResponse, earlier: Earlier | None = None, rows_max: int | None = None) -> str:
-    """The whole answer. With `rows_max`, whoever is in trouble comes first, and the rest of the members is counted."""
+def as_text(response: StatusResponse, previous: PreviousStatus | None = None, rows_max: int | None = None) -> str:
+    """The whole response. With `rows_max`, at most so many members are listed, those in trouble first; the rest is counted."""
     position = response.position
-    headline, more = verdict(response)
+    title, details = headline(response)
     kept = "journal on disk" if response.durable else "in memory"
     parts = [
         f"job {response.job}  generation {position.generation}  cluster {position.cluster_id} epoch {position.epoch}  "
         f"({kept}, coordinator {response.version})",
-        "\n".join(escape_unprintable(line) for line in (headline, more) if line),
+        "\n".join(escape_unprintable(line) for line in (title, details) if line),
         f"store: {_plural(response.store_keys, 'key')}, {_plural(response.store_bytes, 'byte')}",
     ]
-    parts.append(_members(response.members, earlier, rows_max))
+    parts.append(_members(response.members, previous, rows_max))
     if response.barriers:
         parts.append(_titled("open barriers", [_barrier(barrier) for barrier in response.barriers]))
     if response.stragglers:
@@ -55,7 +55,7 @@ def as_text(response: StatusResponse, earlier: Earlier | None = None, rows_max: 
     training = _training(response)
     if training:
         parts.append(_titled("training steps, means in milliseconds", training))
-    links = _links(response, earlier)
+    links = _links(response, previous)
     if links:
         parts.append(_titled("links", links))
     if response.generations:
@@ -72,7 +72,7 @@ def _titled(title: str, lines: Sequence[str]) -> str:
 
 
 def _first(lines: list[str], most: int) -> list[str]:
-    """The first lines, and how many more there are."""
+    """The first lines, and the number of the others."""
     return lines if len(lines) <= most else [*lines[:most], f"... and {len(lines) - most} more"]
 
 
@@ -83,59 +83,59 @@ def _plural(count: int, noun: str) -> str:
 # -- members -----------------------------------------------------------------------------------------------------------
 
 
-def _members(members: Sequence[Member], earlier: Earlier | None, rows_max: int | None) -> str:
-    there = [member for member in members if member.rank >= 0 or state_of(member) not in GONE]
-    gone = [member for member in members if member.rank < 0 and state_of(member) in GONE]
-    text = _rows(there, earlier, rows_max) if there else "no members"
+def _members(members: Sequence[Member], previous: PreviousStatus | None, rows_max: int | None) -> str:
+    present = [member for member in members if member.rank >= 0 or state_name(member) not in GONE]
+    gone = [member for member in members if member.rank < 0 and state_name(member) in GONE]
+    text = _rows(present, previous, rows_max) if present else "no members"
     return f"{text}\nearlier processes: {_counted(gone)}" if gone else text
 
 
-def _rows(members: list[Member], earlier: Earlier | None, rows_max: int | None) -> str:
+def _rows(members: list[Member], previous: PreviousStatus | None, rows_max: int | None) -> str:
     ordered = sorted(members, key=lambda m: (m.rank < 0, m.rank, m.name))
-    late = lateness(members)
+    behind = ms_behind(members)
     hidden = 0
     if rows_max is not None and len(ordered) > rows_max:
-        ordered.sort(key=lambda m: (_ORDER.index(state_of(m)), -late[m.name]))
+        ordered.sort(key=lambda m: (_STATE_ORDER.index(state_name(m)), -behind[m.name]))
         hidden = len(ordered) - rows_max
-    before = {member.name: member for member in earlier.response.members} if earlier else {}
-    seconds = earlier.seconds if earlier else 0.0
-    rows = [_row(member, before.get(member.name), seconds, late[member.name]) for member in ordered[:rows_max]]
+    before = {member.name: member for member in previous.response.members} if previous else {}
+    seconds = previous.seconds if previous else 0.0
+    rows = [_row(member, before.get(member.name), seconds, behind[member.name]) for member in ordered[:rows_max]]
     header = ("rank", "name", "state", "host", "step", "ops/s", "in ops", "behind for", "last beat", "last operation", "why")
-    kept = [column for column, name in enumerate(header) if name in _ALWAYS or any(row[column] for row in rows)]
-    text = table([header[column] for column in kept], [[row[column] for column in kept] for row in rows], right=_RIGHT)
+    kept = [column for column, name in enumerate(header) if name in _ALWAYS_SHOWN or any(row[column] for row in rows)]
+    text = table([header[column] for column in kept], [[row[column] for column in kept] for row in rows], right=_RIGHT_ALIGNED)
     return f"{text}\n... and {hidden} more; of all: {_counted(members)}" if hidden else text
 
 
 def _counted(members: Sequence[Member]) -> str:
-    states = [state_of(member) for member in members]
-    return ", ".join(f"{states.count(state)} {state}" for state in _ORDER if state in states)
+    states = [state_name(member) for member in members]
+    return ", ".join(f"{states.count(state)} {state}" for state in _STATE_ORDER if state in states)
 
 
-_ALWAYS: Final = frozenset({"rank", "name", "state", "host", "step", "last beat", "last operation", "why"})
+_ALWAYS_SHOWN: Final = frozenset({"rank", "name", "state", "host", "step", "last beat", "last operation", "why"})
 
 
-def _row(member: Member, before: Member | None, seconds: float, late_ms: int) -> tuple[str, ...]:
-    rate = within = ""
-    moves = member.rank >= 0 and state_of(member) not in GONE
-    if before is not None and seconds > 0 and member.step >= before.step and moves:
+def _row(member: Member, before: Member | None, seconds: float, behind_ms: int) -> tuple[str, ...]:
+    rate = share = ""
+    is_active = member.rank >= 0 and state_name(member) not in GONE
+    if before is not None and seconds > 0 and member.step >= before.step and is_active:
         rate = f"{(member.step - before.step) / seconds:.1f}"
-        within = f"{min(100.0, (member.operation_ms - before.operation_ms) / seconds / 10):.0f} %"
+        share = f"{min(100.0, (member.operation_ms - before.operation_ms) / seconds / 10):.0f} %"
     return (
         str(member.rank) if member.rank >= 0 else "-",
         member.name,
-        state_of(member),
+        state_name(member),
         member.host or "-",
         str(member.step),
         rate,
-        within,
-        f"{late_ms / 1000:.1f} s" if late_ms else "",
-        "-" if state_of(member) in GONE else f"{member.beat_age_ms / 1000:.1f} s",
+        share,
+        f"{behind_ms / 1000:.1f} s" if behind_ms else "",
+        "-" if state_name(member) in GONE else f"{member.beat_age_ms / 1000:.1f} s",
         member.activity or "-",
         member.reason,
     )
 
 
-# -- the rest ----------------------------------------------------------------------------------------------------------
+# -- other sections ----------------------------------------------------------------------------------------------------------
 
 
 def _barrier(barrier: BarrierStatus) -> str:
@@ -156,7 +156,7 @@ def _stragglers(response: StatusResponse) -> list[str]:
 
 
 def _training(response: StatusResponse) -> list[str]:
-    """A table of who computes and who waits; whoever computes longest is who the others wait for."""
+    """A table of compute and wait times; the others wait for the rank that computes longest."""
     members = sorted((m for m in response.members if m.rank >= 0 and m.training.steps), key=lambda m: m.rank)
     if not members:
         return []
@@ -186,23 +186,23 @@ def _generation(generation: GenerationStatus) -> str:
     return f"{generation.generation}: {_plural(generation.size, 'member')}{times}, {generation.reason}{end}"
 
 
-def _links(response: StatusResponse, earlier: Earlier | None) -> list[str]:
-    """Bytes a second from row to column where two answers tell it and the world is small; else the busiest links.
+def _links(response: StatusResponse, previous: PreviousStatus | None) -> list[str]:
+    """Bytes a second from row to column, given two responses and a small world; otherwise the busiest links.
 
-    Whoever is gone sends nothing any more: of a job that is over it is told what was sent in all.
+    Ranks that are gone send nothing any more, so for a finished job the totals are shown instead of rates.
     """
     sent = _sent(response)
     if not sent:
         return []
     size = max(max(pair) for pair in sent) + 1
-    there = {member.rank for member in response.members if state_of(member) not in GONE}
-    if earlier is None or not any(source in there for source, _ in sent):
+    present = {member.rank for member in response.members if state_name(member) not in GONE}
+    if previous is None or not any(source in present for source, _ in sent):
         return _busiest({pair: (kind, float(count), "") for pair, (kind, count) in sent.items()})
-    before = _sent(earlier.response)
+    before = _sent(previous.response)
     rates = {
-        pair: (kind, max(0, count - before.get(pair, ("", 0))[1]) / earlier.seconds, "/s")
+        pair: (kind, max(0, count - before.get(pair, ("", 0))[1]) / previous.seconds, "/s")
         for pair, (kind, count) in sent.items()
-        if pair[0] in there
+        if pair[0] in present
     }
     if size > MATRIX_RANKS_MAX:
         return _busiest(rates)

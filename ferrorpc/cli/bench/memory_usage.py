@@ -1,4 +1,4 @@
-"""What this process uses of the machine's memory, as Linux counts it; of memory it shares, only its share."""
+"""This process's memory use, as Linux counts it; of shared memory, only its proportional share."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _RESET_PEAK: Final = "5"
 
 
 def resident_bytes() -> int:
-    """Bytes of memory that are this process's now."""
-    return _field(_STATUS, "VmRSS") - _of_others()
+    """Bytes of memory in use now."""
+    return _field(_STATUS, "VmRSS") - _shares_of_others()
 
 
 def peak_bytes() -> int:
-    """The most that `resident_bytes` has been since `reset_peak`, if what is shared was never more than now."""
-    return _field(_STATUS, "VmHWM") - _of_others()
+    """The maximum of `resident_bytes` since `reset_peak`, provided that shared memory was never larger than now."""
+    return _field(_STATUS, "VmHWM") - _shares_of_others()
 
 
 def reset_peak() -> None:
-    """Begins a new peak at what is resident now."""
+    """Resets the peak to the present memory use."""
     Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
 
 
-def _of_others() -> int:
-    """Shared pages are resident in each process that maps them; of two, each has half."""
+def _shares_of_others() -> int:
+    """Bytes of shared pages that count as other processes': if two map a page, each has half of it."""
     return _field(_STATUS, "RssShmem") - _field(_ROLLUP, "Pss_Shmem")
 
 

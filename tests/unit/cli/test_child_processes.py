@@ -1,4 +1,4 @@
-"""Children of the launcher, and the guard process that is told of them."""
+"""The launcher's child processes, and what the cleanup process is told about them."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ import sys
 
 import pytest
 
-from ferrorpc.cli.launcher import guardian
-from ferrorpc.cli.launcher.child import Child, Nursery
+from ferrorpc.cli.launcher import cleanup
+from ferrorpc.cli.launcher.child_processes import Child, ChildProcesses
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 @pytest.fixture
 def told(tmp_path, monkeypatch):
-    """A file in which a slow guard process leaves what it was told; no guard process does its work."""
-    script = tmp_path / "guardian.py"
+    """A file in which a slow cleanup process leaves what it was told; no cleanup process does its work."""
+    script = tmp_path / "cleanup.py"
     script.write_text(
         "import pathlib, sys, time\nsaid = sys.stdin.read()\ntime.sleep(0.3)\npathlib.Path(sys.argv[1]).write_text(said)\n"
     )
-    monkeypatch.setattr(guardian, "__file__", str(script))
+    monkeypatch.setattr(cleanup, "__file__", str(script))
     return tmp_path / "told"
 
 
-def test_the_guard_process_knows_of_each_group_from_start_to_discard_and_is_waited_for(told):
-    with Nursery([told]) as nursery:
-        first = nursery.start(SLEEP, os.environ)
-        second = nursery.start(SLEEP, os.environ)
-        nursery.discard(first)
+def test_the_cleanup_process_knows_of_each_group_from_start_to_discard_and_is_waited_for(told):
+    with ChildProcesses([told]) as children:
+        first = children.start(SLEEP, os.environ)
+        second = children.start(SLEEP, os.environ)
+        children.discard(first)
     assert told.read_text() == f"+{first.pid}\n+{second.pid}\n-{first.pid}\n"
 
 
-def test_leaving_kills_all_even_where_nobody_guards(told):
-    with Nursery([told]) as nursery:
-        children = [nursery.start(SLEEP, os.environ) for _ in range(2)]
+def test_leaving_kills_all_even_without_the_cleanup_process(told):
+    with ChildProcesses([told]) as children:
+        children = [children.start(SLEEP, os.environ) for _ in range(2)]
     assert [child.stdout.closed for child in children] == [True, True]
     for child in children:
         with pytest.raises(ProcessLookupError):
             os.kill(child.pid, 0)
 
 
-def test_children_come_and_go_after_someone_killed_the_guard_process(monkeypatch):
+def test_children_come_and_go_after_someone_killed_the_cleanup_process(monkeypatch):
     started = []
 
     class Recorded(subprocess.Popen):
@@ -52,10 +52,10 @@ def test_children_come_and_go_after_someone_killed_the_guard_process(monkeypatch
             started.append(self)
 
     monkeypatch.setattr(subprocess, "Popen", Recorded)
-    with Nursery() as nursery:
+    with ChildProcesses() as children:
         started[0].kill()
         started[0].wait(timeout=30)
-        nursery.discard(nursery.start(SLEEP, os.environ))
+        children.discard(children.start(SLEEP, os.environ))
 
 
 def test_a_group_that_became_another_users_is_told_of(monkeypatch):

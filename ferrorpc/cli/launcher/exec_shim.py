@@ -1,9 +1,9 @@
-"""Run as a script between the launcher and each of its children: ties the child's life to the launcher's, then becomes it.
+"""The exec shim, a script that ties a child's life to the launcher's and then executes the child's command in its place.
 
-    python -I -S shim.py LAUNCHER_PID COMMAND [ARGUMENT ...]
+    python -I -S exec_shim.py LAUNCHER_PID COMMAND [ARGUMENT ...]
 
-PR_SET_PDEATHSIG survives exec, so the child gets SIGKILL when the launcher's main thread ends, however it ends. It is set
-here and not between fork and exec in the launcher, where Python code is not safe to run.
+PR_SET_PDEATHSIG survives exec, so the child gets SIGKILL when the launcher's main thread ends, for whatever reason. It is set
+here because running Python code between fork and exec in the launcher is not safe.
 """
 
 import ctypes
@@ -13,13 +13,13 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
-"""From its start on, also for what it becomes: `yes | head` in a shell script would end otherwise than it does elsewhere."""
+"""Python ignores these, and exec would pass that on: `yes | head` in a shell script would then report an error."""
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 
 
-def become(launcher_pid: int, command: list[str]) -> int:
-    """Replaces this process by `command`. Returns an exit code only when that cannot be done."""
+def execute(launcher_pid: int, command: list[str]) -> int:
+    """Replaces this process by `command`. Returns an exit code only if that fails."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher_pid:
         return 128 + signal.SIGKILL  # the launcher ended before the line above: nobody would send the signal
@@ -36,4 +36,4 @@ def become(launcher_pid: int, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(become(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(execute(int(sys.argv[1]), sys.argv[2:]))

@@ -1,21 +1,21 @@
-"""What the launcher decides: exits, signals and the passing of time go in, what to do comes out.
+"""The launcher's state machine: takes exits, signals and the time, and returns the actions to carry out.
 
-The workers of one launcher live and end together. The phases, and what leads from one to the next:
+By default the workers of one launcher start and end together. The phases, and what leads from one to the next:
 
-    RUNNING   --a worker fails-->           FAILING    the others have `grace_seconds` to raise their own error
+    RUNNING   --a worker fails-->           FAILING    the others have `grace_seconds` to end by themselves
     FAILING   --grace is over-->            STOPPING   SIGTERM to those left
-    RUNNING, FAILING --a signal to stop-->  STOPPING   forwarded to all
+    RUNNING, FAILING --a stop signal-->     STOPPING   the signal is forwarded to all
     STOPPING  --`shutdown_seconds` are over, or a second signal-->  KILLING   SIGKILL to those left
-    any       --all have ended-->           RUNNING again while restarts are left and nobody asked to stop, else DONE
+    any       --all have ended-->           RUNNING again while restarts are left and no stop was requested, else DONE
 
-A worker that was asked to end has ended when its whole process group has: what a shell has started may have something to save.
-Bad configuration (exit code 64) is never tried again.
+A worker that was told to stop counts as ended when its whole process group has ended: a shell may exit at once while the
+program that it started still saves something. Bad configuration (exit code 64) is never retried.
 
-With `scope="worker"` a failure within the restart budget replaces that worker alone, for scripts that call
-`group.reform()`; the others go on. Not once one of them has finished: it would find nobody to form a group with. In an
-elastic world a failure stops nobody: the others are told by the coordinator and may go on with a smaller world.
+With `scope="worker"` a failure within the restart budget restarts only that worker, for scripts that call `group.reform()`;
+the others go on. Once another worker has finished, this no longer applies: the new worker could not form a full group. In an
+elastic world a failure stops nobody: the coordinator tells the others, which may go on with a smaller world.
 
-No clock, process or signal is touched here: `now` is passed in, and the caller carries the actions out.
+This module uses no clock, process or signal: `now` is passed in, and the caller carries the actions out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Final
 
 from ferrorpc.exit_codes import EXIT_CONFIG, EXIT_RETRY
 
-FOREVER: Final = float("inf")
+NO_DEADLINE: Final = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class Exit:
     returncode: int
     at: float
     victim: bool
-    """It ended because another member was lost."""
+    """Whether it ended because another member was lost."""
     stopped: bool
-    """The launcher had asked it to end."""
+    """Whether the launcher had told it to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +58,19 @@ class Start:
     workers: tuple[int, ...]
     attempt: int
     cause: Exit | None = field(default=None, compare=False)
-    """For people: whose end a restart follows from."""
+    """The exit that caused a restart, for the message about it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """All have ended for good."""
+    """All workers have ended and none is restarted."""
 
 
 Action = Signal | Start | Done
 
 
 class Phase(Enum):
-    """See the table above."""
+    """See the table in the module docstring."""
 
     RUNNING = auto()
     FAILING = auto()
@@ -80,37 +80,37 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """What the flags say about failures."""
+class FailurePolicy:
+    """How failures are handled, from the flags of `ferrorpc run`."""
 
     max_restarts: int = 0
     scope: str = "gang"
-    """ "gang": a restart restarts all workers of this launcher; "worker": only the one that failed."""
+    """ "gang": a restart restarts all workers of this launcher; "worker": only the failed one."""
     grace_seconds: float = 5.0
     shutdown_seconds: float = 30.0
     elastic: bool = False
     interrupt_number: int = signal.SIGINT
-    """The signal that workers get for SIGINT; SIGTERM ends Python without a traceback."""
+    """The signal that workers get for SIGINT. SIGTERM instead ends Python without a traceback."""
 
 
 @dataclass(slots=True)
-class Gang:
+class WorkerGroup:
     """The workers of one launcher, numbered from 0.
 
-    Invariants: 1. a worker is in `alive` from Start to its exit; 2. `deadline` is finite exactly in FAILING and STOPPING;
+    Invariants: 1. A worker is in `alive` from its Start to its exit. 2. `deadline` is finite only in FAILING and STOPPING.
     3. Done is returned once.
     """
 
     size: int
-    policy: Policy
+    policy: FailurePolicy
     phase: Phase = Phase.RUNNING
-    deadline: float = FOREVER
+    deadline: float = NO_DEADLINE
     restarts: int = 0
     interrupted: int = 0
-    """The signal the launcher was asked to stop with; 0 for none."""
+    """The stop signal that the launcher received; 0 for none."""
     alive: set[int] = field(default_factory=set)
     exits: list[Exit] = field(default_factory=list)
-    """Of the current attempt."""
+    """Exits of the current attempt."""
 
     def begin(self) -> list[Action]:
         """The first start."""
@@ -121,7 +121,7 @@ class Gang:
         self.alive.discard(worker)
         stopped = self.phase in (Phase.STOPPING, Phase.KILLING)
         end = Exit(worker, returncode, now, victim=victim or returncode == EXIT_RETRY, stopped=stopped)
-        if returncode not in (0, EXIT_CONFIG) and self.phase is Phase.RUNNING and self._replaces_one():
+        if returncode not in (0, EXIT_CONFIG) and self.phase is Phase.RUNNING and self._restarts_one():
             self.restarts += 1
             return [self._start((worker,), end)]
         self.exits.append(end)
@@ -132,33 +132,33 @@ class Gang:
         return []
 
     def signalled(self, number: int, now: float) -> list[Action]:
-        """Someone asked the launcher to stop."""
+        """The launcher received a stop signal."""
         if self.interrupted:
             return self._kill()
         self.interrupted = number
         return self._stop(self.policy.interrupt_number if number == signal.SIGINT else number, now)
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed."""
+        """Checks the deadline."""
         if now < self.deadline:
             return []
         return self._stop(signal.SIGTERM, now) if self.phase is Phase.FAILING else self._kill()
 
     @property
     def first_failure(self) -> Exit | None:
-        """The exit that explains the others: the earliest that neither follows from a lost member nor from the launcher's
-        own signal, where there is one."""
+        """The failure that explains the others: preferably the earliest that was caused neither by a lost member nor by the
+        launcher's own signal."""
         failures = [end for end in self.exits if end.returncode != 0]
-        if self.policy.elastic and self._has_begun_to_finish:
-            return None  # the world went on without the failed ones, and finished
+        if self.policy.elastic and self._any_succeeded:
+            return None  # the world finished without the failed workers
         return min(failures, key=lambda end: (end.stopped, end.victim, end.at), default=None)
 
     @property
-    def _has_begun_to_finish(self) -> bool:
+    def _any_succeeded(self) -> bool:
         return any(end.returncode == 0 for end in self.exits)
 
-    def _replaces_one(self) -> bool:
-        return self.policy.scope == "worker" and self.restarts < self.policy.max_restarts and not self._has_begun_to_finish
+    def _restarts_one(self) -> bool:
+        return self.policy.scope == "worker" and self.restarts < self.policy.max_restarts and not self._any_succeeded
 
     def _start(self, workers: tuple[int, ...], cause: Exit | None = None) -> Start:
         self.alive.update(workers)
@@ -171,15 +171,15 @@ class Gang:
         return [Signal(tuple(sorted(self.alive)), number)]
 
     def _kill(self) -> list[Action]:
-        self.phase, self.deadline = Phase.KILLING, FOREVER
+        self.phase, self.deadline = Phase.KILLING, NO_DEADLINE
         return [Signal(tuple(sorted(self.alive)), signal.SIGKILL)] if self.alive else []
 
     def _all_ended(self) -> list[Action]:
-        self.deadline = FOREVER
-        hopeless = any(end.returncode == EXIT_CONFIG for end in self.exits)
+        self.deadline = NO_DEADLINE
+        misconfigured = any(end.returncode == EXIT_CONFIG for end in self.exits)
         first = self.first_failure
         again = first is not None and self.restarts < self.policy.max_restarts and not self.interrupted
-        if hopeless or not again:
+        if misconfigured or not again:
             self.phase = Phase.DONE
             return [Done()]
         self.phase = Phase.RUNNING

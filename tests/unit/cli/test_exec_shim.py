@@ -1,4 +1,4 @@
-"""What stands between the launcher and its children, run as it is: a script of its own."""
+"""The exec shim, run as a script."""
 
 import os
 import subprocess
@@ -6,16 +6,16 @@ import sys
 
 import pytest
 
-from ferrorpc.cli.launcher import shim
+from ferrorpc.cli.launcher import exec_shim
 
 
-def become(launcher_pid, *command):
-    line = [sys.executable, "-I", "-S", shim.__file__, str(launcher_pid), *command]
+def execute(launcher_pid, *command):
+    line = [sys.executable, "-I", "-S", exec_shim.__file__, str(launcher_pid), *command]
     return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_a_child_whose_launcher_is_gone_already_does_not_begin():
-    result = become(os.getppid(), "echo", "began")
+    result = execute(os.getppid(), "echo", "began")
     assert (result.returncode, result.stdout) == (128 + 9, "")
 
 
@@ -25,5 +25,5 @@ def test_what_cannot_be_run_ends_as_in_a_shell_and_is_named(tmp_path, content, c
     if content is not None:
         program.write_text(content)
         program.chmod(0o755)
-    result = become(os.getpid(), str(program))
+    result = execute(os.getpid(), str(program))
     assert (result.returncode, str(program) in result.stderr) == (code, True)

@@ -1,9 +1,9 @@
-"""Tells the coordinator how processes ended, from a process of its own, so that the launcher never loads gRPC.
+"""The exit reporter process: tells the coordinator how workers ended, so that the launcher need not load gRPC.
 
-    python -m ferrorpc.cli.launcher.reporter ADDRESS JOB < one JSON object a line > "ok" or "failed: ..." a line
+    python -m ferrorpc.cli.launcher.exit_reporter_main ADDRESS JOB < one JSON object a line > "ok" or "failed: ..." a line
 
-An exit report turns a suspicion into a death at once: the peers need not wait for the grace in which a member whose
-stream broke may come back.
+After an exit report the coordinator declares a suspect member dead at once. Its peers need not wait for the grace period in
+which a member whose stream broke may resume.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import click
 from ferrorpc.errors import CoordinatorUnavailableError, FerroError
 from ferrorpc.guard import SYSTEM_CLOCK
 
-PATIENCE_SECONDS: Final = 60.0
-"""How long a report is made again while nobody is there to take it: what ended a process may have ended the coordinator."""
-PAUSE_SECONDS: Final = 0.2
+RETRY_SECONDS: Final = 60.0
+"""How long a report is retried while no coordinator answers: what killed a worker may have killed the coordinator too."""
+RETRY_PAUSE_SECONDS: Final = 0.2
 
 
 def serve(address: str, job: str) -> None:
-    """Reports each line of standard input; answers on standard output."""
+    """Reports each line of standard input and answers on standard output."""
     from ferrorpc.cli.client import call, connect, token
     from ferrorpc.config import Config
     from ferrorpc.v1.session_pb2 import UnaryReportRequest
@@ -34,7 +34,7 @@ def serve(address: str, job: str) -> None:
 
     def deliver(report: Any) -> None:
         request = UnaryReportRequest(job=job, token=token(config), request=report)
-        # A connection each: reports are rare, and by the next one certificates may have been renewed.
+        # A new connection for each: reports are rare, and certificates may have been renewed since the last one.
         with connect(address, config) as stub:
             call(stub.Report, request, address, wait_for_ready=True)
 
@@ -44,9 +44,9 @@ def serve(address: str, job: str) -> None:
 
 
 def _delivered(deliver: Callable[[], None]) -> str:
-    """What to answer once a report was taken, or will not be. To report the same exit twice does no harm."""
+    """The answer once a report was accepted or has failed for good. Reporting the same exit twice is harmless."""
     clock = SYSTEM_CLOCK
-    until = clock.now() + PATIENCE_SECONDS
+    until = clock.now() + RETRY_SECONDS
     while True:
         try:
             deliver()
@@ -56,7 +56,7 @@ def _delivered(deliver: Callable[[], None]) -> str:
                 return f"failed: {error.message}"
         except FerroError as error:
             return f"failed: {error.message}"
-        clock.parker().park(clock.now() + PAUSE_SECONDS)
+        clock.parker().park(clock.now() + RETRY_PAUSE_SECONDS)
 
 
 def _request(report: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Exit reports on their way to the coordinator, through a reporter that answers as it likes."""
+"""Exit reports: the launcher's side with a fake process, and the process with a fake coordinator."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from ferrorpc.cli import client
-from ferrorpc.cli.launcher import reporter as reporter_module
-from ferrorpc.cli.launcher.exit_reports import ExitReports
-from ferrorpc.cli.launcher.reporter import serve
+from ferrorpc.cli.launcher import exit_reporter_main
+from ferrorpc.cli.launcher.exit_reporter import ExitReporter
+from ferrorpc.cli.launcher.exit_reporter_main import serve
 from ferrorpc.errors import CoordinatorUnavailableError
 
 
@@ -27,8 +27,8 @@ def reporter():
 
 @pytest.fixture
 def reports(reporter):
-    nursery = SimpleNamespace(start=lambda *arguments, **options: reporter)
-    found = ExitReports(nursery, "127.0.0.1:29700", "j", {})
+    children = SimpleNamespace(start=lambda *arguments, **options: reporter)
+    found = ExitReporter(children, "127.0.0.1:29700", "j", {})
     found.start()
     return found
 
@@ -43,11 +43,11 @@ def test_each_report_is_a_line_and_counts_until_it_is_answered(reporter, reports
         {"name": "box-1", "launch": "launch1", "returncode": -9, "reason": ""},
         {"name": "box-2", "launch": "launch2", "returncode": 0, "reason": ""},
     ]
-    assert reports.outstanding == 3
-    reports.answered(b"ok\nok\nfai")
-    assert reports.outstanding == 1
-    reports.answered(b"led: nobody there\n")
-    assert reports.outstanding == 0
+    assert reports.unanswered == 3
+    reports.on_output(b"ok\nok\nfai")
+    assert reports.unanswered == 1
+    reports.on_output(b"led: nobody there\n")
+    assert reports.unanswered == 0
     os.close(reporter.reader)
 
 
@@ -61,7 +61,7 @@ def test_a_report_is_made_again_where_the_coordinator_was_killed_with_it(monkeyp
             raise CoordinatorUnavailableError("the connection broke")
 
     monkeypatch.setattr(client, "call", call)
-    monkeypatch.setattr(reporter_module, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(exit_reporter_main, "RETRY_PAUSE_SECONDS", 0.0)
     line = {"name": "box-0", "launch": "launch0", "returncode": -9, "reason": ""}
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(line) + "\n"))
     serve("127.0.0.1:1", "j")
@@ -69,7 +69,7 @@ def test_a_report_is_made_again_where_the_coordinator_was_killed_with_it(monkeyp
 
 
 def test_the_reporter_answers_each_line_whatever_becomes_of_the_one_before(monkeypatch, capfd):
-    monkeypatch.setattr(reporter_module, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(exit_reporter_main, "RETRY_SECONDS", 0.0)
     sent = []
 
     def call(method, request, address, *, wait_for_ready):
@@ -88,9 +88,9 @@ def test_the_reporter_answers_each_line_whatever_becomes_of_the_one_before(monke
 
 def test_a_reporter_that_is_gone_owes_no_answer(reporter, reports):
     reports.send("box-0", "launch0", 1, "")
-    reports.answered(b"")
-    assert reports.outstanding == 0
+    reports.on_output(b"")
+    assert reports.unanswered == 0
     reports.send("box-1", "launch1", 1, "")
     os.close(reporter.reader)
     reports.send("box-2", "launch2", 1, "")
-    assert reports.outstanding == 0
+    assert reports.unanswered == 0

@@ -1,7 +1,7 @@
-"""The same two measurements on torch's own rendezvous and store, for a comparison within one run.
+"""Measures torch's own rendezvous and store in the same way, for a comparison within one run.
 
-Torch runs in a process of its own, with the members as threads and a store client each, and is given a limited time: at
-128 members its rendezvous takes a minute or does not end at all.
+Torch runs in a separate process, with a thread and a store client for each member. Its time is limited: with 128 members its
+rendezvous takes a minute or does not end at all.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ BARRIERS: Final = 5
 
 
 def measure(kind: str, members: int, limit_seconds: float = LIMIT_SECONDS) -> dict[str, Any]:
-    """Runs "rendezvous" (c10d) or "barrier" (TCPStore) with so many members. {"skipped": why} or {"median_ms": ...}."""
+    """Measures "rendezvous" (c10d) or "barrier" (TCPStore). Returns {"skipped": why} or {"median_ms": ...}."""
     if find_spec("torch") is None:
         return {"skipped": "torch is not installed"}
-    command = [sys.executable, "-m", "ferrorpc.cli.bench.torch_peers", kind, str(members)]
+    command = [sys.executable, "-m", "ferrorpc.cli.bench.torch_baseline", kind, str(members)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_seconds, check=False)
     except subprocess.TimeoutExpired:
@@ -37,14 +37,14 @@ def measure(kind: str, members: int, limit_seconds: float = LIMIT_SECONDS) -> di
 
 
 def describe(result: dict[str, Any]) -> str:
-    """One result, to be read."""
+    """One result as text."""
     if "skipped" in result:
         return f"not measured: {result['skipped']}"
     return f"{result['median_ms']:9.1f} ms   connecting apart: {result['connect_ms']:.1f} ms"
 
 
 def rendezvous(members: int) -> dict[str, Any]:
-    """One c10d rendezvous of `members` nodes, as torchrun makes it. Milliseconds from the first call to the last answer."""
+    """One c10d rendezvous of `members` nodes, as in torchrun. Milliseconds from the first call to the last answer."""
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
@@ -80,7 +80,7 @@ def barrier(members: int) -> dict[str, Any]:
 
 
 def _connected(store: Callable[..., Any], port: int, members: int) -> tuple[list[Any], float]:
-    """A client for each member, and the seconds it took to connect them, a thread each."""
+    """A client for each member, and the seconds it took to connect them, with a thread each."""
     clients: list[Any] = []
 
     def connect() -> None:
@@ -93,17 +93,17 @@ def _connected(store: Callable[..., Any], port: int, members: int) -> tuple[list
 
 
 def _all_at_once(actions: list[Callable[[], object]]) -> float:
-    """Seconds from letting all threads go until the last has finished."""
-    gate = threading.Barrier(len(actions) + 1)
+    """Runs each action in a thread. Returns the seconds from their common start until the last has finished."""
+    start = threading.Barrier(len(actions) + 1)
 
     def body(action: Callable[[], object]) -> None:
-        gate.wait()
+        start.wait()
         action()
 
     threads = [threading.Thread(target=body, args=(action,), daemon=True) for action in actions]
     for thread in threads:
         thread.start()
-    gate.wait()
+    start.wait()
     began = time.perf_counter()
     for thread in threads:
         thread.join()
@@ -111,7 +111,7 @@ def _all_at_once(actions: list[Callable[[], object]]) -> float:
 
 
 def main() -> None:
-    """Measures what the command line says and writes one JSON line."""
+    """Runs the measurement named on the command line and writes one line of JSON."""
     kind, members = sys.argv[1], int(sys.argv[2])
     result = rendezvous(members) if kind == "rendezvous" else barrier(members)
     sys.stdout.write(json.dumps(result) + "\n")

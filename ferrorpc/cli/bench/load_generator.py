@@ -1,7 +1,7 @@
 """A load generator for the coordinator: many sessions on one event loop, each on its own connection.
 
-It speaks the Session stream itself, without the client library's threads, so that what is measured is the coordinator and
-the wire. The coordinator runs in a process of its own.
+It implements the Session stream itself, without the client library's threads, so that only the coordinator and the wire are
+measured. The coordinator runs in its own process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from ferrorpc.wire import options, status
 BEAT_SECONDS: Final = 1.0
 START_SECONDS: Final = 20.0
 PROTOCOL_VERSION: Final = 1
+TIMEOUT_MS: Final = 60_000
 
 
 @contextmanager
 def coordinator_process(*, durable: bool) -> Iterator[str]:
-    """A coordinator on a free loopback port, with a journal in a temporary directory or none; gives its address."""
+    """Runs a coordinator on a free loopback port, with or without a journal. Yields its address."""
     with tempfile.TemporaryDirectory(prefix="ferrorpc-bench-") as directory:
         kept = ["--data-dir", directory] if durable else []
         environment = {name: value for name, value in os.environ.items() if not name.startswith("FERRORPC_")}
@@ -52,7 +53,7 @@ def _address(process: subprocess.Popen[str]) -> str:
     ready, _, _ = select.select([process.stdout], [], [], START_SECONDS)
     words = process.stdout.readline().split() if ready else []
     if words[:1] != ["listening"]:
-        raise CoordinatorUnavailableError("the coordinator did not start", hint="look at what it wrote above")
+        raise CoordinatorUnavailableError("the coordinator did not start", hint="read its output above")
     return words[1]
 
 
@@ -63,20 +64,20 @@ class LoadSession:
         self._channel = grpc.aio.insecure_channel(address, options=options.session_channel())
         self._call = session_pb2_grpc.CoordinatorServiceStub(self._channel).Session()
         self._sequence = 0
-        self._writing = asyncio.Lock()  # gRPC takes one write at a time, and beats come between requests
+        self._writing = asyncio.Lock()  # gRPC allows one write at a time, and beats are sent between requests
 
     async def open(self, job: str, name: str) -> None:
-        """Connects and says Hello; returns once welcomed."""
+        """Connects, sends Hello and waits for Welcome."""
         hello = session_pb2.Hello(protocol_version=PROTOCOL_VERSION, job=job, name=name, instance_id=name, host="bench")
         await self._write(session_pb2.ClientFrame(hello=hello))
         while not (frame := await self._read()).HasField("welcome"):
-            _refuse_fence(frame)
+            _raise_if_fenced(frame)
 
     async def request(self, **body: Any) -> session_pb2.Result:
         """Sends one request (`join=JoinRequest(...)`, `barrier=...`) and waits for its result.
 
         Raises:
-            FerroError: what the coordinator answered.
+            FerroError: the error that the coordinator returned.
         """
         self._sequence += 1
         await self._write(session_pb2.ClientFrame(sequence=self._sequence, **body))
@@ -84,17 +85,17 @@ class LoadSession:
             frame = await self._read()
             if frame.HasField("result") and frame.result.sequence == self._sequence:
                 break
-            _refuse_fence(frame)
+            _raise_if_fenced(frame)
         if frame.result.HasField("error"):
             raise status.error_of(frame.result.error)
         return frame.result
 
     async def beat(self) -> None:
-        """One sign of life."""
+        """Sends one heartbeat."""
         await self._write(session_pb2.ClientFrame(beat=session_pb2.Beat(step=self._sequence)))
 
     async def leave(self) -> None:
-        """Says goodbye and ends the stream."""
+        """Leaves the job and ends the stream."""
         await self.request(leave=rendezvous_pb2.LeaveRequest())
         await self._call.done_writing()
 
@@ -119,20 +120,28 @@ class LoadSession:
 
 @asynccontextmanager
 async def sessions(address: str, job: str, count: int) -> AsyncIterator[tuple[list[LoadSession], float]]:
-    """`count` open sessions, beating once a second, and the seconds it took to connect them all."""
+    """Yields `count` open sessions, which send a beat every second, and the seconds it took to connect them all."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     members = [LoadSession(address) for _ in range(count)]
     try:
         await asyncio.gather(*(member.open(job, f"member-{number}") for number, member in enumerate(members)))
         connecting = loop.time() - began
-        beating = asyncio.create_task(_beat(members))
+        beats = asyncio.create_task(_beat(members))
         try:
             yield members, connecting
         finally:
-            beating.cancel()
+            beats.cancel()
     finally:
         await asyncio.gather(*(member.close() for member in members))
+
+
+async def join(members: Sequence[LoadSession]) -> list[rendezvous_pb2.JoinResponse]:
+    """Lets the members form a generation together."""
+    policy = rendezvous_pb2.WorldPolicy(min_size=len(members), max_size=len(members))
+    request = rendezvous_pb2.JoinRequest(policy=policy, pinned_rank=-1, hinted_rank=-1, timeout_ms=TIMEOUT_MS)
+    results = await asyncio.gather(*(member.request(join=request) for member in members))
+    return [result.join for result in results]
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
@@ -151,7 +160,7 @@ async def _beat(members: Iterable[LoadSession]) -> None:
             await member.beat()
 
 
-def _refuse_fence(frame: session_pb2.ServerFrame) -> None:
+def _raise_if_fenced(frame: session_pb2.ServerFrame) -> None:
     if frame.event.HasField("fenced"):
         error: FerroError = status.error_of(frame.event.fenced)
         raise error
