@@ -1,7 +1,7 @@
-"""Data parallelism: every rank holds the whole model and its own share of the batch; gradients are averaged.
+"""DistributedDataParallel for modules of any framework: `sync_gradients` averages gradients after the backward pass.
 
-No framework is assumed. A module has `parameters()`, `named_parameters()`, `forward()`, `train()` and `eval()`; a parameter has
-`.data` and `.grad`. That is what torch modules are, and what a NumPy model can be in a few lines.
+A module has `parameters()`, `named_parameters()`, `forward()`, `train()` and `eval()`; a parameter has `.data` and `.grad`.
+torch modules have these, and a NumPy model gets them in a few lines.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup, group_given
 
 PASSES_UNTIL_WARNED: Final = 100
-"""After so many forward passes without a mean it is likely that nobody will ask for one."""
+"""After so many forward passes without `sync_gradients` the call was probably forgotten."""
 _log = logging.getLogger("ferrorpc.ddp")
 
 
 class Trainable(Protocol):
-    """What is asked of a module. torch's have it."""
+    """What a module needs. torch modules have it."""
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -118,13 +118,13 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
         """As calling the object. The module is called itself where it can be, so that its own hooks run."""
         self._passes += 1
         if self._passes == PASSES_UNTIL_WARNED:
-            self._look_for_means()
+            self._warn_if_never_averaged()
         run: Callable[..., Any] = self.module if callable(self.module) else self.module.forward
         return run(*args, **kwargs)
 
-    def _look_for_means(self) -> None:
-        """Says so where nothing was averaged yet: in torch's own wrapper `backward()` does it."""
-        if self._replica.rounds == 0 and self._replica.group.size > 1 and getattr(self.module, "training", True):
+    def _warn_if_never_averaged(self) -> None:
+        """Warns if nothing was averaged yet: with torch's own wrapper `backward()` does that."""
+        if self._replica.steps_begun == 0 and self._replica.group.size > 1 and getattr(self.module, "training", True):
             _log.warning(
                 "%d forward passes and no sync_gradients() yet, so every rank trains alone: call it before each step of the "
                 "optimizer, or use ferrorpc.torch.DistributedDataParallel, which averages during backward()",
@@ -168,7 +168,7 @@ class DistributedDataParallel(Wrapper, Generic[Module]):
         """
         if not self._replica.syncs:
             return
-        self._replica.check()
+        self._replica.check_parameters()
         for name, parameter in self._replica.parameters.items():
             if parameter.grad is not None:
                 self._replica.gradient(name)

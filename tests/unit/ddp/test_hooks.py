@@ -68,10 +68,10 @@ class Twice(Hook):
     def __init__(self) -> None:
         self.followed: list[str] = []
 
-    def exchange(self, part, lane):
-        yield lane.all_reduce(np.ones(1, np.float32))
+    def exchange(self, part, collectives):
+        yield collectives.all_reduce(np.ones(1, np.float32))
         self.followed.append(part.key)
-        yield lane.all_reduce(part.values)
+        yield collectives.all_reduce(part.values)
 
 
 def test_what_follows_an_operation_begins_while_others_still_compute():
