@@ -29,7 +29,7 @@ from ferrorpc.arrays.kinds import gpu_of, view
 from ferrorpc.ddp.bucket import lay_out
 from ferrorpc.ddp.bucket_set import BucketSet
 from ferrorpc.ddp.error_prefix import ErrorPrefix
-from ferrorpc.ddp.hooks.base import Hook, check_hook
+from ferrorpc.ddp.hooks.base import Hook
 from ferrorpc.ddp.placement import device_name
 from ferrorpc.ddp.reduction import Reduction
 from ferrorpc.ddp.steps import Steps
@@ -75,8 +75,6 @@ class Reducer(BucketSet):
             why_not = refusal(ReduceOp.MEAN, spec.dtype)
             if why_not is not None:
                 raise TensorMismatchError(f"{what} {name}: {why_not.reason}", hint=why_not.hint)
-        if hook is not None:
-            check_hook(hook)
         layout = lay_out(parameters, cap_bytes(bucket_cap_mb), order=order)
         agree(group, what, layout.text + ("" if hook is None else f"\nhook: {hook.text}"))
         super().__init__(layout, group, hook, kind)

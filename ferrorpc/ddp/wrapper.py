@@ -11,21 +11,21 @@ from ferrorpc.ddp.steps import Steps
 from ferrorpc.errors import UsageError
 
 _DEVICE: Final = "bring the module to the device before it is wrapped: module.to(device)"
-_NOT_NEEDED: Final = "leave it away: ranks may use other parameters than each other, in every step"
+_NOT_NEEDED: Final = "leave it out: ranks may use different parameters in every step"
 _COUNTERPARTS: Final = {
     "device_ids": _DEVICE,
     "output_device": _DEVICE,
-    "dim": "leave it away: a wrapper has one module and one device",
+    "dim": "leave it out: a wrapper has one module and one device",
     "process_group": "pass the group as group=, such as init_process_group() returned",
     "device_mesh": "pass a group as group=, such as ferrorpc.Mesh gives for a dimension",
-    "broadcast_buffers": 'leave it away, or pass buffers="local" in place of False',
+    "broadcast_buffers": 'leave it out, or pass buffers="local" in place of False',
     "find_unused_parameters": _NOT_NEEDED,
     "skip_all_reduce_unused_params": _NOT_NEEDED,
     "static_graph": _NOT_NEEDED,
     "check_reduction": _NOT_NEEDED,
-    "delay_all_reduce_named_params": "leave it away",
-    "param_to_hook_all_reduce": "leave it away",
-    "mixed_precision": "use torch.autocast; what gradients travel as is hook=ferrorpc.hooks.Compress('bf16')",
+    "delay_all_reduce_named_params": "leave it out",
+    "param_to_hook_all_reduce": "leave it out",
+    "mixed_precision": "use torch.autocast; to send gradients as bfloat16 pass hook=ferrorpc.hooks.Compress('bf16')",
 }
 """Arguments of torch's own DistributedDataParallel, and what to do instead here."""
 
@@ -43,7 +43,7 @@ class Wrapper:
         return super().__new__(cls)
 
     def broadcast_parameters(self, root: int = 0) -> None:
-        """Gives every rank the weights (and buffers, where the module has them) of rank `root`, in place. Collective."""
+        """Gives every rank the weights (and buffers, if the module has any) of rank `root`, in place. Collective."""
         self._replica.broadcast(root)
 
     def check_weights(self) -> None:

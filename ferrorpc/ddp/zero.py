@@ -33,7 +33,7 @@ class ZeroOptimizer:
 
     Args:
         weights: a tree (dicts, lists, tuples, named tuples) of float32 or float64 arrays, which are written in place. All ranks
-            hold the same. Each rank's shard of CuPy arrays is copied to the host, where the rule runs and its state is.
+            hold the same. Each rank's shard of CuPy arrays is copied to the host, which runs the rule and holds its state.
         group: every rank constructs its optimizer at the same point of its program.
         rule: `ferrorpc.rules.SGD` or `Adam`, or your own `Rule`; it must be elementwise.
         bucket_cap_mb: how many MiB a message may hold.

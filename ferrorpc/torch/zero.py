@@ -265,7 +265,7 @@ def _check_frozen(group: dict[str, Any], trained: dict[str, torch.Tensor]) -> No
         if parameter.grad is not None and f"{_NAME}{number}" not in trained:
             raise UsageError(
                 f"parameter {number} was frozen when this optimizer was made, but has a gradient now",
-                hint="make the optimizer again when parameters were thawed",
+                hint="make the optimizer again after parameters are unfrozen",
             )
 
 

@@ -46,8 +46,8 @@ def shard_state(shard: Shard, states: Mapping[str, dict[str, Any]], per_element:
                 hint = "here all parameters are updated in every step: go on with torch's own until each has had a gradient"
                 raise UsageError(f"the state has no {key} for {name}", hint=hint)
         values = {name: state[key] for name, state in states.items()}
-        is_tensor = key in per_element and all(isinstance(value, torch.Tensor) for value in values.values())
-        sharded[key] = _shard_tensor(shard, key, values) if is_tensor else _common(key, values)
+        is_sharded = key in per_element and all(isinstance(value, torch.Tensor) for value in values.values())
+        sharded[key] = _shard_tensor(shard, key, values) if is_sharded else _common(key, values)
     return sharded
 
 

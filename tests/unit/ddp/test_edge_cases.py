@@ -1,4 +1,4 @@
-"""What people file issues about against data parallelism, each as a test of what happens here, in NumPy.
+"""Cases that users of data parallelism report as issues elsewhere, tested here in NumPy.
 
 For torch modules, see tests/unit/torch/test_edge_cases.py. All worlds are simulated ones on virtual time.
 """

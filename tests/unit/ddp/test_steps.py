@@ -1,4 +1,4 @@
-"""Where the time of steps goes, from known times, and that steps are counted and drawn."""
+"""The times of steps: their computation from known times, and their recording, comparison and drawing."""
 
 from __future__ import annotations
 

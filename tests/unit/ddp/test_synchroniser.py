@@ -1,4 +1,4 @@
-"""GradientSynchronizer against a single process, ready in any order, with and without weights."""
+"""GradientSynchronizer, compared with one process: gradients ready in any order, with and without weights."""
 
 from __future__ import annotations
 

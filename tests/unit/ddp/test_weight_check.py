@@ -1,4 +1,4 @@
-"""Ranks whose weights drift apart are found out, by name."""
+"""Ranks whose weights differ are detected and named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a wrapper looks at in each step to learn whether it still knows all parameters."""
+"""The check in each step whether a module's parameters have changed."""
 
 from __future__ import annotations
 
