@@ -107,7 +107,7 @@ class ZeroOptimizer:
         """The whole optimizer state on rank `root`; None elsewhere. Groups of any size can load it. Collective.
 
         Returns:
-            name -> array: "slot0/a/b" is the rule's first state array for the weights "a/b", in their shape. Arrays without
+            name -> array: "slot0/a/b" is the first state array of the rule for the weights "a/b", in their shape. Arrays without
             elements are left out.
         """
         state = {_STEP: np.asarray(self._steps)}
