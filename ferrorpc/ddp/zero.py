@@ -107,8 +107,8 @@ class ZeroOptimizer:
         """The whole optimizer state on rank `root`; None elsewhere. Groups of any size can load it. Collective.
 
         Returns:
-            name -> array: "slot0/a/b" is the first state array of the rule for the weights "a/b", in their shape. Arrays without
-            elements are left out.
+            name -> array: "slot0/a/b" is the first state array of the rule for the weights "a/b", in their shape. Arrays
+            without elements are left out.
         """
         state = {_STEP: np.asarray(self._steps)}
         for shard, memory in zip(self._shards.shards, self._memory, strict=True):
