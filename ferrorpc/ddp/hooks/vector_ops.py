@@ -1,6 +1,6 @@
-"""What hooks do with runs of float32, on the host or on a GPU, with the same bits.
+"""Operations of hooks on float32 vectors, on the host or on a GPU, with the same bits.
 
-On a GPU everything is queued in the current stream, and made there; nothing waits but `home`.
+On a GPU everything is allocated and queued in the current stream; only `to_host` waits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.device import DeviceArray
 from ferrorpc.arrays.kinds import gpu_of
-from ferrorpc.ddp.memory import Array
+from ferrorpc.ddp.bucket_memory import Array
 from ferrorpc.kernels.cuda.codecs import DeviceCodec
 from ferrorpc.types import DType
 from ferrorpc.wire.codecs import Codec
@@ -21,8 +21,8 @@ from ferrorpc.wire.codecs import Codec
 _SINGLE = np.dtype(np.float32)
 
 
-class Values(ABC):
-    """One place of arrays, all of which are float32 of one dimension."""
+class VectorOps(ABC):
+    """Operations on one device. All arrays are float32 of one dimension."""
 
     @abstractmethod
     def zeros(self, count: int) -> Any:
@@ -37,24 +37,24 @@ class Values(ABC):
         """target += other."""
 
     @abstractmethod
-    def keep_rest(self, values: Any, delivered: Any) -> None:
-        """values -= delivered; zeros where any of it is not finite."""
+    def subtract_delivered(self, values: Any, delivered: Any) -> None:
+        """values -= delivered; all zeros if any result is not finite."""
 
     @abstractmethod
     def rounded(self, codec: Codec, values: Any) -> Any:
-        """A new array of what is left of values in a codec's bytes."""
+        """A new array of values after encoding and decoding by a codec."""
 
     @abstractmethod
-    def taken(self, source: Array) -> Any:
-        """A new array of what a host array holds."""
+    def from_host(self, source: Array) -> Any:
+        """A copy of a host array."""
 
     @abstractmethod
-    def home(self, values: Any) -> Array:
+    def to_host(self, values: Any) -> Array:
         """A copy on the host."""
 
 
-class HostValues(Values):
-    """NumPy's."""
+class HostVectorOps(VectorOps):
+    """On NumPy arrays."""
 
     def zeros(self, count: int) -> Array:
         return np.zeros(count, _SINGLE)
@@ -66,7 +66,7 @@ class HostValues(Values):
         with np.errstate(all="ignore"):
             np.add(target, other, out=target)
 
-    def keep_rest(self, values: Array, delivered: Array) -> None:
+    def subtract_delivered(self, values: Array, delivered: Array) -> None:
         with np.errstate(all="ignore"):
             np.subtract(values, delivered, out=values)
         if not np.isfinite(values).all():
@@ -75,15 +75,15 @@ class HostValues(Values):
     def rounded(self, codec: Codec, values: Array) -> Array:
         return codec.decode(codec.encode(values), values.size)
 
-    def taken(self, source: Array) -> Array:
+    def from_host(self, source: Array) -> Array:
         return np.array(source, _SINGLE)
 
-    def home(self, values: Array) -> Array:
+    def to_host(self, values: Array) -> Array:
         return values.copy()
 
 
-class DeviceValues(Values):
-    """Those of a GPU, which is the current device, in the stream that is current when this is made."""
+class DeviceVectorOps(VectorOps):
+    """On arrays of a GPU, which is the current device, in the stream that is current at construction."""
 
     def __init__(self, kind: CupyKind) -> None:
         self._device = kind.device
@@ -101,28 +101,28 @@ class DeviceValues(Values):
     def add(self, target: DeviceArray, other: DeviceArray) -> None:
         self._kernels.sum_peers([target, other], target, DType.FLOAT32)
 
-    def keep_rest(self, values: DeviceArray, delivered: DeviceArray) -> None:
+    def subtract_delivered(self, values: DeviceArray, delivered: DeviceArray) -> None:
         self._kernels.residue(values, delivered)
 
     def rounded(self, codec: Codec, values: DeviceArray) -> DeviceArray:
-        near, found = DeviceCodec(self._kernels, codec.name), self._device.empty(values.shape, _SINGLE)
+        device_codec, found = DeviceCodec(self._kernels, codec.name), self._device.empty(values.shape, _SINGLE)
         encoded = self._device.empty((codec.encoded_bytes(values.size),), np.dtype(np.uint8))
-        near.encode(values, encoded)
-        near.decode(encoded, found)
+        device_codec.encode(values, encoded)
+        device_codec.decode(encoded, found)
         return found
 
-    def taken(self, source: Array) -> DeviceArray:
+    def from_host(self, source: Array) -> DeviceArray:
         return self._device.staging.up(np.array(source, _SINGLE))
 
-    def home(self, values: DeviceArray) -> Array:
+    def to_host(self, values: DeviceArray) -> Array:
         with self._device.on(self._stream):
             return self._device.staging.down(values)
 
 
-HOST = HostValues()
+HOST = HostVectorOps()
 
 
-def values_like(array: Any) -> Values:
-    """What works where an array is."""
+def vector_ops_for(array: Any) -> VectorOps:
+    """The operations for an array's device."""
     kind = gpu_of(array)
-    return HOST if kind is None else DeviceValues(kind)
+    return HOST if kind is None else DeviceVectorOps(kind)

@@ -1,4 +1,4 @@
-"""What a wrapper looks at in each step to learn whether it still knows all parameters."""
+"""The check in each step whether a module's parameters have changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch import nn  # noqa: E402
 
-from ferrorpc.torch.changes import Changes  # noqa: E402
+from ferrorpc.torch.parameter_snapshot import ParameterSnapshot  # noqa: E402
 
 
 def model() -> nn.Sequential:
@@ -33,10 +33,10 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_is_seen_until_it_is_known(change: Callable[[nn.Sequential], object]) -> None:
     module = model()
-    changes = Changes(module)
+    snapshot = ParameterSnapshot(module)
     module(torch.ones(3, 2)).sum().backward()
-    assert not changes.may_be(), "a step is no change"
+    assert not snapshot.may_differ(), "a step is no change"
     change(module)
-    assert changes.may_be()
-    changes.known()
-    assert not changes.may_be()
+    assert snapshot.may_differ()
+    snapshot.take()
+    assert not snapshot.may_differ()

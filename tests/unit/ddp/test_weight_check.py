@@ -1,4 +1,4 @@
-"""Ranks whose weights drift apart are found out, by name."""
+"""Ranks whose weights differ are detected and named."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ferrorpc.ddp.drift import GROUPS
 from ferrorpc.ddp.module import DistributedDataParallel
 from ferrorpc.ddp.synchroniser import GradientSynchronizer
+from ferrorpc.ddp.weight_check import GROUPS_MAX
 from ferrorpc.errors import CollectiveMismatchError, UsageError
 from ferrorpc.testing import run_world
 from tests.unit.ddp.model import Plain
 
 
-@pytest.mark.parametrize("count", [1, 5, GROUPS + 1, 3 * GROUPS * GROUPS // 2])
+@pytest.mark.parametrize("count", [1, 5, GROUPS_MAX + 1, 3 * GROUPS_MAX * GROUPS_MAX // 2])
 def test_the_first_parameter_that_differs_is_named_however_many_there_are(count):
     guilty = max(0, count - 2)
 

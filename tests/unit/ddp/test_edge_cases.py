@@ -1,6 +1,6 @@
-"""What people file issues about against data parallelism, each as a test of what happens here, in NumPy.
+"""Cases that users of data parallelism report as issues elsewhere, tested here in NumPy.
 
-For torch modules, see tests/unit/torch/test_awkward.py. All worlds are simulated ones on virtual time.
+For torch modules, see tests/unit/torch/test_edge_cases.py. All worlds are simulated ones on virtual time.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def test_a_rank_that_never_comes_is_named_with_the_gradients_it_owes():
             with pytest.raises(CollectiveTimeoutError) as caught:
                 sync({f"layer{index}": np.zeros(2) for index in range(6)})
             assert caught.value.waiting_on == [1]
-            assert caught.value.__notes__ == ["while averaging bucket 0 (layer5, layer4, layer3, layer2 and 2 more), round 0"]
+            assert caught.value.__notes__ == ["while averaging bucket 0 (layer5, layer4, layer3, layer2 and 2 more), step 0"]
         else:
             group.session.clock.parker().park(group.session.clock.now() + 30)
 

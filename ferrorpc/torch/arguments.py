@@ -1,4 +1,4 @@
-"""What users pass, if it is what is asked for."""
+"""Checks arguments of ferrorpc.torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from ferrorpc.errors import UsageError
 
 
-def module_given(module: Any) -> torch.nn.Module:
-    """The module.
+def checked_module(module: Any) -> torch.nn.Module:
+    """Returns the module.
 
     Raises:
-        UsageError: it is no module of torch.
+        UsageError: it is no torch module.
     """
     if isinstance(module, torch.nn.Module):
         return module

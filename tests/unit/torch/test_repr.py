@@ -1,4 +1,4 @@
-"""What ferrorpc.torch's objects show of themselves."""
+"""The reprs of ferrorpc.torch's objects."""
 
 from __future__ import annotations
 

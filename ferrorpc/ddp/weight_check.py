@@ -1,8 +1,9 @@
-"""Do all ranks still hold the same weights? Compared as hashes, through the coordinator, every so many steps.
+"""Checks that all ranks hold the same weights: their hashes are compared through the coordinator.
 
-Idea. Replicas that drift apart train on, and nobody notices: a rank that missed an update, a broken memory module, an operation
-that is not deterministic. Each rank hashes its weights; the hashes meet at a named barrier of the coordinator, away from the
-data plane. Where they differ, parameters are compared in ever smaller groups: two or three barriers find the first one.
+Idea. Replicas whose weights have diverged go on training unnoticed: after a rank missed an update, with faulty memory, or
+after an operation that is not deterministic. Each rank hashes its weights; the hashes are exchanged at a named barrier of the
+coordinator, not on the data plane. If they differ, hashes of ever smaller groups of parameters are compared; two or three
+barriers find the first parameter that differs.
 
 Cost: one pass over the weights (about 1 GB/s) and one barrier with 16 bytes a rank.
 """
@@ -20,20 +21,20 @@ if TYPE_CHECKING:
     from ferrorpc.group import ProcessGroup
 
 HASH_BYTES: Final = 16
-GROUPS: Final = 128
-"""Groups of parameters whose hashes travel as one payload: 2 KiB of the 4 that a barrier takes."""
+GROUPS_MAX: Final = 128
+"""How many hashes one barrier carries: 2 KiB of the 4 KiB that its payload may have."""
 
 
-def compare(arrays: Mapping[str, Any], group: ProcessGroup, owner: int, when: str) -> None:
-    """Returns when all ranks hold the same bits. Collective: the same names in the same order.
+def check_weights(arrays: Mapping[str, Any], group: ProcessGroup, owner: int, when: str) -> None:
+    """Compares arrays between all ranks, bit for bit. Collective: the same names in the same order.
 
     Args:
-        owner: a number that tells callers on one group apart; the same on all ranks.
+        owner: distinguishes the callers on one group; the same on all ranks.
         when: for the error, such as "in step 200".
 
     Raises:
-        CollectiveMismatchError: they differ. It names the ranks that are not as most are, and the first array that differs.
-            The group stays open.
+        CollectiveMismatchError: they differ. It names the ranks that differ from the majority, and the first array that
+            differs. The group stays open.
     """
     names = list(arrays)
     hashes = [_hash(name.encode(), _bytes_of(arrays[name])) for name in names]
@@ -43,7 +44,7 @@ def compare(arrays: Mapping[str, Any], group: ProcessGroup, owner: int, when: st
         return
     first, last = 0, len(names)
     while True:
-        step = -(-(last - first) // GROUPS)
+        step = -(-(last - first) // GROUPS_MAX)
         starts = range(first, last, step)
         found = _exchange(group, barrier, [_hash(*hashes[start : min(start + step, last)]) for start in starts])
         place = next(index for index in range(len(starts)) if len({each[index] for each in found}) > 1)
@@ -53,7 +54,7 @@ def compare(arrays: Mapping[str, Any], group: ProcessGroup, owner: int, when: st
 
 
 def _error(group: ProcessGroup, name: str, hashes: Sequence[bytes], when: str) -> CollectiveMismatchError:
-    """What most ranks have is taken for right; where two are as many, what the lower rank has."""
+    """The hash that most ranks have counts as the right one; in a tie, that of the lower rank."""
     right = max(hashes, key=lambda each: (hashes.count(each), -hashes.index(each)))
     odd = [rank for rank, each in enumerate(hashes) if each != right]
     who = ", ".join(f"rank {group.world_ranks[rank]}" for rank in odd)

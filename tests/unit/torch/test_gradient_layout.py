@@ -1,4 +1,4 @@
-"""Where gradients lie, in which order, and what hooks do to them: what optimizers and users who touch gradients rely on."""
+"""The memory and layout of gradients, and hooks that change them, as optimizers and users rely on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people file issues about against data parallelism in torch, each as a test of what happens here."""
+"""Cases that users of data parallelism in torch report as issues elsewhere, tested here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.torch.models import SMALL_MB, batch, check_close, check_same, gr
 
 
 class Branches(nn.Module):
-    """Uses one of its layers, or none, as it is told."""
+    """Uses the layer that the caller names, or none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize("views", [True, False])
 def test_expected_to_have_finished_reduction_in_the_prior_iteration(views: bool) -> None:
-    """Unused parameters, others on each rank and in each step, need no flag and no extra pass over the graph."""
+    """Parameters that are unused on some ranks and in some steps need no flag and no extra traversal of the graph."""
     program = [("left", "right"), ("none", "none"), ("right", "none"), ("left", "left"), ("none", "left")]
 
     def local(module: nn.Module, step: int, rank: int) -> None:
@@ -88,7 +88,7 @@ def test_a_gradient_left_from_before_counts_once_where_only_another_rank_used_th
 
 
 class Shuffled(nn.Module):
-    """Adds its layers in an order of the caller's: autograd reaches them in that order too."""
+    """Adds its layers in the order that the caller gives, in which autograd reaches them too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Shuffled(nn.Module):
 
 
 def test_gradients_ready_in_different_order_on_each_rank_neither_hang_nor_mix() -> None:
-    """An order that all must share is what others assume; a number for every bucket needs none."""
+    """Buckets have numbers, so ranks need not share an order."""
     orders = [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 5, 0, 3, 1, 4]]
 
     def body(group):
@@ -134,7 +134,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("of_parameters", [False, True])
 def test_gradients_that_are_only_asked_for_are_each_ranks_own_affair(of_parameters: bool) -> None:
-    """`torch.autograd.grad`, of penalties and of forces: on one rank alone, and without a message."""
+    """`torch.autograd.grad`, for penalties or forces, may run on one rank alone, without a message."""
 
     def body(group):
         ddp, found, sent = DistributedDataParallel(network(), group), [], []
@@ -202,7 +202,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_parameter_marked_ready_twice_by_reentrant_checkpoints(reentrant: bool) -> None:
-    """Its gradient comes in portions, from one backward pass inside another; it leaves when the outer pass is over."""
+    """Its gradient is accumulated in parts, in nested backward passes, and is reduced after the outer pass."""
 
     def body(group):
         ddp = DistributedDataParallel(Checkpointed(reentrant), group, bucket_cap_mb=5e-5)
@@ -272,7 +272,7 @@ def test_a_parameter_used_only_under_no_sync_is_averaged_with_the_next_step() ->
 
 @pytest.mark.parametrize("follows", [True, False])
 def test_uneven_inputs_neither_hang_nor_bend_the_mean(follows: bool) -> None:
-    """A rank that runs out counts with weight 0: later means are over those that still have batches."""
+    """A rank without batches counts with weight 0: later means are over the ranks that still have some."""
     counts = [2, 5, 3]
 
     def body(group):
@@ -350,7 +350,7 @@ def test_a_parameter_added_after_wrapping_is_an_error_that_names_it() -> None:
 
 
 def test_two_wrapped_modules_at_once_do_not_mix() -> None:
-    """A generator and a discriminator: both have buckets under way, and ranks begin them in different orders."""
+    """A generator and a discriminator: both have buckets in flight, which ranks start in different orders."""
 
     def body(group):
         one = DistributedDataParallel(network(1), group, bucket_cap_mb=SMALL_MB)
@@ -370,7 +370,7 @@ def test_two_wrapped_modules_at_once_do_not_mix() -> None:
 
 
 class Exploding(torch.autograd.Function):
-    """An identity whose backward fails."""
+    """An identity whose backward pass fails."""
 
     @staticmethod
     def forward(ctx, x):
