@@ -21,6 +21,7 @@ import numpy as np
 
 from ferrorpc.arrays.cupy_kind import CupyKind
 from ferrorpc.arrays.kinds import copy_into, kind_of, spec_of, split, view, view_out
+from ferrorpc.consistency import require_same
 from ferrorpc.ddp.bucket import ALIGNMENT_BYTES, Bucket, lay_out
 from ferrorpc.ddp.bucket_memory import Array
 from ferrorpc.ddp.error_prefix import ErrorPrefix
