@@ -106,7 +106,7 @@ class Latch:
 
     Attributes:
         cause: the first cause; None while the generation goes on.
-        unwell: by world rank, a sentence about each member of which the coordinator has said that it is stalled or suspect,
+        unhealthy: by world rank, a sentence about each member of which the coordinator has said that it is stalled or suspect,
             for those who wait for it.
     """
 
@@ -115,7 +115,7 @@ class Latch:
         self._watchers: dict[int, Callable[[], None]] = {}
         self._next = 0
         self.cause: FerroError | None = None
-        self.unwell: dict[int, str] = {}
+        self.unhealthy: dict[int, str] = {}
 
     def trip(self, cause: FerroError) -> bool:
         """Sets the first cause and wakes the watchers. False when it had tripped before: then nothing changes."""

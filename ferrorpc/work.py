@@ -41,11 +41,11 @@ class Work(Generic[Result]):
     ended many operations, once, and not at all if another of them has shown it.
     """
 
-    locate: Callable[[BaseException], BaseException] | None = None
+    translate_error: Callable[[BaseException], BaseException] | None = None
     """For the driver, which sets it before it hands this out: what an error goes through before the caller sees it."""
     meter: Meter | None = None
     """For the driver, likewise: told of callers who wait."""
-    bring: Callable[[Any], Result] | None = None
+    make_result: Callable[[Any], Result] | None = None
     """For the driver, likewise: makes the result of what the operation left, on the thread that waits first: arrays on a GPU
     belong to a stream, and every thread has its own."""
     hand_over: Callable[[Any], Callable[[], None]] | None = None
@@ -53,7 +53,7 @@ class Work(Generic[Result]):
     waits later go on after it."""
     settle: Callable[[Any, float], None] | None = None
     """For the driver, likewise: waits until a result that a GPU makes is there, or that clock time."""
-    _follow: Callable[[], None] | None = None
+    _order_stream: Callable[[], None] | None = None
     _done = False
     _observed = False
     _result: Result | None = None
@@ -63,7 +63,7 @@ class Work(Generic[Result]):
         self.label = label
         self._clock = clock
         self._lock = threading.Lock()
-        self._bringing = threading.Lock()
+        self._result_lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
 
     def done(self) -> bool:
@@ -74,8 +74,8 @@ class Work(Generic[Result]):
         """Its error; None when it went well or still runs."""
         if not self._done:  # whoever ends it sets the error first
             return None
-        self._look()
-        return self._located(self._error)
+        self._observe()
+        return self._translated(self._error)
 
     @property
     def failure(self) -> str:
@@ -104,11 +104,11 @@ class Work(Generic[Result]):
             finally:
                 if self.meter is not None:
                     self.meter.operated(self._clock.now() - began)
-        self._look()
-        error = self._located(self._error)
+        self._observe()
+        error = self._translated(self._error)
         if error is not None:
             raise error
-        if self.bring is not None or self._follow is not None:
+        if self.make_result is not None or self._order_stream is not None:
             self._give(self._result)
         if host and self.settle is not None:
             self.settle(self._result, until)
@@ -116,14 +116,14 @@ class Work(Generic[Result]):
 
     def _give(self, left: Any) -> None:
         """Makes the result of what the operation left; where that was done before, the current stream goes on after it."""
-        with self._bringing:
-            if self.bring is not None:
-                self._result = self.bring(left)
+        with self._result_lock:
+            if self.make_result is not None:
+                self._result = self.make_result(left)
                 if self.hand_over is not None:
-                    self._follow = self.hand_over(self._result)
-                self.bring = None
-            elif self._follow is not None:
-                self._follow()
+                    self._order_stream = self.hand_over(self._result)
+                self.make_result = None
+            elif self._order_stream is not None:
+                self._order_stream()
 
     def _park(self, until: float, timeout: float | None) -> None:
         parker = self._clock.parker()
@@ -135,25 +135,25 @@ class Work(Generic[Result]):
                     [], f"{self.label} still runs after {timeout:g} s", hint="call wait() again: nothing was lost"
                 )
 
-    def _look(self) -> None:
+    def _observe(self) -> None:
         self._observed = True
         if isinstance(self._error, FerroError):
             self._error.see()
 
-    def _located(self, error: BaseException | None) -> BaseException | None:
-        return error if error is None or self.locate is None else self.locate(error)
+    def _translated(self, error: BaseException | None) -> BaseException | None:
+        return error if error is None or self.translate_error is None else self.translate_error(error)
 
     def __await__(self) -> Generator[Any, None, Result]:
         loop = asyncio.get_running_loop()
         if self._clock.one_at_a_time:
-            yield from self._by_turns(loop).__await__()
+            yield from self._yield_in_turns(loop).__await__()
         else:
             event = asyncio.Event()
             self.on_done(lambda: _signal(loop, event))
             yield from event.wait().__await__()
         return self.wait()
 
-    async def _by_turns(self, loop: asyncio.AbstractEventLoop) -> None:
+    async def _yield_in_turns(self, loop: asyncio.AbstractEventLoop) -> None:
         """Lets the loop's other coroutines and the clock's other threads run in turn: a loop that slept would stop these."""
         parkers = _awaiting.setdefault(loop, WeakKeyDictionary())
         parker = parkers.setdefault(self._clock, self._clock.parker())

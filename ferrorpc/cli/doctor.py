@@ -233,9 +233,9 @@ def clock(config: Config, environment: Mapping[str, str]) -> Findings:
 
 def shared_memory(config: Config, environment: Mapping[str, str]) -> Findings:
     """Whether ranks of this host can share memory."""
-    from ferrorpc.transports.shared_memory.place import refusal
+    from ferrorpc.transports.shared_memory.host_identity import unsupported_reason
 
-    reason = refusal()
+    reason = unsupported_reason()
     if reason:
         yield Finding("note", "shared memory", f"{reason}; ranks of this host use gRPC")
     else:

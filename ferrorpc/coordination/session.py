@@ -34,7 +34,8 @@ from ferrorpc.logs import say_where
 from ferrorpc.types import Assignment, Peer
 from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
 from ferrorpc.versions import own_version
-from ferrorpc.wire.status import detail_of, error_of
+from ferrorpc.wire.error_detail import detail_of
+from ferrorpc.wire.status import error_of
 from ferrorpc.wire.token import Token
 
 PROTOCOL_VERSION: Final = 1
@@ -304,7 +305,7 @@ class RemoteSession(Session):
     def welcomed(self) -> None:
         """Whoever still waits for a place is told of on the new stream; a coordinator that restarted is told what it forgot."""
         self._pending = ()
-        self._latch.unwell.clear()
+        self._latch.unhealthy.clear()
         if self._latch.cause is None:
             with contextlib.suppress(FerroError):  # the line is over
                 for label, request in list(self._told.items()):
@@ -401,7 +402,7 @@ class RemoteSession(Session):
         return limits.check_participants(ranks, assignment.rank, assignment.size)
 
     def _standing_changed(self, member: identity_pb2.Member) -> None:
-        report, unwell = report_of(member), self._latch.unwell
+        report, unwell = report_of(member), self._latch.unhealthy
         _log.info("%s", report)
         if report.state in UNWELL:
             unwell[report.rank] = report.standing

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ferrorpc.wire.frames import Header, Key
 
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 
     from ferrorpc.transports.mailbox import Mailbox
 
+BROKEN_CLOSE_SECONDS: Final = 0.2
+"""How long `close` may take in a broken generation: nothing has to be flushed, and some peer may be gone."""
+
 
 class Transport(ABC):
     """The lanes from one rank to all others of its generation. Ranks are world ranks.
 
-    Every method may be called from any thread, and none of them blocks; `attend` may take a moment.
+    Every method may be called from any thread, and none of them blocks; `busy_poll` may take a moment.
     """
 
     rank: int
@@ -62,7 +65,7 @@ class Transport(ABC):
     def probe(self, peer: int, key: Key, signature: str) -> None:
         """Asks `peer` where it stands in this operation; the answer arrives in the operation's box."""
 
-    def attend(self, peer: int, over: Callable[[], bool]) -> None:
+    def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
         """A thread is about to sleep until something comes from `peer`: where it is cheaper than to be woken, it reads that
         itself for a moment, or until `over`."""
         return

@@ -16,22 +16,22 @@ Only one that asks and never reads has thousands of them wait."""
 _STANDINGS: Final = frozenset(transport_pb2.Standing.values()) - {transport_pb2.STANDING_UNSPECIFIED}
 
 
-def unread(peer: int) -> LimitExceededError:
+def too_many_unread(peer: int) -> LimitExceededError:
     """The error for a peer that is past CONTROL_MAX."""
     return LimitExceededError(f"rank {peer} leaves {CONTROL_MAX} answers to it unread", limit="CONTROL_MAX")
 
 
-def grant_of(key: Key, slot: int) -> transport_pb2.Grant:
+def grant_message(key: Key, slot: int) -> transport_pb2.Grant:
     """The rest of message `slot` may come."""
     return transport_pb2.Grant(group=key.group, stream=key.stream, number=key.number, slot=slot)
 
 
-def probe_of(key: Key, signature: str) -> transport_pb2.Probe:
+def probe_message(key: Key, signature: str) -> transport_pb2.Probe:
     """Where do you stand in this operation?"""
     return transport_pb2.Probe(group=key.group, stream=key.stream, number=key.number, signature=signature)
 
 
-def answer_of(mailbox: Mailbox, key: Key, signature: str) -> transport_pb2.ProbeAnswer:
+def probe_answer(mailbox: Mailbox, key: Key, signature: str) -> transport_pb2.ProbeAnswer:
     """Where this rank stands in it."""
     standing, mine, last_number, last_signature = mailbox.standing(key, signature)
     return transport_pb2.ProbeAnswer(
@@ -45,7 +45,7 @@ def answer_of(mailbox: Mailbox, key: Key, signature: str) -> transport_pb2.Probe
     )
 
 
-def question_in(probe: transport_pb2.Probe, source: int) -> tuple[Key, str]:
+def read_probe(probe: transport_pb2.Probe, source: int) -> tuple[Key, str]:
     """Which operation a probe asks for, and its signature there.
 
     Raises:
@@ -56,7 +56,7 @@ def question_in(probe: transport_pb2.Probe, source: int) -> tuple[Key, str]:
     return Key(probe.group, probe.stream, probe.number), probe.signature
 
 
-def take_grant(mailbox: Mailbox, source: int, grant: transport_pb2.Grant) -> None:
+def deliver_grant(mailbox: Mailbox, source: int, grant: transport_pb2.Grant) -> None:
     """A grant has come.
 
     Raises:
@@ -65,7 +65,7 @@ def take_grant(mailbox: Mailbox, source: int, grant: transport_pb2.Grant) -> Non
     mailbox.granted(source, Key(grant.group, grant.stream, grant.number), grant.slot)
 
 
-def take_answer(mailbox: Mailbox, source: int, answer: transport_pb2.ProbeAnswer) -> None:
+def deliver_probe_answer(mailbox: Mailbox, source: int, answer: transport_pb2.ProbeAnswer) -> None:
     """The answer to a probe has come.
 
     Raises:

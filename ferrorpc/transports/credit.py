@@ -19,7 +19,7 @@ _CONTAINER_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
 @cache
-def unasked_bytes_max() -> int:
+def unexpected_bytes_max() -> int:
     """How much may wait in a rank that it has not asked for, from all ranks together: half of the memory it may have.
 
     Nothing sound comes near it, except a sender that runs away from its receiver. An error then says so, before the kernel ends

@@ -124,7 +124,7 @@ class InprocTransport(Transport):
 
     def probe(self, peer: int, key: Key, signature: str) -> None:
         has_left = peer in self._said_goodbye
-        if not has_left or self.mailbox.asks_again(peer, key):
+        if not has_left or self.mailbox.missed_before(peer, key):
             self._carry(peer, lambda end: end.answer(self.rank, key, signature), needed=has_left)
 
     def answer(self, peer: int, key: Key, signature: str) -> None:

@@ -2,7 +2,7 @@
 
 Reader threads put frames, grants and probe answers in; the one driver of each operation takes them out. Three rules keep
 strange messages from doing harm. A frame for an operation that this rank has not entered waits: of each message what needs no
-grant, of all together what `unasked_bytes_max` allows; more ends the generation.
+grant, of all together what `unexpected_bytes_max` allows; more ends the generation.
 A frame whose signature differs from the local call is reported at once, whether it came before, during or after that call,
 and no call takes it: one that is not over fails of it. (Finished operations leave their signature in a bounded history.)
 Anything for an operation older than the history is dropped.
@@ -17,9 +17,9 @@ from collections.abc import Callable, Container
 from typing import Final, NamedTuple
 
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, LimitExceededError
-from ferrorpc.transports.chunks import Chunks
-from ferrorpc.transports.credit import EAGER_BYTES, FRAME_COST_BYTES, unasked_bytes_max as usual_bytes_max
-from ferrorpc.transports.pairwise import Inbound, Post, unasked
+from ferrorpc.transports.credit import EAGER_BYTES, FRAME_COST_BYTES, unexpected_bytes_max as default_bytes_max
+from ferrorpc.transports.point_to_point import PostedReceive, ReceiveQueue, ungranted_error
+from ferrorpc.transports.reassembly import ReassemblyQueue
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Key
 
@@ -44,7 +44,7 @@ class Standing(NamedTuple):
     last_signature: str
 
 
-class Entered(NamedTuple):
+class CallRecord(NamedTuple):
     """What this rank knows of an operation that sends no messages.
 
     Attributes:
@@ -66,24 +66,35 @@ class _Any:
 _ANY: Final = _Any()
 
 
-def _nobody() -> None:
+def _no_wake() -> None:
     """The wake of a box that no driver has taken yet."""
 
 
 class Box:
     """What has arrived for one operation. Filled by reader threads, emptied by the operation's driver."""
 
-    __slots__ = ("answers", "frames", "granted", "news", "places", "refused", "signature", "unasked_bytes", "ungranted", "wake")
+    __slots__ = (
+        "answers",
+        "arrivals",
+        "frames",
+        "granted",
+        "places",
+        "refused",
+        "signature",
+        "unexpected_bytes",
+        "ungranted",
+        "wake",
+    )
 
     def __init__(self) -> None:
         self.signature: str | None = None
         """The local call's; None until this rank has entered."""
-        self.wake: Callable[[], None] = _nobody
+        self.wake: Callable[[], None] = _no_wake
         self.refused: CollectiveMismatchError | None = None
         """Set when a frame of a different call came: this operation fails with it."""
-        self.frames: dict[tuple[int, int], Chunks] = {}
+        self.frames: dict[tuple[int, int], ReassemblyQueue] = {}
         """Chunks by (source, slot), in order."""
-        self.news: deque[tuple[int, int]] = deque()
+        self.arrivals: deque[tuple[int, int]] = deque()
         """(source, slot) of each chunk since its driver last looked."""
         self.granted: set[tuple[int, int]] = set()
         """(peer, slot) of messages whose later chunks may go."""
@@ -93,7 +104,7 @@ class Box:
         """What each peer said to the last probe."""
         self.places: Container[tuple[int, int]] = ()
         """(source, slot) of the messages that its driver awaits."""
-        self.unasked_bytes = 0
+        self.unexpected_bytes = 0
         """Bytes that came before this rank entered, or in messages that it does not await."""
 
     def put(self, frame: Frame) -> None:
@@ -101,14 +112,14 @@ class Box:
         place = (frame.source, frame.header.slot)
         queue = self.frames.get(place)
         if queue is None:
-            queue = self.frames[place] = Chunks(frame.header)
+            queue = self.frames[place] = ReassemblyQueue(frame.header)
         queue.put(frame)
-        self.news.append(place)
+        self.arrivals.append(place)
         if frame.offset == 0 and frame.header.total > EAGER_BYTES:
             self.ungranted.append(place)
 
 
-def _wake(posts: list[Post]) -> None:
+def _wake(posts: list[PostedReceive]) -> None:
     """Wakes recvs. Called without the mailbox's lock, which a woken recv may take at once."""
     for post in posts:
         post.wake()
@@ -120,22 +131,22 @@ class Mailbox:
     Args:
         rank: own world rank, for messages.
         report: breaks the generation with an error; must not block.
-        unasked_bytes_max: how much may wait that this rank has not asked for; None for the usual.
+        unexpected_bytes_max: how much may wait that this rank has not asked for; None for the usual.
     """
 
-    def __init__(self, rank: int, report: Callable[[FerroError], None], unasked_bytes_max: int | None = None) -> None:
+    def __init__(self, rank: int, report: Callable[[FerroError], None], unexpected_bytes_max: int | None = None) -> None:
         self.rank = rank
         self._report = report
-        self._unasked_bytes_max = usual_bytes_max() if unasked_bytes_max is None else unasked_bytes_max
-        self._unasked_bytes = 0
+        self._unexpected_bytes_max = default_bytes_max() if unexpected_bytes_max is None else unexpected_bytes_max
+        self._unexpected_bytes = 0
         self._lock = threading.Lock()
         self._boxes: dict[Key, Box] = {}
         self._history: OrderedDict[Key, str] = OrderedDict()
         self._last: dict[tuple[int, int], tuple[int, str]] = {}
-        self._elsewhere: dict[int, weakref.WeakMethod[Callable[[Key], Entered]]] = {}
+        self._lookups: dict[int, weakref.WeakMethod[Callable[[Key], CallRecord]]] = {}
         self._missed: set[tuple[int, Key]] = set()
         self._sending: dict[tuple[Key, int, int], Box] = {}
-        self._inbound: dict[tuple[int, int, int], Inbound] = {}
+        self._inbound: dict[tuple[int, int, int], ReceiveQueue] = {}
 
     def enter(
         self, key: Key, signature: str, wake: Callable[[], None], places: Container[tuple[int, int]] | None = None
@@ -149,20 +160,20 @@ class Mailbox:
             box = self._boxes.get(key)
             if box is None:
                 box = self._boxes[key] = Box()
-            self._unasked_bytes -= box.unasked_bytes
-            box.signature, box.wake, box.unasked_bytes = signature, wake, 0
+            self._unexpected_bytes -= box.unexpected_bytes
+            box.signature, box.wake, box.unexpected_bytes = signature, wake, 0
             box.places = _ANY if places is None else places
             if key.number >= self._last.get((key.group, key.stream), (0, ""))[0]:
                 self._last[key.group, key.stream] = key.number, signature
             early = [queue[0] for queue in box.frames.values() if queue and queue[0].header.signature != signature]
             if early:
                 box.frames.clear()
-                box.refused = self._difference(key, signature, early[0].source, early[0].header.signature)
+                box.refused = self._mismatch(key, signature, early[0].source, early[0].header.signature)
         if box.refused is not None:
             self._report(box.refused)
         return box
 
-    def note(self, key: Key, signature: str) -> None:
+    def record(self, key: Key, signature: str) -> None:
         """This rank has called an operation in which it only sends. Its signature is kept, for peers that probe; a box is
         made only where a message for it has come already."""
         with self._lock:
@@ -170,21 +181,21 @@ class Mailbox:
                 self._remember(key, signature)
                 self._last[key.group, key.stream] = key.number, signature
                 return
-        self.enter(key, signature, _nobody)
+        self.enter(key, signature, _no_wake)
 
-    def look_elsewhere(self, group: int, entered: Callable[[Key], Entered]) -> None:
+    def register_lookup(self, group: int, entered: Callable[[Key], CallRecord]) -> None:
         """Asks `entered`, a bound method, about operations of this group that send no messages (those in shared memory).
 
         Only a weak reference is kept: its object refers to this mailbox, and its memory must be freed when the group is closed.
         """
-        self._elsewhere[group] = weakref.WeakMethod(entered)
+        self._lookups[group] = weakref.WeakMethod(entered)
 
     def leave(self, key: Key) -> None:
         """The operation is over on this rank; its signature stays in the history."""
         with self._lock:
             box = self._boxes.pop(key, None)
             if box is not None:
-                self._unasked_bytes -= box.unasked_bytes
+                self._unexpected_bytes -= box.unexpected_bytes
             if box is not None and box.signature is not None:
                 self._remember(key, box.signature)
 
@@ -206,7 +217,7 @@ class Mailbox:
         key = frame.key
         if key.stream == POINT_TO_POINT:
             with self._lock:
-                woken = self._put_pairwise(frame)
+                woken = self._put_point_to_point(frame)
             _wake(woken)
             return
         difference, theirs = None, frame.header.signature
@@ -216,12 +227,12 @@ class Mailbox:
             if mine is None and (box is not None or key.number > self._forgotten(key)):
                 box = self._put_early(box, frame)
             if mine is not None and mine != theirs:
-                difference = self._difference(key, mine, frame.source, theirs)
+                difference = self._mismatch(key, mine, frame.source, theirs)
             if box is not None:
                 wake, box.refused = box.wake, box.refused or difference
                 if mine is not None and difference is None:
                     if (frame.source, frame.header.slot) not in box.places:
-                        box.unasked_bytes += self._take_up(frame)
+                        box.unexpected_bytes += self._count_unexpected(frame)
                     box.put(frame)
         if difference is not None:
             self._report(difference)
@@ -231,37 +242,37 @@ class Mailbox:
     def _put_early(self, box: Box | None, frame: Frame) -> Box:
         """Keeps a chunk of an operation that this rank has not entered."""
         if frame.offset >= EAGER_BYTES:
-            raise unasked(frame)
-        size_bytes = self._take_up(frame)
+            raise ungranted_error(frame)
+        size_bytes = self._count_unexpected(frame)
         if box is None:
             box = self._boxes[frame.key] = Box()
-        box.unasked_bytes += size_bytes
+        box.unexpected_bytes += size_bytes
         box.put(frame)
         return box
 
-    def _put_pairwise(self, frame: Frame) -> list[Post]:
+    def _put_point_to_point(self, frame: Frame) -> list[PostedReceive]:
         """Keeps a chunk of a message between two ranks. Returns the recvs to wake."""
         inbound = self._inbound.get((frame.key.group, frame.source, frame.header.slot))
         asked = inbound is not None and inbound.is_awaited(frame.key.number)
-        size_bytes = 0 if asked else self._take_up(frame)
+        size_bytes = 0 if asked else self._count_unexpected(frame)
         if inbound is None:
             inbound = self._inbound_of(frame.key.group, frame.source, frame.header.slot)
         return inbound.put(frame, size_bytes)
 
-    def _take_up(self, frame: Frame) -> int:
+    def _count_unexpected(self, frame: Frame) -> int:
         """Counts a chunk that nobody here awaits, and returns its bytes. Raises LimitExceededError beyond the limit."""
         size_bytes = len(frame.payload) + FRAME_COST_BYTES
-        most = self._unasked_bytes_max
-        if self._unasked_bytes + size_bytes > most:
+        most = self._unexpected_bytes_max
+        if self._unexpected_bytes + size_bytes > most:
             raise LimitExceededError(
-                f"{self._unasked_bytes >> 20} MiB wait in rank {self.rank} that it has not asked for, the latest from rank "
+                f"{self._unexpected_bytes >> 20} MiB wait in rank {self.rank} that it has not asked for, the latest from rank "
                 f"{frame.source} ({frame.header.signature or 'send'} #{frame.key.number}); "
-                f"the limit UNASKED_BYTES is {most >> 20} MiB",
+                f"the limit UNEXPECTED_BYTES is {most >> 20} MiB",
                 hint="let ranks that send or start operations without waiting meet the others now and then, as in barrier()",
-                limit="UNASKED_BYTES",
+                limit="UNEXPECTED_BYTES",
                 most=most,
             )
-        self._unasked_bytes += size_bytes
+        self._unexpected_bytes += size_bytes
         return size_bytes
 
     def _forgotten(self, key: Key) -> int:
@@ -293,7 +304,7 @@ class Mailbox:
             finished = self._history.get(key)
             last_number, last_signature = self._last.get((key.group, key.stream), (0, ""))
         mine = entered if entered is not None else finished
-        found = self._elsewhere.get(key.group)
+        found = self._lookups.get(key.group)
         elsewhere = None if found is None else found()
         if mine is None and elsewhere is not None:
             there = elsewhere(key)
@@ -315,9 +326,9 @@ class Mailbox:
             box.answers[peer] = Standing(standing, signature, last_number, last_signature)
             mine = box.signature
         if standing == DIFFERENT and signature != mine:
-            self._report(self._difference(key, mine, peer, signature))
+            self._report(self._mismatch(key, mine, peer, signature))
 
-    def asks_again(self, peer: int, key: Key) -> bool:
+    def missed_before(self, peer: int, key: Key) -> bool:
         """Notes that an operation waits for a peer that has left. Returns whether it was noted before.
 
         All that the peer sent is in this mailbox by now. The first time may be a race, where the message came after the
@@ -328,7 +339,7 @@ class Mailbox:
             self._missed.add((peer, key))
             return before
 
-    def failed(self, error: FerroError) -> None:
+    def fail(self, error: FerroError) -> None:
         """A lane met something that ends the generation, such as bytes that are no frame."""
         self._report(error)
 
@@ -342,21 +353,21 @@ class Mailbox:
         with self._lock:
             self._sending.pop((key, peer, slot), None)
 
-    def post(self, group: int, source: int, tag: int, post: Post) -> None:
+    def post(self, group: int, source: int, tag: int, post: PostedReceive) -> None:
         """A recv waits for the next message of (source, tag)."""
         with self._lock:
             woken = self._inbound_of(group, source, tag).add(post)
         _wake(woken)
 
-    def take(self, group: int, source: int, tag: int, post: Post) -> None:
+    def take(self, group: int, source: int, tag: int, post: PostedReceive) -> None:
         """The recv has its message, whole."""
         with self._lock:
             inbound = self._inbound_of(group, source, tag)
-            self._unasked_bytes -= inbound.take(post)
+            self._unexpected_bytes -= inbound.take(post)
             if inbound.is_idle:
                 del self._inbound[group, source, tag]
 
-    def unpost(self, group: int, source: int, tag: int, post: Post) -> None:
+    def unpost(self, group: int, source: int, tag: int, post: PostedReceive) -> None:
         """The recv gives up: its message, whole or in part, is kept for the next one."""
         with self._lock:
             inbound = self._inbound_of(group, source, tag)
@@ -365,14 +376,14 @@ class Mailbox:
                 del self._inbound[group, source, tag]
         _wake(woken)
 
-    def _inbound_of(self, group: int, source: int, tag: int) -> Inbound:
+    def _inbound_of(self, group: int, source: int, tag: int) -> ReceiveQueue:
         place = (group, source, tag)
         inbound = self._inbound.get(place)
         if inbound is None:
-            inbound = self._inbound[place] = Inbound()
+            inbound = self._inbound[place] = ReceiveQueue()
         return inbound
 
-    def _difference(self, key: Key, mine: str, peer: int, theirs: str) -> CollectiveMismatchError:
+    def _mismatch(self, key: Key, mine: str, peer: int, theirs: str) -> CollectiveMismatchError:
         where = f"operation {key.number}" + (f" of group {key.group:x}" if key.group else "")
         text = (
             f"ranks {self.rank} and {peer} disagree about {where}: rank {self.rank} called {mine}, rank {peer} called {theirs}"

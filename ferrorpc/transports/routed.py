@@ -46,8 +46,8 @@ class RoutedTransport(Transport):
     def probe(self, peer: int, key: Key, signature: str) -> None:
         self._lanes[peer].probe(peer, key, signature)
 
-    def attend(self, peer: int, over: Callable[[], bool]) -> None:
-        self._lanes[peer].attend(peer, over)
+    def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
+        self._lanes[peer].busy_poll(peer, over)
 
     def traffic(self) -> dict[int, tuple[str, int]]:
         return self._far.traffic() | self._near.traffic()

@@ -123,7 +123,7 @@ class Skeleton:
             (self._before_number, _U64.pack(number), self._after_number, _U64.pack(offset), self._before_payload, payload)
         )
 
-    def opening(self, number: int, offset: int) -> bytes:
+    def prefix(self, number: int, offset: int) -> bytes:
         """All of the chunk's message but its payload, with which it ends."""
         return b"".join((self._before_number, _U64.pack(number), self._after_number, _U64.pack(offset), self._before_payload))
 
@@ -148,9 +148,9 @@ def encode(key: Key, header: Header, offset: int, payload: _Bytes) -> bytes:
     return skeleton(key.group, key.stream, header, len(payload)).message(key.number, offset, payload)
 
 
-def opening(key: Key, header: Header, offset: int, size_bytes: int) -> bytes:
+def frame_prefix(key: Key, header: Header, offset: int, size_bytes: int) -> bytes:
     """What `encode` puts before a payload of `size_bytes`, for whoever copies the payload itself."""
-    return skeleton(key.group, key.stream, header, size_bytes).opening(key.number, offset)
+    return skeleton(key.group, key.stream, header, size_bytes).prefix(key.number, offset)
 
 
 def is_frame(message: _Bytes) -> bool:

@@ -19,7 +19,7 @@ FLOODS_BOUNDED_SINCE: Final = (1, 82)
 pings cost up to 1 GiB, under 1.81 messages 200 MiB."""
 
 
-def _alive(silent_ms: int, acknowledged_ms: int, answered_ms: int) -> Options:
+def _keepalive(silent_ms: int, acknowledged_ms: int, answered_ms: int) -> Options:
     """Ends a connection, pinged after so long a silence, once what was sent is not acknowledged or a ping not answered.
 
     Args:
@@ -40,13 +40,13 @@ def _alive(silent_ms: int, acknowledged_ms: int, answered_ms: int) -> Options:
     ]
 
 
-_MEMBER_WATCHED: Final = _alive(1000, 1500, 1500)
+_MEMBER_KEEPALIVE: Final = _keepalive(1000, 1500, 1500)
 """By the coordinator: so a member that was stopped, or whose host vanished, is noticed. One that was only slow takes its
 session up again. Members beat more often than it pings, so only one whose beats do not come is pinged."""
-_COORDINATOR_WATCHED: Final = _alive(1000, 1500, 3000)
+_COORDINATOR_KEEPALIVE: Final = _keepalive(1000, 1500, 3000)
 """By a member, which hears nothing as long as nothing happens, and so pings all the time. On a slow link ping and answer both
 wait behind tensors: were it as impatient as the coordinator, it would end the session of a rank whose beats arrive."""
-_PEER_WATCHED: Final = _alive(1000, 3500, 20_000)
+_PEER_KEEPALIVE: Final = _keepalive(1000, 3500, 20_000)
 """So a cut cable is noticed within five seconds. Of the dead, and of the stopped, the coordinator tells sooner, and a stream
 between two ranks that live must not end: it cannot be taken up again. A ping waits behind what was sent before it on this very
 connection: some megabytes, which take 7 s at 10 Mbit/s."""
@@ -83,13 +83,13 @@ _SERVER: Final = (
 
 def session_channel() -> Options:
     """For a channel to the coordinator."""
-    return [*_COORDINATOR_WATCHED, *_CHANNEL, ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES_MAX)]
+    return [*_COORDINATOR_KEEPALIVE, *_CHANNEL, ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES_MAX)]
 
 
 def control_server() -> Options:
     """For the coordinator's server. A client that resets streams in a loop is held to 64 of them at a time."""
     return [
-        *_MEMBER_WATCHED,
+        *_MEMBER_KEEPALIVE,
         *_SERVER,
         ("grpc.max_receive_message_length", CONTROL_MESSAGE_BYTES_MAX),
         ("grpc.max_concurrent_streams", 64),
@@ -110,12 +110,12 @@ _DATA: Final = (
 
 def data_channel() -> Options:
     """For a channel to a peer."""
-    return [*_PEER_WATCHED, *_CHANNEL, *_DATA]
+    return [*_PEER_KEEPALIVE, *_CHANNEL, *_DATA]
 
 
 def data_server() -> Options:
     """For a worker's server: one stream per peer and generation, on a connection of its own."""
-    return [*_PEER_WATCHED, *_SERVER, *_DATA, ("grpc.max_concurrent_streams", 16)]
+    return [*_PEER_KEEPALIVE, *_SERVER, *_DATA, ("grpc.max_concurrent_streams", 16)]
 
 
 def bounds_floods(grpcio_version: str) -> bool:

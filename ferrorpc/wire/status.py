@@ -22,7 +22,7 @@ from ferrorpc.errors import (
     VersionMismatchError,
 )
 from ferrorpc.v1 import error_pb2
-from ferrorpc.wire.details import detail_of, restore
+from ferrorpc.wire.error_detail import detail_of, restore
 
 __all__ = ["STATUS_OF", "TRAILER", "detail_of", "error_of", "restore", "to_status"]
 

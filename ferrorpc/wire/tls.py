@@ -133,10 +133,10 @@ class TlsFiles:
         Raises:
             ConfigError, AuthenticationError: as `check`.
         """
-        kept = _Kept(self, self._configuration, listening=True)
+        reloaded = _Reloaded(self, self._configuration, listening=True)
         return grpc.dynamic_ssl_server_credentials(
-            kept.made,
-            kept.renewed,  # type: ignore[arg-type]  # None is allowed: no news
+            reloaded.made,
+            reloaded.renewed,  # type: ignore[arg-type]  # None is allowed: no news
             require_client_authentication=self.authority is not None,
         )
 
@@ -146,14 +146,14 @@ class TlsFiles:
         Raises:
             ConfigError, AuthenticationError: as `check`.
         """
-        kept = _Kept(self, self._context, listening=True)
+        reloaded = _Reloaded(self, self._context, listening=True)
 
         def greeted(connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            kept.renewed()
-            connection.context = kept.made
+            reloaded.renewed()
+            connection.context = reloaded.made
 
-        kept.made.sni_callback = greeted
-        return kept.made
+        reloaded.made.sni_callback = greeted
+        return reloaded.made
 
     def _context(self) -> ssl.SSLContext:
         assert self.certificate is not None
@@ -187,7 +187,7 @@ class TlsFiles:
         return ConfigError(f"cannot read {name}: {error.strerror}", hint="check FERRORPC_TLS_*")
 
 
-class _Kept(Generic[Made]):
+class _Reloaded(Generic[Made]):
     """What was made of the files when they were last sound. Files that are wrong, or half written, leave it as it was.
 
     Args:
@@ -273,7 +273,7 @@ class Dialer:
     def __init__(self, files: TlsFiles) -> None:
         self.files = files
         self._lock = threading.Lock()
-        self._kept: _Kept[grpc.ChannelCredentials] | None = None
+        self._reloaded: _Reloaded[grpc.ChannelCredentials] | None = None
 
     def channel(self, address: str, job: str, role: Role, options: Options) -> grpc.Channel:
         """A channel to a listener that must be the `role` of `job`.
@@ -283,11 +283,11 @@ class Dialer:
                 have changed and do not fit yet, what they were is used.
         """
         with self._lock:
-            if self._kept is None:
-                self._kept = _Kept(self.files, self.files.channel_credentials, listening=False)
+            if self._reloaded is None:
+                self._reloaded = _Reloaded(self.files, self.files.channel_credentials, listening=False)
         named = self.files.mutual
         name: list[tuple[str, Any]] = [("grpc.ssl_target_name_override", server_name(job, role))] if named else []
-        return grpc.secure_channel(address, self._kept.current(), options=[*options, *name])
+        return grpc.secure_channel(address, self._reloaded.current(), options=[*options, *name])
 
 
 def _handshake(near: ssl.SSLContext, far: ssl.SSLContext, *, listening: bool) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ from ferrorpc.transports.shared_memory.transport import SharedMemoryTransport
 from ferrorpc.types import Assignment, DType, Peer
 from ferrorpc.wire.frames import NDIM_MAX, SIGNATURE_BYTES_MAX, Frame, Header, Key
 from ferrorpc.wire.token import Token
-from tests.unit.transports.shared_memory.meetings import Meeting
+from tests.unit.transports.shared_memory.host_worlds import HostWorld
 from tests.waiting import eventually
 
 SECONDS = 15.0
@@ -103,7 +103,7 @@ def leave_after_one_look(transport: Transport, peer: int) -> None:
     if isinstance(transport, RoutedTransport):
         transport = transport._lanes[peer]
     if isinstance(transport, SharedMemoryTransport):
-        transport._neighbours._left = Leaving()  # type: ignore[assignment]
+        transport._host_peers._left = Leaving()  # type: ignore[assignment]
     elif isinstance(transport, InprocTransport):
         transport._said_goodbye = Leaving()  # type: ignore[assignment]
     else:
@@ -386,7 +386,7 @@ def grpc_transport(end: End, servers: list[WorkerServer]) -> GrpcTransport:
     return GrpcTransport(servers[end.rank], assignment, end.mailbox, end.latch, SYSTEM_CLOCK, end.lose)
 
 
-def near_transport(end: End, meeting: Meeting) -> SharedMemoryTransport:
+def near_transport(end: End, meeting: HostWorld) -> SharedMemoryTransport:
     assignment = meeting.sessions[end.rank].membership.assignment
     return SharedMemoryTransport(meeting[end.rank], assignment, end.mailbox, end.latch, end.lose)
 
@@ -421,8 +421,8 @@ class TestGrpc(BoundedTransportContract):
     def test_a_stream_that_breaks_after_its_rank_has_said_goodbye_is_no_loss(self, pair: tuple[End, End]) -> None:
         first, second = pair
         assert isinstance(first.transport, GrpcTransport)
-        first.transport.inlet_ended(second.rank, 2, "")
-        first.transport.inlet_ended(second.rank, 0, "its stream broke")
+        first.transport.incoming_ended(second.rank, 2, "")
+        first.transport.incoming_ended(second.rank, 0, "its stream broke")
         assert first.lost == []
 
 
@@ -439,7 +439,7 @@ class TestSharedMemory(BoundedTransportContract):
 
     @contextmanager
     def ends(self) -> Iterator[tuple[End, End]]:
-        with Meeting(2, listening=False) as meeting:
+        with HostWorld(2, listening=False) as meeting:
             first, second = End(0), End(1)
             for end in (first, second):
                 end.transport = near_transport(end, meeting)
@@ -467,7 +467,7 @@ class Routed(BoundedTransportContract):
     def ends(self) -> Iterator[tuple[End, End]]:
         with ExitStack() as stack:
             servers = stack.enter_context(grpc_servers(3))
-            meeting = stack.enter_context(Meeting(3, ["auto", "auto", "grpc"], listening=False))
+            meeting = stack.enter_context(HostWorld(3, ["auto", "auto", "grpc"], listening=False))
             ends = [End(rank) for rank in range(3)]
             for end in ends:
                 end.transport = grpc_transport(end, servers)

@@ -1,6 +1,6 @@
 """From offers and verdicts to hosts: who shares memory with whom, concluded alike on every rank from what all ranks said.
 
-Pure. Two ranks are neighbours when each has proven the other; a host is a set in which all pairs are. Where a pair is missing,
+Pure. Two ranks are host_peers when each has proven the other; a host is a set in which all pairs are. Where a pair is missing,
 the rank that lacks most leaves, again and again, until what remains is such a set: with one broken rank among many, that is it.
 Whoever is left over is a host of its own.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from ferrorpc.transports.shared_memory.place import Place
+from ferrorpc.transports.shared_memory.host_identity import HostIdentity
 
 Hosts: TypeAlias = tuple[tuple[int, ...], ...]
 """All ranks of the world, each in one tuple; ranks ascend within a host, hosts by their first rank."""
@@ -21,12 +21,12 @@ class Offer(NamedTuple):
 
     transport: str
     refusal: str
-    place: Place
+    identity: HostIdentity
     socket: str = ""
     nonce: bytes = b""
 
     @property
-    def unwilling(self) -> str:
+    def refusal_reason(self) -> str:
         """Why this rank shares no memory; empty when it would."""
         return "it was told to use transport='grpc'" if self.transport == "grpc" else self.refusal
 
@@ -38,28 +38,28 @@ class Verdict(NamedTuple):
     reason: str = ""
 
 
-def candidates(offers: Sequence[Offer]) -> Hosts:
+def candidate_hosts(offers: Sequence[Offer]) -> Hosts:
     """Who should try each other, by rank: the willing in one place; the others alone."""
-    places: dict[Place, list[int]] = {}
+    places: dict[HostIdentity, list[int]] = {}
     for rank, offer in enumerate(offers):
-        if not offer.unwilling:
-            places.setdefault(offer.place, []).append(rank)
+        if not offer.refusal_reason:
+            places.setdefault(offer.identity, []).append(rank)
     return _with_the_rest(list(places.values()), len(offers))
 
 
-def settle(tried: Hosts, verdicts: Mapping[int, Verdict]) -> Hosts:
-    """Who shares memory, once everybody has tried its candidates."""
+def confirmed_hosts(tried: Hosts, verdicts: Mapping[int, Verdict]) -> Hosts:
+    """Who shares memory, once everybody has tried its candidate_hosts."""
     size = sum(len(host) for host in tried)
     return _with_the_rest([_all_pairs(host, verdicts) for host in tried], size)
 
 
-def why_not(offers: Sequence[Offer], hosts: Hosts, verdicts: Mapping[int, Verdict]) -> str:
+def separation_reason(offers: Sequence[Offer], hosts: Hosts, verdicts: Mapping[int, Verdict]) -> str:
     """Why the world is not one host, in words; empty when it is."""
     if len(hosts) == 1:
         return ""
-    unwilling = [f"rank {rank}: {offer.unwilling}" for rank, offer in enumerate(offers) if offer.unwilling]
+    unwilling = [f"rank {rank}: {offer.refusal_reason}" for rank, offer in enumerate(offers) if offer.refusal_reason]
     failed = [f"rank {rank}: {verdict.reason}" for rank, verdict in sorted(verdicts.items()) if verdict.reason]
-    places = len({offer.place for offer in offers if not offer.unwilling})
+    places = len({offer.identity for offer in offers if not offer.refusal_reason})
     apart = [f"the ranks are in {places} places (hosts, network namespaces or users)"] if places > 1 else []
     return "; ".join(unwilling + apart + failed)
 

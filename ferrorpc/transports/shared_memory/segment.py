@@ -31,12 +31,12 @@ PAGE_BYTES: Final = mmap.PAGESIZE
 NONCE_BYTES: Final = 32
 """The first bytes of a segment: a secret that its owner told the others by another way."""
 
-FRONT_OFFSET: Final = PAGE_BYTES
-FRONT_BYTES: Final = (1 << 20) - FRONT_OFFSET
-"""These, from FRONT_OFFSET on, are zero at first, at the same place everywhere, and no block's: where peers begin to look."""
+CONTROL_OFFSET: Final = PAGE_BYTES
+CONTROL_BYTES: Final = (1 << 20) - CONTROL_OFFSET
+"""These, from CONTROL_OFFSET on, are zero at first, at the same place everywhere, and no block's: where peers begin to look."""
 
 ALIGN_BYTES: Final = 64
-GIVE_BACK_BYTES: Final = 1 << 20
+PUNCH_HOLE_BYTES_MIN: Final = 1 << 20
 """Blocks of this size or more take whole pages, and give them back when they are freed."""
 
 SIZE_BYTES_MIN: Final = 64 << 20
@@ -53,7 +53,9 @@ _address_of: Final = ctypes.addressof
 _first_byte: Final = ctypes.c_char.from_buffer
 """Looked up once, for `locate`."""
 
-if sys.platform == "linux":  # elsewhere there is no segment (place.refusal), but whoever can do without imports this as well
+if (
+    sys.platform == "linux"
+):  # elsewhere there is no segment (host_identity.unsupported_reason), but whoever can do without imports this as well
     _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     _libc: Final = ctypes.CDLL(None, use_errno=True)
     _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
@@ -80,10 +82,10 @@ class Block:
         """Makes the bytes available to others. Idempotent; from any thread, a finaliser included."""
         size_bytes, self._size_bytes = self._size_bytes, 0
         if size_bytes:
-            self._segment.give_back(self.offset, size_bytes)
+            self._segment.release(self.offset, size_bytes)
 
 
-class _Gaps:
+class _FreeRanges:
     """The free ranges of a segment, by offset. Its user holds a lock."""
 
     def __init__(self, offset: int, size_bytes: int) -> None:
@@ -129,7 +131,7 @@ class Segment:
     Args:
         name: what /proc/<pid>/maps shows.
         nonce: NONCE_BYTES secret bytes, written at the beginning.
-        size_bytes: of the mapping; tried smaller, down to SIZE_BYTES_MIN, where the system refuses. None: `usual_bytes(1)`.
+        size_bytes: of the mapping; tried smaller, down to SIZE_BYTES_MIN, where the system refuses. None: `default_bytes(1)`.
 
     Raises:
         BackendUnavailableError: this process may not have even SIZE_BYTES_MIN.
@@ -138,7 +140,7 @@ class Segment:
     def __init__(self, name: str, nonce: bytes, size_bytes: int | None = None) -> None:
         if len(nonce) != NONCE_BYTES:
             raise UsageError(f"a nonce has {NONCE_BYTES} bytes, not {len(nonce)}")
-        mapped, self._descriptor = _make(name, usual_bytes(1) if size_bytes is None else size_bytes)
+        mapped, self._descriptor = _make(name, default_bytes(1) if size_bytes is None else size_bytes)
         mapped.madvise(mmap.MADV_DONTDUMP)
         self.size_bytes = len(mapped)
         self.memory: Bytes = np.frombuffer(mapped, np.uint8)
@@ -147,8 +149,8 @@ class Segment:
         self._end = self.address + self.size_bytes
         self.nonce = nonce
         self.memory[:NONCE_BYTES] = np.frombuffer(nonce, np.uint8)
-        self._gaps = _Gaps(FRONT_OFFSET + FRONT_BYTES, self.size_bytes - FRONT_OFFSET - FRONT_BYTES)
-        self._returned: deque[tuple[int, int]] = deque()
+        self._free = _FreeRanges(CONTROL_OFFSET + CONTROL_BYTES, self.size_bytes - CONTROL_OFFSET - CONTROL_BYTES)
+        self._released: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
         self._closed = False
         _segments.add(self)
@@ -158,7 +160,7 @@ class Segment:
         """What is allocated now, rounded as allocations are."""
         with self._lock:
             self._collect()
-            return self.size_bytes - FRONT_OFFSET - FRONT_BYTES - self._gaps.free_bytes
+            return self.size_bytes - CONTROL_OFFSET - CONTROL_BYTES - self._free.free_bytes
 
     def allocate(self, nbytes: int, align: int = ALIGN_BYTES) -> Block:
         """Takes `nbytes` bytes at a multiple of `align` (a power of two; 4 KiB at least for a MiB and more).
@@ -169,16 +171,16 @@ class Segment:
         """
         if nbytes < 0 or align < 1 or align & (align - 1):
             raise UsageError(f"cannot allocate {nbytes} bytes at a multiple of {align}")
-        unit = PAGE_BYTES if nbytes >= GIVE_BACK_BYTES else ALIGN_BYTES
+        unit = PAGE_BYTES if nbytes >= PUNCH_HOLE_BYTES_MIN else ALIGN_BYTES
         size_bytes = max(unit, -(-nbytes // unit) * unit)
         with self._lock:
             if self._closed:
                 raise GroupClosedError("this shared memory is closed")
             self._collect()
-            offset = self._gaps.take(size_bytes, max(align, unit))
+            offset = self._free.take(size_bytes, max(align, unit))
             if offset is None:
                 raise LimitExceededError(
-                    f"no {nbytes} bytes in a row are free in this rank's shared memory: {self._gaps.free_bytes} of "
+                    f"no {nbytes} bytes in a row are free in this rank's shared memory: {self._free.free_bytes} of "
                     f"{self.size_bytes} bytes are free",
                     hint="let go of arrays made by group.empty() that are no longer needed",
                 )
@@ -213,13 +215,13 @@ class Segment:
             return address - self.address
         return None
 
-    def descriptor_for_peers(self) -> int:
+    def read_only_descriptor(self) -> int:
         """A new file descriptor of this memory, open for reading only; the caller closes it."""
         return os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
-    def give_back(self, offset: int, size_bytes: int) -> None:
+    def release(self, offset: int, size_bytes: int) -> None:
         """A block's bytes are free. Never blocks: it may be called while this very thread is in `allocate`."""
-        self._returned.append((offset, size_bytes))
+        self._released.append((offset, size_bytes))
         if self._lock.acquire(blocking=False):
             try:
                 self._collect()
@@ -228,11 +230,11 @@ class Segment:
 
     def _collect(self) -> None:
         """Takes in what was given back. The lock is held."""
-        while self._returned:
-            offset, size_bytes = self._returned.popleft()
-            if size_bytes >= GIVE_BACK_BYTES and not self._closed:
+        while self._released:
+            offset, size_bytes = self._released.popleft()
+            if size_bytes >= PUNCH_HOLE_BYTES_MIN and not self._closed:
                 _libc.fallocate(self._descriptor, _PUNCH_HOLE_KEEP_SIZE, offset, size_bytes)
-            self._gaps.give(offset, size_bytes)
+            self._free.give(offset, size_bytes)
 
     def close(self) -> None:
         """Nothing more is allocated; the mapping goes with the last array in it. Idempotent."""
@@ -243,7 +245,7 @@ class Segment:
                 self._end = self.address
                 self.memory = np.empty(0, np.uint8)
 
-    def become_private(self) -> None:
+    def make_private(self) -> None:
         """In a forked child: cuts the mapping off from its owner's, with what it holds."""
         self._lock = threading.Lock()
         if self._closed:
@@ -256,7 +258,7 @@ class Segment:
         self.close()
 
 
-def usual_bytes(members: int) -> int:
+def default_bytes(members: int) -> int:
     """How large each of the segments of `members` ranks is made, all of which one process may have to map.
 
     Twice the machine's memory: more cannot be filled, and gaps between blocks cost nothing.
@@ -279,7 +281,7 @@ def map_peer(descriptor: int, size_bytes: int, nonce: bytes) -> Bytes:
     except OSError:
         raise CodecError("the descriptor of a peer's memory is not that of a memfd") from None
     actual_bytes = os.fstat(descriptor).st_size
-    if seals & _SEALS != _SEALS or actual_bytes != size_bytes or size_bytes < FRONT_OFFSET + FRONT_BYTES:
+    if seals & _SEALS != _SEALS or actual_bytes != size_bytes or size_bytes < CONTROL_OFFSET + CONTROL_BYTES:
         raise CodecError(
             f"a peer's memory has {actual_bytes} bytes and seals {seals:#x}; {size_bytes} sealed bytes were announced"
         )
@@ -321,9 +323,9 @@ def _make_sized(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
 _segments: Final[weakref.WeakSet[Segment]] = weakref.WeakSet()
 
 
-def _become_private() -> None:
+def _make_all_private() -> None:
     for segment in list(_segments):
-        segment.become_private()
+        segment.make_private()
 
 
-os.register_at_fork(after_in_child=_become_private)
+os.register_at_fork(after_in_child=_make_all_private)

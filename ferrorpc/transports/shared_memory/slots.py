@@ -1,6 +1,6 @@
-"""Where this rank puts parcels for one neighbour: a few slots in its own segment, each large enough for any frame.
+"""Where this rank puts parcels for one host_peer: a few slots in its own segment, each large enough for any frame.
 
-A slot is taken for one frame and given back when the neighbour's receipt has come. What was given back last is taken first,
+A slot is taken for one frame and given back when the host_peer's receipt has come. What was given back last is taken first,
 because the processor's cache still knows it; so a lane that never has much under way touches few pages.
 """
 
@@ -20,8 +20,8 @@ SLOT_BYTES: Final = CHUNK_BYTES + 2 * SIGNATURE_BYTES_MAX
 """A chunk, and the longest header that any frame has."""
 SLOTS_MAX: Final = 8
 SLOTS_MIN: Final = 2
-SHARE: Final = 4
-"""At most this part of the segment is for parcels, as long as every neighbour has SLOTS_MIN."""
+PARCEL_SHARE: Final = 4
+"""At most this part of the segment is for parcels, as long as every host_peer has SLOTS_MIN."""
 
 
 class Slot(NamedTuple):
@@ -34,16 +34,16 @@ class Slot(NamedTuple):
 
 
 class Slots:
-    """The slots for one neighbour. Nothing is allocated before the first is taken.
+    """The slots for one host_peer. Nothing is allocated before the first is taken.
 
     Args:
         segment: this rank's.
-        neighbours: how many have such slots in it.
+        host_peers: how many have such slots in it.
     """
 
-    def __init__(self, segment: Segment, neighbours: int) -> None:
+    def __init__(self, segment: Segment, host_peers: int) -> None:
         self._segment = segment
-        self._count = min(max(segment.size_bytes // SHARE // (neighbours * SLOT_BYTES), SLOTS_MIN), SLOTS_MAX)
+        self._count = min(max(segment.size_bytes // PARCEL_SHARE // (host_peers * SLOT_BYTES), SLOTS_MIN), SLOTS_MAX)
         self._lock = threading.Lock()
         self._free: list[Slot] | None = None
         self._taken: dict[int, Slot] = {}
@@ -67,8 +67,8 @@ class Slots:
             self._taken[slot.offset] = slot
             return slot
 
-    def give_back(self, offset: int) -> None:
-        """The neighbour needs this slot no more. Wakes the waiting at half of all, so that each wake is worth several frames.
+    def release(self, offset: int) -> None:
+        """The host_peer needs this slot no more. Wakes the waiting at half of all, so that each wake is worth several frames.
 
         Raises:
             CodecError: no such slot is taken.

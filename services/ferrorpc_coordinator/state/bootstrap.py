@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from ferrorpc.errors import CollectiveTimeoutError, NcclError, PeerLostError, UsageError, require
 from ferrorpc.v1 import error_pb2, nccl_pb2
-from ferrorpc.wire.details import detail_of
+from ferrorpc.wire.error_detail import detail_of
 from ferrorpc_coordinator.state.desk import Asker, Desk
 from ferrorpc_coordinator.state.failures import seconds
 from ferrorpc_coordinator.state.generations import Generation

@@ -24,9 +24,9 @@ from ferrorpc.errors import (
     require,
 )
 from ferrorpc.v1 import session_pb2
-from ferrorpc.wire.details import detail_of
+from ferrorpc.wire.error_detail import detail_of
 from ferrorpc.wire.identity import Role
-from ferrorpc.wire.refusals import Refusals
+from ferrorpc.wire.refusal_log import RefusalLog
 from ferrorpc_coordinator.state.access import Access, needed_for
 from ferrorpc_coordinator.state.admission import check_name
 from ferrorpc_coordinator.state.desk import Asker, World
@@ -72,7 +72,7 @@ class Coordinator:
     ) -> None:
         self.settings = settings
         self._access = Access(()) if access is None else access
-        self._refusals = Refusals()
+        self._refusals = RefusalLog()
         self._ledger = Ledger(recovered, mint)
         self._world = World(settings, self._ledger, mint)
         self._lifetime = Lifetime(now_ns, settings.pulse_ns, settings.pause_ns)
@@ -237,7 +237,7 @@ class Coordinator:
             self._access.check(caller, token, job, needed)
         except (AuthenticationError, PermissionDeniedError) as error:
             place = f" from {caller.address}" if caller.address else ""
-            words = self._refusals.words(f"{what}{place} was refused: {error.message}", self._world.now)
+            words = self._refusals.message(f"{what}{place} was refused: {error.message}", self._world.now)
             if words is not None:
                 self._world.answers.note(Note(job if job in self._jobs else "-", "refused", words, -1, 0))
             raise

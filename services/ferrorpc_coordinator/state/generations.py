@@ -10,7 +10,7 @@ from typing import Final
 
 from ferrorpc.errors import GroupAbortedError, StaleGenerationError, UsageError
 from ferrorpc.v1 import error_pb2, journal_pb2, rendezvous_pb2, session_pb2
-from ferrorpc.wire.details import detail_of
+from ferrorpc.wire.error_detail import detail_of
 from ferrorpc_coordinator.state.desk import Desk
 from ferrorpc_coordinator.state.failures import Refused
 from ferrorpc_coordinator.state.member import Member, Standing

@@ -25,7 +25,7 @@ from ferrorpc.errors import (
     require,
 )
 from ferrorpc.v1 import identity_pb2, rendezvous_pb2, session_pb2
-from ferrorpc.wire.details import detail_of
+from ferrorpc.wire.error_detail import detail_of
 from ferrorpc_coordinator.state.bulletin import Bulletin
 from ferrorpc_coordinator.state.desk import Asker, Desk
 from ferrorpc_coordinator.state.failures import seconds

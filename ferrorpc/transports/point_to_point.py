@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable
 
 from ferrorpc.errors import CodecError
-from ferrorpc.transports.chunks import Chunks
 from ferrorpc.transports.credit import EAGER_BYTES
+from ferrorpc.transports.reassembly import ReassemblyQueue
 from ferrorpc.wire.frames import Frame
 
 
-def unasked(frame: Frame) -> CodecError:
+def ungranted_error(frame: Frame) -> CodecError:
     """The error of a chunk that came before its receiver had granted it."""
     return CodecError(
         f"rank {frame.source} sent byte {frame.offset} of {frame.header.signature or 'a message'} #{frame.key.number} without "
@@ -28,19 +28,19 @@ def unasked(frame: Frame) -> CodecError:
 class Message:
     """Chunks of one message, as far as they have come and not been taken."""
 
-    __slots__ = ("frames", "header", "needs_grant", "unasked_bytes")
+    __slots__ = ("frames", "header", "needs_grant", "unexpected_bytes")
 
     def __init__(self, first: Frame) -> None:
-        self.unasked_bytes = 0
+        self.unexpected_bytes = 0
         """Bytes of it that came before a recv waited for it."""
         self.header = first.header
-        self.frames = Chunks(first.header)
+        self.frames = ReassemblyQueue(first.header)
         """Filled by the mailbox, emptied by the recv it is matched to."""
         self.needs_grant = first.header.total > EAGER_BYTES
         """Whether its sender still waits for the grant of the later chunks of a long message."""
 
 
-class Post:
+class PostedReceive:
     """A recv that waits. `number` and then `message` are set once one is matched to it."""
 
     __slots__ = ("message", "number", "wake")
@@ -51,13 +51,13 @@ class Post:
         self.number = 0
 
 
-class Inbound:
+class ReceiveQueue:
     """The queue of one (group, source, tag). Called under the mailbox's lock; recvs that methods return are woken after it."""
 
     def __init__(self) -> None:
         self._messages: dict[int, Message] = {}
-        self._posts: deque[Post] = deque()
-        self._matched: dict[int, Post] = {}
+        self._posts: deque[PostedReceive] = deque()
+        self._matched: dict[int, PostedReceive] = {}
         self._begun: list[int] = []
         """A heap: numbers of messages whose first chunk is here, and which no recv has."""
 
@@ -70,7 +70,7 @@ class Inbound:
         """Whether a recv has been given the message of this number."""
         return number in self._matched
 
-    def put(self, frame: Frame, unasked_bytes: int) -> list[Post]:
+    def put(self, frame: Frame, unexpected_bytes: int) -> list[PostedReceive]:
         """Takes in a chunk, of which so many bytes were not asked for. Returns the recvs to wake.
 
         Raises:
@@ -81,21 +81,21 @@ class Inbound:
         if message is None:
             message = Message(frame)
         if message.needs_grant and frame.offset >= EAGER_BYTES:
-            raise unasked(frame)
+            raise ungranted_error(frame)
         message.frames.put(frame)
-        message.unasked_bytes += unasked_bytes
+        message.unexpected_bytes += unexpected_bytes
         self._messages[number] = message
         if frame.offset == 0:
             heapq.heappush(self._begun, number)
         post = self._matched.get(number)
         return self._match() if post is None else [post]
 
-    def add(self, post: Post) -> list[Post]:
+    def add(self, post: PostedReceive) -> list[PostedReceive]:
         """Queues a recv. Returns the recvs that have been given a message."""
         self._posts.append(post)
         return self._match()
 
-    def give_back(self, post: Post) -> list[Post]:
+    def give_back(self, post: PostedReceive) -> list[PostedReceive]:
         """The recv ends without its message, which goes to the next one. Returns the recvs that have been given a message."""
         if post.message is None:
             if post in self._posts:
@@ -106,12 +106,12 @@ class Inbound:
         heapq.heappush(self._begun, post.number)
         return self._match()
 
-    def take(self, post: Post) -> int:
+    def take(self, post: PostedReceive) -> int:
         """Removes a message that its recv has taken whole. Returns how many of its bytes had come unasked."""
         del self._matched[post.number]
-        return self._messages.pop(post.number).unasked_bytes
+        return self._messages.pop(post.number).unexpected_bytes
 
-    def _match(self) -> list[Post]:
+    def _match(self) -> list[PostedReceive]:
         woken = []
         while self._posts and self._begun:
             post = self._posts.popleft()

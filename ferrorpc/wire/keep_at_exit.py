@@ -16,7 +16,7 @@ from typing import Final
 _holders: Final[weakref.WeakSet[object]] = weakref.WeakSet()
 
 
-def outlives_interpreter(holder: object) -> None:
+def keep_at_exit(holder: object) -> None:
     """From the process's exit on, `holder` and what it refers to are never collected."""
     _holders.add(holder)
 

@@ -8,7 +8,7 @@ from ferrorpc.errors import CodecError
 from ferrorpc.wire.frames import Frame, Header
 
 
-class Chunks(deque[Frame]):
+class ReassemblyQueue(deque[Frame]):
     """The chunks that have come without a gap and have not been taken yet, in the order of their offsets.
 
     One thread at a time puts in; one takes out from the left, which may be at the same time.

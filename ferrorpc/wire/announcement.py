@@ -1,4 +1,4 @@
-"""A notice: what an array is (dtype and shape), followed by the array itself where that is small.
+"""An announcement: what an array is (dtype and shape), followed by the array itself where that is small.
 
 The first message of an operation whose size only one rank knows. Bytes, little-endian: dtype (1 byte), number of dimensions
 (1 byte), 6 bytes of zeros, each dimension (8 bytes), zeros up to a multiple of 16; then all of the array's bytes or none.
@@ -16,7 +16,7 @@ from ferrorpc.types import DType, TensorSpec
 from ferrorpc.wire.frames import ALIGNMENT_BYTES, DIMENSION_MAX, NDIM_MAX, TOTAL_BYTES_MAX
 
 INLINE_BYTES: Final = 64 << 10
-"""Arrays up to this size travel with their notice."""
+"""Arrays up to this size travel with their announcement."""
 
 _OPENING: Final = struct.Struct("<BB6x")
 _DIMENSION_BYTES: Final = 8
@@ -26,13 +26,13 @@ Array = np.ndarray[Any, Any]
 
 
 def size_bytes(spec: TensorSpec) -> int:
-    """How long an array's notice is."""
+    """How long an array's announcement is."""
     total = spec.nbytes
     return _start(len(spec.shape)) + (total if total <= INLINE_BYTES else 0)
 
 
 def pack(spec: TensorSpec, data: Array) -> Array:
-    """The notice of an array (C-contiguous, in its storage dtype), as uint8.
+    """The announcement of an array (C-contiguous, in its storage dtype), as uint8.
 
     Raises:
         CodecError: it has more dimensions than any receiver accepts.
@@ -41,34 +41,34 @@ def pack(spec: TensorSpec, data: Array) -> Array:
         raise CodecError(f"an array of {len(spec.shape)} dimensions is too long to send; at most {NDIM_MAX} are allowed")
     head = _OPENING.pack(spec.dtype, len(spec.shape)) + struct.pack(f"<{len(spec.shape)}Q", *spec.shape)
     start = _start(len(spec.shape))
-    notice = np.zeros(size_bytes(spec), np.uint8)
-    notice[: len(head)] = np.frombuffer(head, np.uint8)
-    if notice.size > start:
-        notice[start:] = data.reshape(-1).view(np.uint8)
-    return notice
+    announcement = np.zeros(size_bytes(spec), np.uint8)
+    announcement[: len(head)] = np.frombuffer(head, np.uint8)
+    if announcement.size > start:
+        announcement[start:] = data.reshape(-1).view(np.uint8)
+    return announcement
 
 
-def unpack(notice: Array) -> tuple[TensorSpec, Array | None]:
-    """What is announced, and the array (a view of the notice, in its storage dtype and shape) if it came along.
+def unpack(announcement: Array) -> tuple[TensorSpec, Array | None]:
+    """What is announced, and the array (a view of the announcement, in its storage dtype and shape) if it came along.
 
     Raises:
-        CodecError: these bytes are no notice.
+        CodecError: these bytes are no announcement.
     """
-    head = notice[: _start(NDIM_MAX)].tobytes()
+    head = announcement[: _start(NDIM_MAX)].tobytes()
     if len(head) < _OPENING.size:
-        raise CodecError(f"a notice of {notice.size} bytes is too short to be one")
+        raise CodecError(f"an announcement of {announcement.size} bytes is too short to be one")
     code, ndim = _OPENING.unpack_from(head)
     start = _start(ndim)
-    if code not in _CODES or ndim > NDIM_MAX or notice.size < start:
-        raise CodecError(f"a notice of {notice.size} bytes announces {ndim} dimensions of dtype {code}")
+    if code not in _CODES or ndim > NDIM_MAX or announcement.size < start:
+        raise CodecError(f"an announcement of {announcement.size} bytes announces {ndim} dimensions of dtype {code}")
     shape: tuple[int, ...] = struct.unpack_from(f"<{ndim}Q", head, _OPENING.size)
     spec = TensorSpec(DType(code), shape)
     total = spec.nbytes
-    if max(shape, default=0) >= DIMENSION_MAX or total > TOTAL_BYTES_MAX or notice.size - start not in (0, total):
-        raise CodecError(f"a notice of {notice.size} bytes announces {spec}")
-    if notice.size - start < total:
+    if max(shape, default=0) >= DIMENSION_MAX or total > TOTAL_BYTES_MAX or announcement.size - start not in (0, total):
+        raise CodecError(f"an announcement of {announcement.size} bytes announces {spec}")
+    if announcement.size - start < total:
         return spec, None
-    return spec, notice[start:].view(spec.dtype.storage).reshape(shape)
+    return spec, announcement[start:].view(spec.dtype.storage).reshape(shape)
 
 
 def _start(ndim: int) -> int:

@@ -17,7 +17,7 @@ _BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 _NETWORK: Final = "/proc/self/ns/net"
 
 
-class Place(NamedTuple):
+class HostIdentity(NamedTuple):
     """What two ranks must have in common."""
 
     boot_id: str
@@ -25,7 +25,7 @@ class Place(NamedTuple):
     user: int
 
 
-def refusal() -> str:
+def unsupported_reason() -> str:
     """Why this process cannot share memory; empty when it can."""
     if sys.platform != "linux":
         return f"shared memory needs Linux, not {sys.platform}"
@@ -39,6 +39,6 @@ def refusal() -> str:
     return ""
 
 
-def here() -> Place:
-    """The place of this process. Only where `refusal` is empty."""
-    return Place(Path(_BOOT_ID).read_text().strip(), os.stat(_NETWORK).st_ino, os.geteuid())
+def own_identity() -> HostIdentity:
+    """The place of this process. Only where `unsupported_reason` is empty."""
+    return HostIdentity(Path(_BOOT_ID).read_text().strip(), os.stat(_NETWORK).st_ino, os.geteuid())

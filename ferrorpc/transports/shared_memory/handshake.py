@@ -37,7 +37,7 @@ _SECONDS_AND_MICROSECONDS: Final = struct.Struct("@ll")
 
 
 @dataclass(slots=True)
-class Neighbour:
+class HostPeer:
     """A peer that has been proven: its socket (non-blocking) and its segment."""
 
     rank: int
@@ -63,7 +63,7 @@ def listen(name: str) -> socket.socket:
     return listener
 
 
-class Greeter:
+class Handshaker:
     """This rank's part in meeting the other ranks of `host`.
 
     Args:
@@ -79,15 +79,15 @@ class Greeter:
         listener: socket.socket,
         segment: Segment,
     ) -> None:
-        self.neighbours: dict[int, Neighbour] = {}
+        self.host_peers: dict[int, HostPeer] = {}
         self.failures: dict[int, str] = {}
-        """Why a rank of the host is no neighbour, by rank."""
+        """Why a rank of the host is no host_peer, by rank."""
         self._assignment = assignment
         self._offers = offers
         self._listener = listener
         self._segment = segment
         self._peers = [rank for rank in host if rank != assignment.rank]
-        self._descriptor = segment.descriptor_for_peers()
+        self._descriptor = segment.read_only_descriptor()
         self._selector = selectors.DefaultSelector()
 
     def run(self, latch: Latch, clock: Clock, seconds: float = GREETING_SECONDS) -> None:
@@ -107,11 +107,11 @@ class Greeter:
             self._end()
 
     def _missing(self) -> list[int]:
-        return [rank for rank in self._peers if rank not in self.neighbours and rank not in self.failures]
+        return [rank for rank in self._peers if rank not in self.host_peers and rank not in self.failures]
 
     def _end(self) -> None:
         """Closes what has led to nothing."""
-        kept = {neighbour.connection for neighbour in self.neighbours.values()}
+        kept = {host_peer.connection for host_peer in self.host_peers.values()}
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket) and key.fileobj not in kept and key.fileobj is not self._listener:
                 key.fileobj.close()
@@ -177,7 +177,7 @@ class Greeter:
             if rank is not None:
                 self.failures[rank] = f"rank {rank}: {error.message if isinstance(error, FerroError) else error.strerror}"
             return
-        self.neighbours[rank] = Neighbour(rank, connection, memory)
+        self.host_peers[rank] = HostPeer(rank, connection, memory)
 
     def _check(self, greeting: shared_memory_pb2.SharedMemoryGreeting, connection: socket.socket, dialled: int | None) -> int:
         """The rank that greets, once it has shown that it belongs to the generation."""

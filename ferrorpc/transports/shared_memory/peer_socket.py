@@ -16,11 +16,11 @@ from ferrorpc.transports.control import CONTROL_MAX
 
 MESSAGE_BYTES_MAX: Final = 32 << 10
 """A message with the longest signature fits."""
-READING_SECONDS: Final = 0.2
+READER_SECONDS: Final = 0.2
 """Far longer than anybody reads a link at a time."""
 
 
-class Link:
+class PeerSocket:
     """One end, non-blocking, from a proven peer.
 
     Args:
@@ -33,11 +33,11 @@ class Link:
         self.connection = connection
         self.reading = threading.Lock()
         """Held by whoever reads it."""
-        self.attended = False
+        self.busy_polled = False
         """Whether that is somebody who waits for the peer."""
-        self.skips = 0
+        self.polls_to_skip = 0
         """How many who wait for the peer are to sleep at once."""
-        self.vain = 0
+        self.failed_polls = 0
         """Grows with each who attended to it in vain, one after the other."""
         self._wake = wake
         self._lock = threading.Lock()
@@ -62,7 +62,7 @@ class Link:
             self._wake()
         return True
 
-    def offer(self, message: bytes, room: Callable[[], None]) -> bool:
+    def try_send(self, message: bytes, room: Callable[[], None]) -> bool:
         """Sends a message as `send` does, if none waits. Else False, and `room` is called once when none does any more.
 
         Args:
@@ -127,7 +127,7 @@ class Link:
         before it could say so.
         """
         self.end()
-        is_mine = self.reading.acquire(timeout=READING_SECONDS)
+        is_mine = self.reading.acquire(timeout=READER_SECONDS)
         self.connection.close()
         if is_mine:
             self.reading.release()

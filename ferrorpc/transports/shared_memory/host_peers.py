@@ -1,4 +1,4 @@
-"""The ranks of this generation that share this host's memory, from `meet` (meeting.py) until `close`.
+"""The ranks of this generation that share this host's memory, from `discover_host_peers` (meeting.py) until `close`.
 
 A socket to each of them (reader.py reads them) ends with its process. One that ends without a goodbye is a suspicion, told at
 once; the coordinator decides what it means. One that ends with a goodbye is a peer that left: only who still needs it has
@@ -22,7 +22,7 @@ from ferrorpc.transports.shared_memory.hosts import Hosts
 from ferrorpc.transports.shared_memory.reader import Reader
 
 if TYPE_CHECKING:
-    from ferrorpc.transports.shared_memory.greeting import Neighbour
+    from ferrorpc.transports.shared_memory.handshake import HostPeer
     from ferrorpc.transports.shared_memory.segment import Segment
 
 STOP_SECONDS: Final = 0.5
@@ -32,13 +32,13 @@ GOODBYE: Final = b"\0"
 """The first byte of a message is its kind; this one is the only kind that is all there is of a message."""
 
 
-class Neighbours:
-    """One rank's neighbours in one generation. Made by `meet`, alike on every rank.
+class HostPeers:
+    """One rank's host_peers in one generation. Made by `discover_host_peers`, alike on every rank.
 
     Attributes:
         ranks: world ranks on this host, ascending, this one included; only this one where nothing is shared.
         hosts: the same for every rank of the world: the layout that all ranks agree on.
-        why_not: why the world is not one host, in words; empty when it is.
+        separation_reason: why the world is not one host, in words; empty when it is.
     """
 
     def __init__(
@@ -46,17 +46,17 @@ class Neighbours:
         rank: int,
         hosts: Hosts,
         segment: Segment | None,
-        proven: Sequence[Neighbour],
-        why_not: str,
+        proven: Sequence[HostPeer],
+        separation_reason: str,
         latch: Latch,
         clock: Clock,
     ) -> None:
         self.rank = rank
         self.hosts = hosts
         self.ranks = next(host for host in hosts if rank in host)
-        self.why_not = why_not
+        self.separation_reason = separation_reason
         self._segment = segment
-        self._neighbours = {neighbour.rank: neighbour for neighbour in proven}
+        self._host_peers = {host_peer.rank: host_peer for host_peer in proven}
         self._latch = latch
         self._clock = clock
         self._on_link_lost: Callable[[int, str], None] = _nobody
@@ -67,8 +67,8 @@ class Neighbours:
         self._left: set[int] = set()
         self._started = False
         self._closing = False
-        connections = {neighbour.rank: neighbour.connection for neighbour in proven}
-        self._reader = Reader(connections, clock, self._heard, self._ended)
+        connections = {host_peer.rank: host_peer.connection for host_peer in proven}
+        self._reader = Reader(connections, clock, self._message_received, self._socket_ended)
         _all.add(self)
 
     @property
@@ -79,7 +79,7 @@ class Neighbours:
             UsageError: this rank shares nothing.
         """
         if self._segment is None:
-            raise UsageError(f"rank {self.rank} shares no memory: {self.why_not}")
+            raise UsageError(f"rank {self.rank} shares no memory: {self.separation_reason}")
         return self._segment
 
     def memory(self, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -88,7 +88,7 @@ class Neighbours:
         Raises:
             GroupClosedError: after `close`.
         """
-        memory = self.own.memory if rank == self.rank else self._neighbours[rank].memory
+        memory = self.own.memory if rank == self.rank else self._host_peers[rank].memory
         if not memory.size:
             raise GroupClosedError(f"rank {self.rank} has closed its shared memory")
         return memory
@@ -109,28 +109,28 @@ class Neighbours:
         self._on_link_lost = on_link_lost
         self._on_message = _nobody if on_message is None else on_message
         self._on_end = _nobody if on_end is None else on_end
-        if self._reader.links:
+        if self._reader.sockets:
             self._started = True
-            self._clock.start(self._reader.run, f"ferrorpc-neighbours-of-{self.rank}")
+            self._clock.start(self._reader.run, f"ferrorpc-host_peers-of-{self.rank}")
 
     def send(self, peer: int, message: bytes) -> bool:
-        """Sends a small message to a neighbour, in order with others; never blocks. False, and dropped, where it reads none."""
-        return self._reader.links[peer].send(message)
+        """Sends a small message to a host_peer, in order with others; never blocks. False, and dropped, where it reads none."""
+        return self._reader.sockets[peer].send(message)
 
-    def offer(self, peer: int, message: bytes, room: Callable[[], None]) -> bool:
-        """Sends a message, unless others to this neighbour still wait: then False, and `room` is called once none does."""
-        return self._reader.links[peer].offer(message, room)
+    def try_send(self, peer: int, message: bytes, room: Callable[[], None]) -> bool:
+        """Sends a message, unless others to this host_peer still wait: then False, and `room` is called once none does."""
+        return self._reader.sockets[peer].try_send(message, room)
 
-    def attend(self, peer: int, over: Callable[[], bool]) -> None:
-        """Reads what a neighbour sends on this thread, until `over` or for about half a millisecond. Only after `start`."""
-        self._reader.attend(peer, over)
+    def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
+        """Reads what a host_peer sends on this thread, until `over` or for about half a millisecond. Only after `start`."""
+        self._reader.busy_poll(peer, over)
 
     def has_left(self, peer: int) -> bool:
-        """Whether a neighbour has said goodbye. What it wrote before is in its memory, which stays mapped."""
+        """Whether a host_peer has said goodbye. What it wrote before is in its memory, which stays mapped."""
         return peer in self._left
 
-    def lose(self, peer: int, reason: str) -> None:
-        """Reports a neighbour that is still needed and can do no more."""
+    def report_lost(self, peer: int, reason: str) -> None:
+        """Reports a host_peer that is still needed and can do no more."""
         with self._lock:
             if self._closing or self._latch.cause is not None or peer in self._lost:
                 return
@@ -146,27 +146,27 @@ class Neighbours:
             if self._closing:
                 return
             self._closing = True
-        for link in self._reader.links.values():
-            link.send(GOODBYE)
+        for peer_socket in self._reader.sockets.values():
+            peer_socket.send(GOODBYE)
         if self._started:
             self._reader.stop(timeout)
         self._reader.close()
-        for neighbour in self._neighbours.values():
-            neighbour.close()
+        for host_peer in self._host_peers.values():
+            host_peer.close()
         if self._segment is not None:
             self._segment.close()
 
     # -- what the reader tells -----------------------------------------------------------------------------------------
 
-    def _heard(self, peer: int, message: bytes) -> None:
+    def _message_received(self, peer: int, message: bytes) -> None:
         if message == GOODBYE:
             self._left.add(peer)
         else:
             self._on_message(peer, message)
 
-    def _ended(self, peer: int) -> None:
+    def _socket_ended(self, peer: int) -> None:
         if peer not in self._left:
-            self.lose(peer, "its process ended without a goodbye")
+            self.report_lost(peer, "its process ended without a goodbye")
         self._on_end(peer)
 
     def abandon_in_child(self) -> None:
@@ -180,18 +180,18 @@ def _nobody(*_: Any) -> None:
     """Nobody has asked to be told yet."""
 
 
-_all: Final[weakref.WeakSet[Neighbours]] = weakref.WeakSet()
+_all: Final[weakref.WeakSet[HostPeers]] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:
-    for neighbours in list(_all):
-        neighbours.abandon_in_child()
+    for host_peers in list(_all):
+        host_peers.abandon_in_child()
 
 
 def _say_goodbye() -> None:
-    """Nobody called close: neighbours are told all the same."""
-    for neighbours in list(_all):
-        neighbours.close(STOP_SECONDS)
+    """Nobody called close: host_peers are told all the same."""
+    for host_peers in list(_all):
+        host_peers.close(STOP_SECONDS)
 
 
 atexit.register(_say_goodbye)
