@@ -1,8 +1,8 @@
-"""send and recv on the receiving side: messages of one (group, source, tag), first in, first out.
+"""The receiving side of send and recv: messages of one (group, source, tag) are matched to recvs first in, first out.
 
-They begin to leave in the order of the calls, are numbered in it, and no lane lets first chunks overtake each other. A message
-is handed to a recv when its first chunk is here, and leaves only when the recv has taken it whole: a recv that times out, or
-whose `out` does not fit, gives it back untouched.
+Messages are numbered in the order of the send calls, and no lane lets first chunks overtake each other. A message is matched to
+a recv when its first chunk has arrived. It is removed only once the recv has taken all of it: a recv that times out, or whose
+`out` does not fit, returns it unchanged for the next recv.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ferrorpc.wire.frames import Frame
 
 
 def ungranted_error(frame: Frame) -> CodecError:
-    """The error of a chunk that came before its receiver had granted it."""
+    """The error for a chunk that arrived before its receiver had granted it."""
     return CodecError(
         f"rank {frame.source} sent byte {frame.offset} of {frame.header.signature or 'a message'} #{frame.key.number} without "
         "having been told that it may"
@@ -26,22 +26,22 @@ def ungranted_error(frame: Frame) -> CodecError:
 
 
 class Message:
-    """Chunks of one message, as far as they have come and not been taken."""
+    """One message: its chunks that have arrived and were not taken yet."""
 
     __slots__ = ("frames", "header", "needs_grant", "unexpected_bytes")
 
     def __init__(self, first: Frame) -> None:
         self.unexpected_bytes = 0
-        """Bytes of it that came before a recv waited for it."""
+        """Bytes that arrived before a recv was matched to it."""
         self.header = first.header
         self.frames = ReassemblyQueue(first.header)
-        """Filled by the mailbox, emptied by the recv it is matched to."""
+        """Filled by the mailbox, emptied by the matched recv."""
         self.needs_grant = first.header.total > EAGER_BYTES
-        """Whether its sender still waits for the grant of the later chunks of a long message."""
+        """Whether its sender still waits for the grant of the chunks after the eager ones."""
 
 
 class PostedReceive:
-    """A recv that waits. `number` and then `message` are set once one is matched to it."""
+    """A posted recv. `number` and then `message` are set when a message is matched to it."""
 
     __slots__ = ("message", "number", "wake")
 
@@ -52,29 +52,32 @@ class PostedReceive:
 
 
 class ReceiveQueue:
-    """The queue of one (group, source, tag). Called under the mailbox's lock; recvs that methods return are woken after it."""
+    """The messages and posted recvs of one (group, source, tag).
+
+    Called under the mailbox's lock. Methods return the recvs that the caller wakes once it has released the lock.
+    """
 
     def __init__(self) -> None:
         self._messages: dict[int, Message] = {}
         self._posts: deque[PostedReceive] = deque()
         self._matched: dict[int, PostedReceive] = {}
         self._begun: list[int] = []
-        """A heap: numbers of messages whose first chunk is here, and which no recv has."""
+        """A heap: numbers of the messages whose first chunk has arrived and which have no recv yet."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is here and nobody waits."""
+        """Whether there are no messages and no posted recvs."""
         return not self._messages and not self._posts
 
     def is_awaited(self, number: int) -> bool:
-        """Whether a recv has been given the message of this number."""
+        """Whether the message of this number is matched to a recv."""
         return number in self._matched
 
     def put(self, frame: Frame, unexpected_bytes: int) -> list[PostedReceive]:
-        """Takes in a chunk, of which so many bytes were not asked for. Returns the recvs to wake.
+        """Adds a chunk, of which so many bytes are unexpected. Returns the recvs to wake.
 
         Raises:
-            CodecError: it has come before, or its message has to be granted first.
+            CodecError: it has arrived before, or its message has to be granted first.
         """
         number = frame.key.number
         message = self._messages.get(number)
@@ -91,12 +94,12 @@ class ReceiveQueue:
         return self._match() if post is None else [post]
 
     def add(self, post: PostedReceive) -> list[PostedReceive]:
-        """Queues a recv. Returns the recvs that have been given a message."""
+        """Posts a recv. Returns the recvs that were matched to a message."""
         self._posts.append(post)
         return self._match()
 
     def give_back(self, post: PostedReceive) -> list[PostedReceive]:
-        """The recv ends without its message, which goes to the next one. Returns the recvs that have been given a message."""
+        """Withdraws a recv; its message goes to the next one. Returns the recvs that were matched to a message."""
         if post.message is None:
             if post in self._posts:
                 self._posts.remove(post)
@@ -107,7 +110,7 @@ class ReceiveQueue:
         return self._match()
 
     def take(self, post: PostedReceive) -> int:
-        """Removes a message that its recv has taken whole. Returns how many of its bytes had come unasked."""
+        """Removes a message that its recv has taken completely. Returns how many of its bytes were unexpected."""
         del self._matched[post.number]
         return self._messages.pop(post.number).unexpected_bytes
 

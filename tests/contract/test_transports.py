@@ -105,7 +105,7 @@ def leave_after_one_look(transport: Transport, peer: int) -> None:
     if isinstance(transport, SharedMemoryTransport):
         transport._host_peers._left = Leaving()  # type: ignore[assignment]
     elif isinstance(transport, InprocTransport):
-        transport._said_goodbye = Leaving()  # type: ignore[assignment]
+        transport._departed = Leaving()  # type: ignore[assignment]
     else:
         assert isinstance(transport, GrpcTransport)
         transport._left = Leaving()
