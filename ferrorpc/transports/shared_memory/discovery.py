@@ -1,7 +1,8 @@
-"""How the ranks of a generation find out who shares memory with whom, so that all of them draw the same conclusions.
+"""Discovery: the ranks of a generation find out which of them share memory, and all come to the same result.
 
-Two rounds, in which every rank tells all others one small value: first what it offers, then, once it has tried everybody who
-may be on its host, whom it has proven. Where the offers leave no two ranks to try, the second round is left out, everywhere.
+There are two rounds, in each of which every rank sends one small value to all others. The first value is its offer. Then it
+does a handshake with every rank that may be on its host; the second value says which ranks it has proven. Where the offers
+leave no two ranks that might share memory, all ranks skip the second round.
 """
 
 from __future__ import annotations
@@ -28,28 +29,26 @@ if TYPE_CHECKING:
     from ferrorpc.transports.shared_memory.segment import Segment
 
 Exchange = Callable[[str, bytes], list[bytes]]
-"""Tells every rank a value of at most 4 KiB and returns everybody's, in rank order: `Session.barrier`."""
+"""All-gathers a value of at most 4 KiB a rank under a name, in rank order: `Session.barrier`."""
 
 _OFFERS: Final = "ferrorpc/shared_memory/offers"
 _VERDICTS: Final = "ferrorpc/shared_memory/verdicts"
-_NONCE_BYTES: Final = 32
 _REASON_CHARACTERS: Final = 500
-_NOWHERE: Final = HostIdentity("", 0, 0)
 
 _log = logging.getLogger("ferrorpc.shared_memory")
 
 
 def discover_host_peers(assignment: Assignment, transport: str, exchange: Exchange, latch: Latch, clock: Clock) -> HostPeers:
-    """Finds this rank's host_peers. Every rank of the generation must call it, whatever its transport.
+    """Finds this rank's host peers. Every rank of the generation must call it, whatever its transport.
+
+    Where the generation ends meanwhile, the rank gets no host peers; whatever it does next raises the cause from the latch.
 
     Args:
-        transport: "auto", "grpc" (shares nothing), or "shared_memory" on ranks that demand that the world is one host.
-
-    A generation that ends meanwhile gives a rank no host_peers; its latch tells the cause to whatever comes next.
+        transport: "auto", "grpc" (shares nothing), or "shared_memory" (the whole world must be on one host).
 
     Raises:
-        BackendUnavailableError: some rank demanded shared memory, and not all ranks share it; on every rank.
-        BarrierTimeoutError: naming who did not call it.
+        BackendUnavailableError: on every rank, where some rank demanded shared memory and not all ranks share it.
+        BarrierTimeoutError: names the ranks that did not call it.
     """
     local = _LocalOffer(assignment, transport)
     try:
@@ -70,7 +69,7 @@ def discover_host_peers(assignment: Assignment, transport: str, exchange: Exchan
 
 
 class _Outcome(NamedTuple):
-    """What all ranks have told, and what follows from it."""
+    """What all ranks have sent, and the hosts that follow from it."""
 
     offers: Sequence[Offer]
     hosts: Hosts
@@ -78,7 +77,7 @@ class _Outcome(NamedTuple):
 
 
 def _find(local: _LocalOffer, assignment: Assignment, exchange: Exchange, latch: Latch, clock: Clock) -> _Outcome:
-    """The two rounds."""
+    """Runs the two rounds."""
     offers = [_offer_in(data) for data in exchange(_OFFERS, local.offer.SerializeToString())]
     hosts = candidate_hosts(offers)
     verdicts: dict[int, Verdict] = {}
@@ -90,7 +89,7 @@ def _find(local: _LocalOffer, assignment: Assignment, exchange: Exchange, latch:
 
 
 class _LocalOffer:
-    """What this rank puts up for others: its segment and its socket."""
+    """This rank's offer: its segment, and the socket on which it listens."""
 
     def __init__(self, assignment: Assignment, transport: str) -> None:
         self._assignment = assignment
@@ -104,14 +103,14 @@ class _LocalOffer:
         self.offer.refusal = refusal
 
     def _prepare(self) -> str:
-        """Fills the offer; returns why it cannot."""
+        """Fills the offer. Returns why it cannot; empty when it could."""
         from ferrorpc.transports.shared_memory import handshake, segment
 
         mine, here = self._assignment, own_identity()
         name = f"ferrorpc/{mine.job[:32]}/{mine.generation}/{mine.rank}/{secrets.token_hex(8)}"
         try:
             self._listener = handshake.listen(name)
-            nonce = secrets.token_bytes(_NONCE_BYTES)
+            nonce = secrets.token_bytes(segment.NONCE_BYTES)
             label = f"ferrorpc-{mine.generation}-{mine.rank}"
             self._segment = segment.Segment(label, nonce, segment.default_bytes(mine.size))
         except (OSError, BackendUnavailableError) as error:
@@ -123,7 +122,7 @@ class _LocalOffer:
     def prove_peers(
         self, host: Sequence[int], offers: Sequence[Offer], latch: Latch, clock: Clock
     ) -> shared_memory_pb2.SharedMemoryVerdict:
-        """Greets all who may be on this host; returns what to tell."""
+        """Does the handshakes with all ranks that may be on this host. Returns the verdict to send."""
         if self._segment is None or self._listener is None or len(host) == 1:
             return shared_memory_pb2.SharedMemoryVerdict()
         from ferrorpc.transports.shared_memory.handshake import Handshaker
@@ -134,7 +133,7 @@ class _LocalOffer:
         return _verdict(handshaker.host_peers, handshaker.failures)
 
     def keep(self, host: Sequence[int]) -> tuple[Segment | None, list[HostPeer]]:
-        """What the host_peers need; everything else is given back."""
+        """This rank's segment and its proven peers on `host`. Closes everything else."""
         proven = [] if self._handshaker is None else list(self._handshaker.host_peers.values())
         kept = [host_peer for host_peer in proven if host_peer.rank in host]
         for host_peer in proven:
@@ -148,7 +147,7 @@ class _LocalOffer:
         return self._segment, kept
 
     def close(self) -> None:
-        """Nothing came of it."""
+        """Closes everything."""
         self.keep(())
 
 
@@ -175,7 +174,7 @@ def _verdict_in(data: bytes) -> Verdict:
 
 
 def _check_demands(found: _Outcome) -> None:
-    """Refuses a world that is not one host where a rank demanded it."""
+    """Raises where a rank demanded shared memory and the world is not one host."""
     demanding = [rank for rank, offer in enumerate(found.offers) if offer.transport == "shared_memory"]
     if demanding and len(found.hosts) > 1:
         raise BackendUnavailableError(

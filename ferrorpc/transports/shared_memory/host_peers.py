@@ -1,8 +1,8 @@
-"""The ranks of this generation that share this host's memory, from `discover_host_peers` (meeting.py) until `close`.
+"""The ranks of a generation that share the memory of this host, from `discover_host_peers` (discovery.py) until `close`.
 
-A socket to each of them (reader.py reads them) ends with its process. One that ends without a goodbye is a suspicion, told at
-once; the coordinator decides what it means. One that ends with a goodbye is a peer that left: only who still needs it has
-lost it.
+There is a socket to each of them, which ends with its process; reader.py reads all of them. A socket that ends without a
+goodbye is reported at once as a lost link, and the coordinator decides what that means. A socket that ends with a goodbye
+belongs to a peer that has left; its link counts as lost only for operations that still need it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from ferrorpc.transports.shared_memory.segment import Segment
 
 STOP_SECONDS: Final = 0.5
-"""How long the goodbyes of a process that ends may take: it has about two seconds for all it does."""
+"""How long the goodbyes of an exiting process may take: it has about two seconds for everything."""
 
 GOODBYE: Final = b"\0"
-"""The first byte of a message is its kind; this one is the only kind that is all there is of a message."""
+"""A message of one zero byte. All other messages are protobuf, which never begins with a zero byte."""
 
 
 class HostPeers:
-    """One rank's host_peers in one generation. Made by `discover_host_peers`, alike on every rank.
+    """The host peers of one rank in one generation. Made by `discover_host_peers`.
 
     Attributes:
-        ranks: world ranks on this host, ascending, this one included; only this one where nothing is shared.
-        hosts: the same for every rank of the world: the layout that all ranks agree on.
-        separation_reason: why the world is not one host, in words; empty when it is.
+        ranks: world ranks on this host in ascending order, including this one; only this one where nothing is shared.
+        hosts: the ranks of every host of the world; equal on all ranks.
+        separation_reason: why the world is not one host; empty when it is.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class HostPeers:
 
     @property
     def own(self) -> Segment:
-        """This rank's memory. Only where `ranks` has others.
+        """This rank's segment.
 
         Raises:
-            UsageError: this rank shares nothing.
+            UsageError: this rank has no host peers.
         """
         if self._segment is None:
             raise UsageError(f"rank {self.rank} shares no memory: {self.separation_reason}")
@@ -99,38 +99,38 @@ class HostPeers:
         on_message: Callable[[int, bytes], None] | None = None,
         on_end: Callable[[int], None] | None = None,
     ) -> None:
-        """Begins to read the sockets, on a thread of its own; to be called once. None of the three may block.
+        """Starts the thread that reads the sockets. To be called once. The callbacks must not block.
 
         Args:
-            on_link_lost: told (peer, reason) at most once per peer, and never after `close` or after the latch has tripped.
-            on_message: told (peer, message) of everything but goodbyes.
-            on_end: told (peer) when nothing comes from it any more and nothing reaches it, whatever the reason.
+            on_link_lost: called with (peer, reason) at most once per peer; never after `close` or after the latch has tripped.
+            on_message: called with (peer, message) for every message but goodbyes.
+            on_end: called with (peer) when its socket has ended, for whatever reason.
         """
         self._on_link_lost = on_link_lost
         self._on_message = _nobody if on_message is None else on_message
         self._on_end = _nobody if on_end is None else on_end
         if self._reader.sockets:
             self._started = True
-            self._clock.start(self._reader.run, f"ferrorpc-host_peers-of-{self.rank}")
+            self._clock.start(self._reader.run, f"ferrorpc-host-peers-of-{self.rank}")
 
     def send(self, peer: int, message: bytes) -> bool:
-        """Sends a small message to a host_peer, in order with others; never blocks. False, and dropped, where it reads none."""
+        """Sends a message to a host peer, in order; never blocks. False, and dropped, where too many messages wait."""
         return self._reader.sockets[peer].send(message)
 
     def try_send(self, peer: int, message: bytes, room: Callable[[], None]) -> bool:
-        """Sends a message, unless others to this host_peer still wait: then False, and `room` is called once none does."""
+        """Sends a message if no other to this host peer waits. Else returns False, and calls `room` once none waits."""
         return self._reader.sockets[peer].try_send(message, room)
 
     def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
-        """Reads what a host_peer sends on this thread, until `over` or for about half a millisecond. Only after `start`."""
+        """Reads what a host peer sends on this thread, until `over` or for half a millisecond. Only after `start`."""
         self._reader.busy_poll(peer, over)
 
     def has_left(self, peer: int) -> bool:
-        """Whether a host_peer has said goodbye. What it wrote before is in its memory, which stays mapped."""
+        """Whether a host peer has said goodbye. Its memory stays mapped, with all that it wrote before."""
         return peer in self._left
 
     def report_lost(self, peer: int, reason: str) -> None:
-        """Reports a host_peer that is still needed and can do no more."""
+        """Reports the loss of a host peer, unless one was reported before or the generation is over."""
         with self._lock:
             if self._closing or self._latch.cause is not None or peer in self._lost:
                 return
@@ -138,9 +138,9 @@ class HostPeers:
         self._on_link_lost(peer, reason)
 
     def close(self, timeout: float) -> None:
-        """Says goodbye, stops reading and gives the memory back. Idempotent; at most `timeout` seconds.
+        """Says goodbye, stops reading and releases the memory. Idempotent; takes at most `timeout` seconds.
 
-        Arrays in this rank's segment live on; views of others' memory too, though they are no longer written.
+        Arrays in this rank's segment stay valid, and so do views of other segments, although nobody writes them any more.
         """
         with self._lock:
             if self._closing:
@@ -156,7 +156,7 @@ class HostPeers:
         if self._segment is not None:
             self._segment.close()
 
-    # -- what the reader tells -----------------------------------------------------------------------------------------
+    # -- events of the reader ------------------------------------------------------------------------------------------
 
     def _message_received(self, peer: int, message: bytes) -> None:
         if message == GOODBYE:
@@ -170,14 +170,14 @@ class HostPeers:
         self._on_end(peer)
 
     def abandon_in_child(self) -> None:
-        """In a forked child: gives back its copies of the sockets, so that the parent's end is seen while the child lives."""
+        """In a forked child: closes its copies of the sockets, so that peers see the parent's end while the child lives."""
         self._lock = threading.Lock()
         self._closing = True
         self._reader.abandon_in_child()
 
 
 def _nobody(*_: Any) -> None:
-    """Nobody has asked to be told yet."""
+    """The callbacks before `start`."""
 
 
 _all: Final[weakref.WeakSet[HostPeers]] = weakref.WeakSet()
@@ -189,7 +189,7 @@ def _abandon_all() -> None:
 
 
 def _say_goodbye() -> None:
-    """Nobody called close: host_peers are told all the same."""
+    """At exit: says goodbye to peers although nobody called `close`."""
     for host_peers in list(_all):
         host_peers.close(STOP_SECONDS)
 

@@ -1,9 +1,9 @@
-"""Reads the sockets of all host_peers, on one daemon thread; or one of them, for a moment, on the thread that waits for it.
+"""Reads the sockets of all host peers on one daemon thread, or one socket for a moment on a thread that waits for that peer.
 
-Whoever waits for a host_peer's message would be woken by the reader thread, which the kernel has to wake first: two changes of
-threads, several times as long as the message takes. So before it sleeps it looks at that one socket itself, with the reader
-thread told to leave it alone. Whoever reads a peer_socket holds its `reading`, so each peer's messages are
-handed on in order.
+A thread that waits for a peer's message would be woken by the reader thread, which the kernel has to wake first: two thread
+switches, which take several times as long as the message. So before it sleeps, the thread polls that one socket itself, and the
+reader thread leaves it alone meanwhile. The thread that reads a socket holds its `reading` lock, so the messages of each peer
+are handed on in order.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from ferrorpc.guard import Clock
 from ferrorpc.transports.shared_memory.peer_socket import PeerSocket
 
 BATCH_MESSAGES: Final = 16
-"""How many messages of one host_peer are read before it is another one's turn."""
+"""How many messages of one socket are read before the next socket gets its turn."""
 
 BUSY_POLL_SECONDS: Final = 500e-6
-"""How long a thread that waits looks, giving way in between: longer than two ranks take to answer each other that both have to
-be woken. One that looks for less finds its peer asleep and goes to sleep, as does the peer in its turn, and so on for ever."""
+"""How long a thread polls before it sleeps, yielding the processor in between. It is longer than a message and its answer take
+between two ranks that both have to be woken. With less, a rank would go to sleep while its peer wakes up, then the peer
+likewise, and so on for ever."""
 
 SKIPPED_POLLS_MAX: Final = 63
-"""Where that is of no use, or others need the processor, up to so many waits begin with sleep before one looks again."""
+"""Where polling keeps failing, or other threads need the processor, up to so many waits do not poll before one tries again."""
 
 
 class Reader:
-    """Has the sockets to all host_peers. `run` is the body of its thread.
+    """Owns the sockets to all host peers. `run` is the body of its thread.
 
     Args:
-        connections: by the host_peer's world rank.
-        clock: the time.
-        on_message: told (peer, message) of every message, in order; must not block.
-        on_end: told (peer) at the end of its peer_socket; must not block.
+        connections: by the peer's world rank.
+        on_message: called with (peer, message) for every message, in order; must not block.
+        on_end: called with (peer) at the end of its socket; must not block.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Reader:
         self._wake_descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) if connections else -1
         self.sockets = {peer: PeerSocket(peer, connection, self._wake) for peer, connection in connections.items()}
         self._epoll: select.epoll
-        """The thread's, as long as it runs: where sockets are armed."""
+        """The reader thread's, while it runs."""
         self._armed: dict[PeerSocket, int] = {}
-        """What the kernel is asked to tell of each peer_socket that has not ended."""
+        """The epoll events that are requested for each socket that has not ended."""
         self._stopping = False
         self._discard = False
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Until every peer_socket has ended, or `stop`."""
+        """Reads until every socket has ended, or `stop`."""
         with select.epoll() as epoll:
             try:
                 self._read_all(epoll)
@@ -71,8 +71,9 @@ class Reader:
                 self._over.set()
 
     def busy_poll(self, peer: int, over: Callable[[], bool]) -> None:
-        """Reads what a host_peer sends on this thread, until `over` or for a moment. Not at all where another thread does, and
-        seldom where that was of no use lately.
+        """Reads what a host peer sends on the calling thread, until `over` or for BUSY_POLL_SECONDS.
+
+        Returns at once where another thread reads that socket, and mostly where polling has failed lately.
         """
         peer_socket = self.sockets[peer]
         if peer_socket.polls_to_skip:
@@ -91,18 +92,18 @@ class Reader:
             peer_socket.busy_polled = False
             try:
                 peer_socket.reading.release()
-            finally:  # an interrupt between the two must not leave the peer_socket unread
+            finally:  # an interrupt between the two must not leave the socket unread
                 self._arm(peer_socket)
 
     def _poll(self, peer_socket: PeerSocket, over: Callable[[], bool]) -> bool:
-        """Whether `over` came true in time."""
+        """Whether `over` became true in time."""
         until = self._clock.now() + BUSY_POLL_SECONDS
         while self._clock.now() < until:
             message = peer_socket.receive()
             if message is None:
                 os.sched_yield()
             elif not message:
-                break  # The end of a peer_socket is for the reader thread to tell.
+                break  # The reader thread reports the end of a socket.
             else:
                 self._on_message(peer_socket.peer, message)
                 if over():
@@ -110,7 +111,7 @@ class Reader:
         return False
 
     def stop(self, timeout: float) -> None:
-        """Ends the thread once all that was sent is written, or after `timeout` seconds."""
+        """Ends the thread once all waiting messages are written, or after `timeout` seconds."""
         self._stopping = True
         self._wake()
         if not self._over.wait(timeout):
@@ -119,7 +120,7 @@ class Reader:
             self._over.wait()
 
     def close(self) -> None:
-        """Gives sockets and descriptors back. The thread has ended, or never began."""
+        """Closes sockets and descriptors. The thread has ended or never began."""
         for peer_socket in self.sockets.values():
             peer_socket.close()
         with self._lock:
@@ -133,7 +134,7 @@ class Reader:
                 os.eventfd_write(self._wake_descriptor, 1)
 
     def _arm(self, peer_socket: PeerSocket) -> None:
-        """Tells the kernel what is to be told of a peer_socket now. What is there already is told at once."""
+        """Updates the epoll events that are requested for a socket. Events that are pending already are reported at once."""
         with self._lock:
             armed = self._armed.get(peer_socket)
             wanted = (0 if peer_socket.busy_polled else select.EPOLLIN) | (select.EPOLLOUT if peer_socket.pending else 0)
@@ -158,7 +159,7 @@ class Reader:
                 self._arm(peer_socket)
 
     def _finished(self) -> bool:
-        """Whether this rank closes and has said all that it had to, or gives up saying it."""
+        """Whether the thread should end: `stop` was called, and all messages are written or given up."""
         return self._stopping and (self._discard or not any(peer_socket.pending for peer_socket in self._armed))
 
     def _end(self, peer_socket: PeerSocket) -> None:
@@ -169,11 +170,11 @@ class Reader:
         self._on_end(peer_socket.peer)
 
     def _serve(self, peer_socket: PeerSocket, events: int) -> bool:
-        """Something can be done on a peer_socket; False at its end."""
+        """Handles the epoll events of a socket. False at its end."""
         if events & select.EPOLLOUT:
             peer_socket.flush()
         if not events & ~select.EPOLLOUT or not peer_socket.reading.acquire(blocking=False):
-            return True  # Whoever attends to it arms it again.
+            return True  # The thread that polls it arms it again.
         try:
             for _ in range(BATCH_MESSAGES):
                 message = peer_socket.receive()
@@ -187,6 +188,6 @@ class Reader:
         return True
 
     def abandon_in_child(self) -> None:
-        """In a forked child: gives back its copies of the sockets. It takes no lock: a thread of the parent's may hold it."""
+        """In a forked child: closes its copies of the sockets. Takes no lock: a thread of the parent may have held it."""
         for peer_socket in self.sockets.values():
             peer_socket.connection.close()

@@ -1,11 +1,11 @@
-"""The transport between ranks of one host: frames through shared memory, announced over Unix sockets.
+"""The transport between ranks of one host: small frames go over Unix sockets, larger ones through shared memory.
 
-A small frame is itself a message on the socket. A larger one is put into a slot of the sender's segment, and a parcel, which
-says where, goes over the socket; the host_peer's reader thread takes a copy, reads it, and sends a receipt, so that
-nothing that the sender does afterwards can change what was checked. Sockets keep the order, wake the reader and end with their
-process; what was said before a goodbye lies in the mailbox when the goodbye is read.
+A small frame is a message on the socket. A larger one is copied into a slot of the sender's segment, and a parcel message on
+the socket says where it is. The receiver's reader thread copies the frame out before it checks it, so that nothing that the
+sender does afterwards can change what was checked, and sends a receipt, which frees the slot. Sockets keep the order, wake the
+reader and end with their process. When a goodbye is read, everything that was sent before it is in the mailbox.
 
-Cost: two copies of the payload, by two processes, and four system calls; none of the copies holds the GIL.
+Cost: two copies of the payload, in two processes, and four system calls. The copies do not hold the GIL.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ferrorpc.v1 import shared_memory_pb2
 from ferrorpc.wire.frames import Header, Key, encode, frame_prefix, is_frame, scan
 
 INLINE_BYTES: Final = 12 << 10
-"""A payload of at most this size goes over the socket: with the longest header it is a message that the socket takes."""
+"""Payloads of at most this size go over the socket: with the longest header they still fit a message there."""
 
 
 class SharedMemoryTransport(Transport):
-    """This rank's lanes to its host_peers. Starts their reader thread at construction, and closes them.
+    """This rank's lanes to its host peers. Starts their reader thread at construction; `close` closes them.
 
     Args:
-        on_link_lost: told (peer, reason) at most once per peer, and never after `close` or after the latch has tripped.
+        on_link_lost: called with (peer, reason) at most once per peer, and never after `close` or after the latch has tripped.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SharedMemoryTransport(Transport):
         self.size = assignment.size
         self.mailbox = mailbox
         self.peers = tuple(rank for rank in host_peers.ranks if rank != assignment.rank)
-        """World ranks that can be reached."""
+        """World ranks of the host peers."""
         self._host_peers = host_peers
         self._latch = latch
         self._slots = {peer: Slots(host_peers.own, len(self.peers)) for peer in self.peers}
@@ -123,7 +123,7 @@ class SharedMemoryTransport(Transport):
         self._host_peers.close(min(timeout, BROKEN_CLOSE_SECONDS) if broken else timeout)
 
     def _can_send_to(self, peer: int, needed: bool = True) -> bool:
-        """Whether something can be sent to a peer; where it is needed and has left, that has been told."""
+        """Whether anything can be sent to a peer. One that has left is reported as lost where it is `needed`."""
         self._latch.check()
         if self._closing:
             raise GroupClosedError(f"rank {self.rank} has closed its links")
@@ -137,10 +137,10 @@ class SharedMemoryTransport(Transport):
         if not self._host_peers.send(peer, message.SerializeToString()):
             raise control.too_many_unread(peer)
 
-    # -- what the reader thread tells ----------------------------------------------------------------------------------
+    # -- events of the reader thread -----------------------------------------------------------------------------------
 
     def _on_message(self, source: int, data: bytes) -> None:
-        """A message has come. One that cannot be ends the generation, and nothing more of its sender is believed."""
+        """Handles a message. An invalid one ends the generation; later messages of its sender are ignored."""
         if source in self._failed:
             return
         try:
@@ -155,7 +155,7 @@ class SharedMemoryTransport(Transport):
                 self.mailbox.fail(error)
 
     def _handle(self, source: int, message: shared_memory_pb2.SharedMemoryMessage) -> None:
-        """Acts on a message that is no frame. One that only a newer version knows is passed over."""
+        """Handles a message that is no frame. Ignores kinds that only a newer version knows."""
         kind = message.WhichOneof("body")
         if kind == "parcel":
             self._receive_parcel(source, message.parcel)
@@ -181,7 +181,7 @@ class SharedMemoryTransport(Transport):
         self._send_control(source, shared_memory_pb2.SharedMemoryMessage(receipt=receipt))
 
     def _end_peer(self, peer: int) -> None:
-        """Nothing more can be sent to this peer."""
+        """Records that nothing more can be sent to this peer."""
         self._ended.add(peer)
         self._slots[peer].end()
 
