@@ -1,7 +1,8 @@
-"""An announcement: what an array is (dtype and shape), followed by the array itself where that is small.
+"""The announcement of an array: its dtype and shape, followed by the array itself where it is small.
 
-The first message of an operation whose size only one rank knows. Bytes, little-endian: dtype (1 byte), number of dimensions
-(1 byte), 6 bytes of zeros, each dimension (8 bytes), zeros up to a multiple of 16; then all of the array's bytes or none.
+It is the first message of an operation whose size only one rank knows. Layout, little-endian: dtype (1 byte), number of
+dimensions (1 byte), 6 zero bytes, each dimension (8 bytes), zeros up to a multiple of 16; then all of the array's bytes or
+none.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ferrorpc.types import DType, TensorSpec
 from ferrorpc.wire.frames import ALIGNMENT_BYTES, DIMENSION_MAX, NDIM_MAX, TOTAL_BYTES_MAX
 
 INLINE_BYTES: Final = 64 << 10
-"""Arrays up to this size travel with their announcement."""
+"""Arrays of up to this size are sent with their announcement."""
 
 _OPENING: Final = struct.Struct("<BB6x")
 _DIMENSION_BYTES: Final = 8
@@ -26,7 +27,7 @@ Array = np.ndarray[Any, Any]
 
 
 def size_bytes(spec: TensorSpec) -> int:
-    """How long an array's announcement is."""
+    """Size of an array's announcement."""
     total = spec.nbytes
     return _start(len(spec.shape)) + (total if total <= INLINE_BYTES else 0)
 
@@ -49,10 +50,10 @@ def pack(spec: TensorSpec, data: Array) -> Array:
 
 
 def unpack(announcement: Array) -> tuple[TensorSpec, Array | None]:
-    """What is announced, and the array (a view of the announcement, in its storage dtype and shape) if it came along.
+    """The announced spec, and the array (a view of the bytes, in its storage dtype and shape) if it was sent with it.
 
     Raises:
-        CodecError: these bytes are no announcement.
+        CodecError: the bytes are no announcement.
     """
     head = announcement[: _start(NDIM_MAX)].tobytes()
     if len(head) < _OPENING.size:

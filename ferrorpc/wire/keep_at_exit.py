@@ -1,9 +1,9 @@
-"""What holds calls of gRPC outlives the interpreter.
+"""Keeps objects that hold gRPC calls from being collected at interpreter exit, where that could hang the process.
 
-A call takes a lock when it is collected. The last collection of a process comes when the interpreter has stopped daemon threads
-wherever they were, and gRPC's own may have stopped with that lock in hand: then the process never ends (seen in two of two
-runs of the suite, and not in 160 starts in a row). So at exit everything that has a call gets a reference that nobody gives
-back.
+A gRPC call takes a lock when it is collected. The last collection of a process runs after the interpreter has stopped all
+daemon threads wherever they were, and a thread of gRPC may have stopped while it held that lock. Then the process never ends.
+(This happened in two of two runs of the test suite, but not in 160 starts in a row.) So at exit every object that holds a call
+gets a reference that is never released.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _holders: Final[weakref.WeakSet[object]] = weakref.WeakSet()
 
 
 def keep_at_exit(holder: object) -> None:
-    """From the process's exit on, `holder` and what it refers to are never collected."""
+    """At interpreter exit, `holder` and whatever it refers to is not collected."""
     _holders.add(holder)
 
 
