@@ -386,9 +386,9 @@ def grpc_transport(end: End, servers: list[WorkerServer]) -> GrpcTransport:
     return GrpcTransport(servers[end.rank], assignment, end.mailbox, end.latch, SYSTEM_CLOCK, end.lose)
 
 
-def near_transport(end: End, meeting: HostWorld) -> SharedMemoryTransport:
-    assignment = meeting.sessions[end.rank].membership.assignment
-    return SharedMemoryTransport(meeting[end.rank], assignment, end.mailbox, end.latch, end.lose)
+def near_transport(end: End, world: HostWorld) -> SharedMemoryTransport:
+    assignment = world.sessions[end.rank].membership.assignment
+    return SharedMemoryTransport(world[end.rank], assignment, end.mailbox, end.latch, end.lose)
 
 
 class TestGrpc(BoundedTransportContract):
@@ -439,10 +439,10 @@ class TestSharedMemory(BoundedTransportContract):
 
     @contextmanager
     def ends(self) -> Iterator[tuple[End, End]]:
-        with HostWorld(2, listening=False) as meeting:
+        with HostWorld(2, listening=False) as world:
             first, second = End(0), End(1)
             for end in (first, second):
-                end.transport = near_transport(end, meeting)
+                end.transport = near_transport(end, world)
             yield first, second
 
 
@@ -467,12 +467,12 @@ class Routed(BoundedTransportContract):
     def ends(self) -> Iterator[tuple[End, End]]:
         with ExitStack() as stack:
             servers = stack.enter_context(grpc_servers(3))
-            meeting = stack.enter_context(HostWorld(3, ["auto", "auto", "grpc"], listening=False))
+            world = stack.enter_context(HostWorld(3, ["auto", "auto", "grpc"], listening=False))
             ends = [End(rank) for rank in range(3)]
             for end in ends:
                 end.transport = grpc_transport(end, servers)
             for end in ends[:2]:
-                near = near_transport(end, meeting)
+                near = near_transport(end, world)
                 end.transport = RoutedTransport(near, near.peers, end.transport, SYSTEM_CLOCK)
             yield ends[self.ranks[0]], ends[self.ranks[1]]
             for end in ends:
@@ -480,7 +480,7 @@ class Routed(BoundedTransportContract):
 
 
 @pytest.mark.shared_memory
-class TestRoutedToNeighbours(Routed):
+class TestRoutedToHostPeers(Routed):
     kind = "shared_memory"
     ranks = (0, 1)
 

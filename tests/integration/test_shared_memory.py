@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.integration.launching import run, write_script
 
 
-def test_a_script_that_never_closes_says_goodbye_to_its_neighbours(tmp_path: Path) -> None:
+def test_a_script_that_never_closes_says_goodbye_to_its_host_peers(tmp_path: Path) -> None:
     body = """
     import time
     import ferrorpc

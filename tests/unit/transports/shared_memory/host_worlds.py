@@ -46,10 +46,10 @@ def in_a_forked_child(body: Callable[[], bool]) -> int:
 
 
 class HostWorld:
-    """A world of `size` ranks and the neighbours of each (or what `discover_host_peers` raised).
+    """A world of `size` ranks and the peers of each (or what `discover_host_peers` raised).
 
     Args:
-        listening: whether the neighbours' sockets are read at once.
+        listening: whether the peers' sockets are read at once.
     """
 
     def __init__(self, size: int, transports: Sequence[str] = (), *, listening: bool = True) -> None:

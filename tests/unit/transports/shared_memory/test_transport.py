@@ -1,4 +1,4 @@
-"""Frames through shared memory: what a neighbour says is not believed, and slots are used again and never shared.
+"""Frames through shared memory: what a peer says is not believed, and slots are used again and never shared.
 
 That it is a transport like any other is held by `tests/contract/test_transports.py`."""
 
@@ -41,16 +41,16 @@ def segment() -> Iterator[Segment]:
 class Pair:
     """Rank 1 has a transport; rank 0 only its links, to say on them what it likes."""
 
-    def __init__(self, meeting: HostWorld) -> None:
-        self.stranger = meeting[0]
+    def __init__(self, world: HostWorld) -> None:
+        self.stranger = world[0]
         self.failures: list[FerroError] = []
         self.lost: list[tuple[int, str]] = []
         self.mailbox = Mailbox(1, self.failures.append)
         self.box = self.mailbox.enter(KEY, "a()", lambda: None)
         self.latch = Latch()
-        assignment = meeting.sessions[1].membership.assignment
+        assignment = world.sessions[1].membership.assignment
         self.transport = SharedMemoryTransport(
-            meeting[1], assignment, self.mailbox, self.latch, lambda peer, reason: self.lost.append((peer, reason))
+            world[1], assignment, self.mailbox, self.latch, lambda peer, reason: self.lost.append((peer, reason))
         )
 
     def tell(self, **body: object) -> None:
@@ -59,8 +59,8 @@ class Pair:
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with HostWorld(2, listening=False) as meeting:
-        pair = Pair(meeting)
+    with HostWorld(2, listening=False) as world:
+        pair = Pair(world)
         yield pair
         pair.transport.close(1.0)
 
@@ -138,7 +138,7 @@ def test_a_message_of_a_newer_version_is_passed_over(pair: Pair) -> None:
     assert pair.failures == []
 
 
-def test_what_a_neighbour_changes_afterwards_changes_nothing_that_was_read(pair: Pair) -> None:
+def test_what_a_host_peer_changes_afterwards_changes_nothing_that_was_read(pair: Pair) -> None:
     block = pair.stranger.own.allocate(SLOT_BYTES)
     message = encode(KEY, header_of(100_000), 0, bytes([3]) * 100_000)
     block.array[: len(message)] = np.frombuffer(message, np.uint8)
@@ -151,7 +151,7 @@ def test_what_a_neighbour_changes_afterwards_changes_nothing_that_was_read(pair:
 
 
 def test_a_parcel_is_no_longer_than_a_slot_whatever_lies_there(pair: Pair) -> None:
-    """Nobody makes room for as much as a neighbour says that it has."""
+    """Nobody makes room for as much as a peer says that it has."""
     message = frame_of(2 * SLOT_BYTES)
     block = pair.stranger.own.allocate(len(message))
     block.array[:] = np.frombuffer(message, np.uint8)
@@ -161,7 +161,7 @@ def test_a_parcel_is_no_longer_than_a_slot_whatever_lies_there(pair: Pair) -> No
 
 
 @pytest.mark.parametrize("size", [INLINE_BYTES, CHUNK_BYTES], ids=["socket", "slots"])
-def test_who_waits_for_room_is_told_when_the_neighbour_leaves_and_what_found_none_is_not_counted(pair: Pair, size: int) -> None:
+def test_who_waits_for_room_is_told_when_the_host_peer_leaves_and_what_found_none_is_not_counted(pair: Pair, size: int) -> None:
     told, sent, payload = threading.Event(), 0, np.zeros(size, np.uint8)
     while pair.transport.send(0, KEY, header_of(1 << 30), sent * size, payload, told.set):
         sent += 1
@@ -206,9 +206,9 @@ def test_a_slot_cannot_be_given_back_twice(segment: Segment) -> None:
         slots.release(slot.offset)
 
 
-@pytest.mark.parametrize(("neighbours", "expected"), [(1, SLOTS_MAX), (3, 5), (1000, SLOTS_MIN)])
-def test_many_neighbours_have_fewer_slots_each(segment: Segment, neighbours: int, expected: int) -> None:
-    slots = Slots(segment, neighbours)
+@pytest.mark.parametrize(("peers", "expected"), [(1, SLOTS_MAX), (3, 5), (1000, SLOTS_MIN)])
+def test_many_host_peers_have_fewer_slots_each(segment: Segment, peers: int, expected: int) -> None:
+    slots = Slots(segment, peers)
     count = 0
     while slots.take(lambda: None) is not None:
         count += 1
