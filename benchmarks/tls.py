@@ -81,7 +81,7 @@ class LaneRank:
         box = self._mailbox.enter(key, "bench()", arrived.release)
         if first:
             self.transport.send(self.peer, key, SMALL, 0, NOTHING, _nothing)
-        while not box.news:
+        while not box.arrivals:
             _wait(arrived, seconds)
         self._mailbox.leave(key)
         if not first:
@@ -91,8 +91,8 @@ class LaneRank:
         """The next message, and whether its sender waits for an answer. `seconds` bound each wait."""
         array, received = np.empty(0, np.uint8), 0
         while True:
-            while self._box.news:
-                place = self._box.news.popleft()
+            while self._box.arrivals:
+                place = self._box.arrivals.popleft()
                 frame = self._box.frames[place].popleft()
                 if frame.offset == 0:
                     array = np.empty(frame.header.total, np.uint8)

@@ -15,8 +15,8 @@ from ferrorpc.transports.grpc.server import WorkerServer
 from ferrorpc.transports.grpc.transport import GrpcTransport
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.transports.routed import RoutedTransport
+from ferrorpc.transports.shared_memory.discovery import discover_host_peers
 from ferrorpc.transports.shared_memory.hosts import Hosts
-from ferrorpc.transports.shared_memory.meeting import meet
 from ferrorpc.transports.shared_memory.transport import SharedMemoryTransport
 
 LAST_WORDS_SECONDS: Final = 0.5
@@ -52,16 +52,16 @@ class GrpcBackend(MessageBackend):
     ) -> None:
         membership = session.membership
         assignment, latch = membership.assignment, membership.latch
-        neighbours = meet(assignment, path, session.barrier, latch, session.clock)
+        host_peers = discover_host_peers(assignment, path, session.barrier, latch, session.clock)
         mailbox = Mailbox(assignment.rank, partial(session.report, latch=latch))
         told = partial(session.report_link_lost, latch=latch)
         transport: Transport = GrpcTransport(server, assignment, mailbox, latch, session.clock, told)
         board = None
-        if len(neighbours.ranks) > 1:
-            near = SharedMemoryTransport(neighbours, assignment, mailbox, latch, told)
+        if len(host_peers.ranks) > 1:
+            near = SharedMemoryTransport(host_peers, assignment, mailbox, latch, told)
             transport = RoutedTransport(near, near.peers, transport, session.clock)
-            board = Board(neighbours, assignment.rank)
-        basis = Basis(published(assignment.cost_table), asked, _host_of_each(neighbours.hosts))
+            board = Board(host_peers, assignment.rank)
+        basis = Basis(published(assignment.cost_table), asked, _host_of_each(host_peers.hosts))
         super().__init__(transport, session, timeout=timeout, board=board, basis=basis)
         self._asked = asked
         session.activity.set_traffic_source(partial(_traffic, transport, None if board is None else board.calls))

@@ -82,7 +82,7 @@ class MessageBackend(Backend):
         self._arena: Arena | None = None
         if board is not None and self.size > 1 and set(self.world_ranks) <= set(board.memory.ranks):
             self._arena = Arena(board, transport, group_id, self.world_ranks, self.describe)
-            transport.mailbox.look_elsewhere(group_id, self._arena.entered)
+            transport.mailbox.register_lookup(group_id, self._arena.entered)
         self._lines = Lines()
         self._barriers = itertools.count(1)
         self._lock = threading.Lock()

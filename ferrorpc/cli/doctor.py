@@ -231,9 +231,9 @@ def clock(config: Config, environment: Mapping[str, str]) -> Findings:
 
 def shared_memory(config: Config, environment: Mapping[str, str]) -> Findings:
     """Whether ranks on this host can share memory."""
-    from ferrorpc.transports.shared_memory.place import refusal
+    from ferrorpc.transports.shared_memory.host_identity import unsupported_reason
 
-    reason = refusal()
+    reason = unsupported_reason()
     if reason:
         yield Finding("note", "shared memory", f"{reason}; ranks on this host use gRPC")
     else:

@@ -1,8 +1,8 @@
 """Operations whose size only the root knows, where that decides what is done: it is announced first.
 
-A notice goes down a binomial tree. Small arrays travel in it, and the operation is over as soon as a broadcast could be. Of
-larger ones it brings dtype and shape; then every rank knows the same, chooses the same algorithm for that size, and goes on
-with its plan under the same key: the notice has a slot of its own, and what comes early waits in the mailbox.
+An announcement goes down a binomial tree. Small arrays travel in it, and the operation is over as soon as a broadcast could be.
+Of larger ones it brings dtype and shape; then every rank knows the same, chooses the same algorithm for that size, and goes on
+with its plan under the same key: the announcement has a slot of its own, and what comes early waits in the mailbox.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ferrorpc.collectives.select import ANYWHERE, bytes_of
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import DType, TensorSpec
-from ferrorpc.wire import notice
+from ferrorpc.wire import announcement
 from ferrorpc.wire.frames import Key
 
-NOTICE_SLOT: Final = 0xFFFF
+ANNOUNCEMENT_SLOT: Final = 0xFFFF
 """Beyond the slots of any plan."""
 _KNOWN_MAX: Final = 64
 """Plans for announced arrays that are kept."""
@@ -37,7 +37,7 @@ Array = np.ndarray[Any, Any]
 
 
 def prepare(call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared], basis: Basis = ANYWHERE) -> Prepared:
-    """A call validated and laid out, after a notice where it needs one.
+    """A call validated and laid out, after an announcement where it needs one.
 
     Args:
         run: prepares one call with one plan.
@@ -54,7 +54,7 @@ def prepare(call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepar
 
 
 class AnnouncedPrepared(Prepared):
-    """A broadcast that begins with a notice.
+    """A broadcast that begins with an announcement.
 
     Args:
         call: as this rank made it: only the root brings an array.
@@ -66,15 +66,17 @@ class AnnouncedPrepared(Prepared):
         if call.root is None:
             raise AssertionError(f"{call.operation.value} was called without a root")
         self.is_root = rank == call.root
-        self.is_inline = self.is_root and bytes_of(call) <= notice.INLINE_BYTES
+        self.is_inline = self.is_root and bytes_of(call) <= announcement.INLINE_BYTES
         self.call = call
         self._rank = rank
         self._size = size
         self._run = run
         self._basis = basis
         self._known: dict[TensorSpec, Prepared] = {}
-        inputs = tuple(TensorSpec(DType.UINT8, (notice.size_bytes(spec),)) for spec in call.inputs) if self.is_root else ()
-        self.opening = run(replace(call, inputs=inputs), tree.broadcast(rank, size, call.root, NOTICE_SLOT))
+        inputs = (
+            tuple(TensorSpec(DType.UINT8, (announcement.size_bytes(spec),)) for spec in call.inputs) if self.is_root else ()
+        )
+        self.opening = run(replace(call, inputs=inputs), tree.broadcast(rank, size, call.root, ANNOUNCEMENT_SLOT))
 
     def known(self, spec: TensorSpec) -> Prepared:
         """The call, now that all ranks know the array."""
@@ -91,7 +93,7 @@ class AnnouncedPrepared(Prepared):
 
 
 class AnnouncedExecution(Execution):
-    """The notice, then the array if it did not come along."""
+    """The announcement, then the array if it did not come along."""
 
     def __init__(
         self, prepared: AnnouncedPrepared, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard
@@ -108,7 +110,7 @@ class AnnouncedExecution(Execution):
         self._inputs: Sequence[Any] = inputs if self._ferry is None else self._ferry.sources
         self._outputs: Sequence[Any] | None = outputs if self._ferry is None else self._ferry.targets
         self.polling = None if self._ferry is None else self._ferry.polling
-        brought = [notice.pack(prepared.call.inputs[0], self._inputs[0])] if prepared.is_root else []
+        brought = [announcement.pack(prepared.call.inputs[0], self._inputs[0])] if prepared.is_root else []
         self._phases = [prepared.opening.start(key, brought, None, guard)]
 
     @property
@@ -124,7 +126,7 @@ class AnnouncedExecution(Execution):
             if len(self._phases) > 1:
                 self.results, self.specs = phase.results, phase.specs
                 return True
-            spec, data = notice.unpack(phase.results[0])
+            spec, data = announcement.unpack(phase.results[0])
             if data is not None:
                 self.results, self.specs = [self._kept(data)], [spec]
                 return True

@@ -63,7 +63,7 @@ class Execution(ABC):
                 UsageError, which concerns this rank alone.
         """
 
-    def attend(self) -> None:
+    def busy_poll(self) -> None:
         """It waits, and its driver is about to sleep: what can be read of its messages on this thread at once is read first."""
         return
 

@@ -143,8 +143,8 @@ class PlanExecution(Advancing):
             source, slot = box.ungranted.popleft()
             self._transport.grant(source, self._key, slot)
         takers, ready = self._layout.takers, self._ready
-        while box.news:
-            index = takers.get(box.news.popleft())
+        while box.arrivals:
+            index = takers.get(box.arrivals.popleft())
             if index is not None:
                 ready.append(index)
         if self._room or len(box.granted) != self._credit:

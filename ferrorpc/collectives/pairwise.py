@@ -22,7 +22,7 @@ from ferrorpc.errors import CollectiveTimeoutError, FerroError, TensorMismatchEr
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import Box
-from ferrorpc.transports.pairwise import Message, Post
+from ferrorpc.transports.point_to_point import Message, PostedReceive
 from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
 
@@ -155,7 +155,7 @@ class RecvExecution(_Pairwise):
         self._taken = np.empty(0, np.uint8)
         """The bytes of `out`, of which the first `_received` are here."""
         self._received = -1
-        self._post: Post | None = Post(self.woken)
+        self._post: PostedReceive | None = PostedReceive(self.woken)
         transport.mailbox.post(group, peer, tag, self._post)
 
     @property
@@ -202,8 +202,8 @@ class RecvExecution(_Pairwise):
         self._received = frame.offset + len(frame.payload)
         self._taken[frame.offset : self._received] = frame.payload
 
-    def attend(self) -> None:
-        self._transport.attend(self._peer, lambda: self._ended)
+    def busy_poll(self) -> None:
+        self._transport.busy_poll(self._peer, lambda: self._ended)
 
     def waiting_on(self) -> list[int]:
         return [self._peer]

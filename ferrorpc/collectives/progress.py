@@ -74,7 +74,7 @@ class Patience:
 
 def _unwell(execution: Execution) -> list[str]:
     """What the coordinator has told of those who are waited for and are not well."""
-    told = execution.guard.latch.unwell
+    told = execution.guard.latch.unhealthy
     found = [told.get(rank) for rank in execution.waiting_on()] if told else []
     return [each for each in found if each is not None]
 
@@ -109,7 +109,7 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
             if not execution.polling.briefly(iter(execution.advance, True)):
                 _poll(execution, parker)
         elif not execution.advance():
-            execution.attend()
+            execution.busy_poll()
             _wait(execution, parker)
     except FerroError as error:
         if not breaks(execution, error):

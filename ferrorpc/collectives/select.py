@@ -28,9 +28,9 @@ from ferrorpc.collectives.basis import Basis, names_of
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import DType, refusal
+from ferrorpc.wire.announcement import INLINE_BYTES
 from ferrorpc.wire.codecs import codec
 from ferrorpc.wire.cost_table import Costs
-from ferrorpc.wire.notice import INLINE_BYTES
 
 RANK_ORDER_RANKS: Final = 16
 """Largest group whose default keeps rank order; direct exchange opens p-1 streams a rank, which stops paying about here."""
@@ -154,7 +154,7 @@ def _candidates(call: Call, size: int, basis: Basis) -> list[Entry]:
     if call.wire is not None:
         return [entry for entry in entries if entry.compresses]
     if call.operation is Operation.BROADCAST and call.inputs and bytes_of(call) <= INLINE_BYTES:
-        return [entry for entry in entries if entry.name == "tree"]  # as notices travel, and it with its own
+        return [entry for entry in entries if entry.name == "tree"]  # as announcements travel, and it with its own
     if size <= RANK_ORDER_RANKS:
         return [entry for entry in entries if entry.order.is_canonical and not entry.needs_alike]
     # Beyond, direct exchange opens too many streams; whatever else there is has fewer partners. Where hosts are must not

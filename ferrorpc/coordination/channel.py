@@ -8,10 +8,10 @@ from typing import Any
 import grpc
 
 from ferrorpc.errors import FerroError
-from ferrorpc.wire.handshake import diagnose
 from ferrorpc.wire.identity import Role
 from ferrorpc.wire.options import session_channel
 from ferrorpc.wire.tls import Dialer, TlsFiles
+from ferrorpc.wire.tls_diagnosis import diagnose
 
 
 class ChannelFactory:

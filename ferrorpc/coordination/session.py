@@ -34,7 +34,8 @@ from ferrorpc.logs import set_log_origin
 from ferrorpc.types import Assignment, Peer
 from ferrorpc.v1 import barrier_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2 as wire
 from ferrorpc.versions import own_version
-from ferrorpc.wire.status import detail_of, error_of
+from ferrorpc.wire.error_detail import detail_of
+from ferrorpc.wire.status import error_of
 from ferrorpc.wire.token import Token
 
 PROTOCOL_VERSION: Final = 1
@@ -305,7 +306,7 @@ class RemoteSession(Session):
     def welcomed(self) -> None:
         """Drops what the previous stream reported, which the coordinator repeats, and sends the volatile requests again."""
         self._pending = ()
-        self._latch.unwell.clear()
+        self._latch.unhealthy.clear()
         if self._latch.cause is None:
             with contextlib.suppress(FerroError):  # the connection has ended
                 for label, request in list(self._volatile_requests.items()):
@@ -402,12 +403,12 @@ class RemoteSession(Session):
         return limits.check_participants(ranks, assignment.rank, assignment.size)
 
     def _member_changed(self, member: identity_pb2.Member) -> None:
-        report, unwell = member_report(member), self._latch.unwell
+        report, unhealthy = member_report(member), self._latch.unhealthy
         _log.info("%s", report)
         if report.state in UNHEALTHY:
-            unwell[report.rank] = report.standing
+            unhealthy[report.rank] = report.standing
         else:
-            unwell.pop(report.rank, None)
+            unhealthy.pop(report.rank, None)
         if report.state == "left" and (self._latch, report.rank) in self._links_lost:
             self.report(member_left(report.rank))
 

@@ -12,7 +12,7 @@ from ferrorpc.coordination.channel import ChannelFactory
 from ferrorpc.errors import CoordinatorUnavailableError
 from ferrorpc.v1 import session_pb2 as wire
 from ferrorpc.v1.session_pb2_grpc import CoordinatorServiceStub
-from ferrorpc.wire.outliving import outlives_interpreter
+from ferrorpc.wire.keep_at_exit import keep_at_exit
 from ferrorpc.wire.status import error_of
 
 
@@ -32,7 +32,7 @@ class SessionStream:
         self._channel = connect()
         self._stub = CoordinatorServiceStub(self._channel)
         self._call: Any = self._stub.Session(iter(self._outgoing.get, None))
-        outlives_interpreter(self)
+        keep_at_exit(self)
 
     def send(self, frame: wire.ClientFrame) -> None:
         """Queues a frame; never blocks."""

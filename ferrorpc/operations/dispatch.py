@@ -220,7 +220,7 @@ class Dispatch:
         ended = self._observed(execution)
         if result.on_device:
             work = self.backend.submit(execution, as_it_is)
-            work.bring = result.of
+            work.make_result = result.of
             work.hand_over = hand_over
             work.settle = self._settle
         else:
@@ -228,7 +228,7 @@ class Dispatch:
         if ended is not None:
             work.on_done(lambda: ended(work.failure))
         if self._is_part:
-            work.locate = self.located
+            work.translate_error = self.located
         work.meter = self._activity
         self._flying[id(work)] = work
         work.on_done(lambda: self._landed(work))

@@ -38,7 +38,7 @@ from tests.fake_gpu.operations import every_operation
 from tests.fake_gpu.shared_worlds import ipc_backends
 from tests.fake_gpu.worlds import host_lanes, sessions
 from tests.integration.test_grpc_backend import GrpcWorld
-from tests.unit.transports.shared_memory.meetings import in_threads
+from tests.unit.transports.shared_memory.host_worlds import in_threads
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.shared_memory

@@ -12,7 +12,7 @@ from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.guard import SYSTEM_CLOCK
 from ferrorpc.testing.gpu.nccl import FakeNccl
 from ferrorpc.testing.gpu.stand_in import StandIn
-from tests.unit.transports.shared_memory.meetings import in_threads
+from tests.unit.transports.shared_memory.host_worlds import in_threads
 
 SECONDS = 20.0
 

@@ -127,7 +127,7 @@ def test_large_messages_are_dealt_out_to_several_lanes_and_the_bits_stay_the_sam
             assert sent_bytes == 2 * 4 * size
             lanes = backend.transport._lanes
             assert sorted(lanes) == [(1 - backend.rank, number) for number in range(3)]
-            assert all(lane.outbox.carried_bytes > sent_bytes // 5 for lane in lanes.values())
+            assert all(lane.queue.sent_bytes > sent_bytes // 5 for lane in lanes.values())
 
 
 @pytest.mark.parametrize("wire", ["bf16", "f16", "int8"])

@@ -12,7 +12,7 @@ from ferrorpc_coordinator.state.settings import MILLISECOND, PROTOCOL_VERSION, S
 
 from ferrorpc.errors import ErrorCode, GroupAbortedError
 from ferrorpc.v1 import barrier_pb2, rendezvous_pb2, session_pb2, store_pb2
-from ferrorpc.wire.details import detail_of
+from ferrorpc.wire.error_detail import detail_of
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation, Wire

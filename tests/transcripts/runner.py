@@ -19,7 +19,7 @@ from ferrorpc_coordinator.state.settings import MILLISECOND, SECOND, Settings
 
 from ferrorpc.errors import CollectiveMismatchError, FerroError, GroupAbortedError
 from ferrorpc.v1 import barrier_pb2, error_pb2, nccl_pb2, rendezvous_pb2, session_pb2, store_pb2
-from ferrorpc.wire.details import detail_of
+from ferrorpc.wire.error_detail import detail_of
 from tests.transcripts.words import error_words, frame_words, member_words
 from tests.transcripts.world import World
 

@@ -57,7 +57,7 @@ class AllReduceExecution(ImmediateExecution):
         self._mailbox = prepared.context.lanes.transport.mailbox
         self._is_probing = False
         super().__init__(prepared.context, guard)
-        self._mailbox.note(key, prepared.signature)
+        self._mailbox.record(key, prepared.signature)
 
     @property
     def label(self) -> str:

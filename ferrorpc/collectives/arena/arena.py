@@ -7,7 +7,7 @@ from typing import Final
 
 from ferrorpc.collectives.arena.board import CHUNK_BITS, STAGED, TEXT, Bank, Board
 from ferrorpc.transports.base import Transport
-from ferrorpc.transports.mailbox import Entered
+from ferrorpc.transports.mailbox import CallRecord
 from ferrorpc.wire.frames import Key
 
 PROGRAM_CHANNELS: Final = 4
@@ -15,7 +15,7 @@ PROGRAM_CHANNELS: Final = 4
 
 
 class Arena:
-    """Shared-memory operations of one group, all of whose ranks are neighbours.
+    """Shared-memory operations of one group, all of whose ranks are host peers.
 
     Args:
         board: this rank's board in this generation.
@@ -67,16 +67,16 @@ class Arena:
             found = self._banks[stream] = self.board.bank(self._group, stream, self.ranks, channels)
         return found
 
-    def entered(self, key: Key) -> Entered:
+    def entered(self, key: Key) -> CallRecord:
         """Which call of this rank has that place, and which was its last; a peer asks that is in another one.
 
         An operation is known until the next one on its channel, which does not begin before every rank has left it.
         """
         bank = self._banks.get(key.stream)
         if bank is None:
-            return Entered(None, 0, "")
+            return CallRecord(None, 0, "")
         ticket, signature = bank.latest(self.board.rank)
         line = bank.channels[key.number % len(bank.channels)].line
         known = line[STAGED] >> CHUNK_BITS == key.number + 1
         text = self.board.read_text(self.board.rank, line[TEXT]) if known else None
-        return Entered(text, max(ticket - 1, 0), signature)
+        return CallRecord(text, max(ticket - 1, 0), signature)

@@ -26,7 +26,7 @@ import numpy as np
 
 from ferrorpc.collectives.polling import Polling
 from ferrorpc.errors import LimitExceededError
-from ferrorpc.transports.shared_memory.segment import FRONT_OFFSET, Segment
+from ferrorpc.transports.shared_memory.segment import CONTROL_OFFSET, Segment
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Words: TypeAlias = "memoryview[int]"
@@ -75,7 +75,7 @@ _NOTHING: Final[Array] = np.empty(0, np.uint8)
 
 
 class Memory(Protocol):
-    """What is asked of the memory that ranks of one host share (`transports.shared_memory.neighbours`)."""
+    """What is asked of the memory that ranks of one host share (`transports.shared_memory.host_peers`)."""
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -402,7 +402,7 @@ def words_of(data: Array) -> Words:
 
 
 def _directory(memory: Array) -> Words:
-    return words_of(memory[FRONT_OFFSET : FRONT_OFFSET + _DIRECTORY_BYTES])
+    return words_of(memory[CONTROL_OFFSET : CONTROL_OFFSET + _DIRECTORY_BYTES])
 
 
 def _signed(group: int) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from ferrorpc.errors import AuthenticationError, ConfigError, PermissionDeniedError
 from ferrorpc.v1 import session_pb2
 from ferrorpc.wire.identity import EVERY_JOB, Identity, Role, described
-from ferrorpc.wire.refusals import shown
+from ferrorpc.wire.refusal_log import quoted
 from ferrorpc_coordinator.state.events import Caller, UnaryRequest
 
 TOKEN_CHARACTERS_MIN, TOKEN_CHARACTERS_MAX = 16, 4096
@@ -136,7 +136,7 @@ class Access:
 def _require_role(found: frozenset[Identity], what: str, job: str, needed: Role) -> None:
     here = [one for one in found if one.covers(job)]
     if not here:
-        raise PermissionDeniedError(f"the {what} is that of {described(found)}, not of job {shown(job)}")
+        raise PermissionDeniedError(f"the {what} is that of {described(found)}, not of job {quoted(job)}")
     if not any(one.role.may(needed) for one in here):
         raise PermissionDeniedError(f"the {what} is that of {described(here)}; this needs the role {needed}")
 

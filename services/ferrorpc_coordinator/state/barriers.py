@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from ferrorpc.errors import BarrierTimeoutError, FerroError, MessageTooLargeError, PeerLostError, UsageError, require
 from ferrorpc.v1 import barrier_pb2, error_pb2, journal_pb2, session_pb2
-from ferrorpc.wire.details import detail_of
+from ferrorpc.wire.error_detail import detail_of
 from ferrorpc_coordinator.state.context import JobContext, Requester
 from ferrorpc_coordinator.state.generations import Generation
 from ferrorpc_coordinator.state.member import Member

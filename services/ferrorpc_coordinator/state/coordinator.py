@@ -25,9 +25,9 @@ from ferrorpc.errors import (
     require,
 )
 from ferrorpc.v1 import session_pb2
-from ferrorpc.wire.details import detail_of
+from ferrorpc.wire.error_detail import detail_of
 from ferrorpc.wire.identity import Role
-from ferrorpc.wire.refusals import Refusals
+from ferrorpc.wire.refusal_log import RefusalLog
 from ferrorpc_coordinator.state.access import Access, required_role
 from ferrorpc_coordinator.state.admission import check_name
 from ferrorpc_coordinator.state.context import Requester, SharedState
@@ -73,7 +73,7 @@ class Coordinator:
     ) -> None:
         self.settings = settings
         self._access = Access(()) if access is None else access
-        self._refusals = Refusals()
+        self._refusals = RefusalLog()
         self._durable_state = DurableState(recovered, mint)
         self._shared = SharedState(settings, self._durable_state, mint)
         self._running_time = RunningTime(now_ns, settings.tick_interval_ns, settings.pause_ns)
@@ -238,7 +238,7 @@ class Coordinator:
             self._access.check(caller, token, job, needed)
         except (AuthenticationError, PermissionDeniedError) as error:
             place = f" from {caller.address}" if caller.address else ""
-            words = self._refusals.words(f"{what}{place} was refused: {error.message}", self._shared.now)
+            words = self._refusals.message(f"{what}{place} was refused: {error.message}", self._shared.now)
             if words is not None:
                 self._shared.effects.note(Note(job if job in self._jobs else "-", "refused", words, -1, 0))
             raise

@@ -11,7 +11,7 @@ from typing import Final
 from ferrorpc.errors import StaleGenerationError, UsageError
 from ferrorpc.generation_errors import already_reforming, link_lost
 from ferrorpc.v1 import error_pb2, journal_pb2, rendezvous_pb2, session_pb2
-from ferrorpc.wire.details import detail_of
+from ferrorpc.wire.error_detail import detail_of
 from ferrorpc_coordinator.state.context import JobContext
 from ferrorpc_coordinator.state.member import Liveness, Member
 from ferrorpc_coordinator.state.members import Members

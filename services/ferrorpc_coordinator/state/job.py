@@ -16,7 +16,7 @@ from ferrorpc.errors import (
     require,
 )
 from ferrorpc.v1 import barrier_pb2, error_pb2, identity_pb2, nccl_pb2, rendezvous_pb2, session_pb2, store_pb2
-from ferrorpc.wire.details import detail_of
+from ferrorpc.wire.error_detail import detail_of
 from ferrorpc_coordinator.state.admission import Admission, Admitted
 from ferrorpc_coordinator.state.barriers import Barriers
 from ferrorpc_coordinator.state.context import JobContext, Requester, SharedState

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from ferrorpc.errors import CollectiveTimeoutError, NcclError, PeerLostError, UsageError, require
 from ferrorpc.v1 import error_pb2, nccl_pb2
-from ferrorpc.wire.details import detail_of
+from ferrorpc.wire.error_detail import detail_of
 from ferrorpc_coordinator.state.context import JobContext, Requester
 from ferrorpc_coordinator.state.generations import Generation
 from ferrorpc_coordinator.state.settings import MILLISECOND, format_seconds

@@ -25,7 +25,7 @@ from ferrorpc.errors import (
     require,
 )
 from ferrorpc.v1 import identity_pb2, rendezvous_pb2, session_pb2
-from ferrorpc.wire.details import detail_of
+from ferrorpc.wire.error_detail import detail_of
 from ferrorpc_coordinator.state.context import JobContext, Requester
 from ferrorpc_coordinator.state.generations import Generation, Generations
 from ferrorpc_coordinator.state.member import Liveness, Member

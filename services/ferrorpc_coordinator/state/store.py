@@ -17,7 +17,7 @@ from ferrorpc.errors import (
     require,
 )
 from ferrorpc.v1 import store_pb2
-from ferrorpc.wire.details import detail_of
+from ferrorpc.wire.error_detail import detail_of
 from ferrorpc_coordinator.state.context import JobContext, Requester
 from ferrorpc_coordinator.state.generations import Generations
 from ferrorpc_coordinator.state.keyspace import Entry, Keyspace

@@ -99,7 +99,7 @@ def test_a_worker_that_would_listen_in_the_clear_is_bad():
 
 @pytest.mark.parametrize(("reason", "state"), [("", "ok"), ("shared memory needs Linux", "note")])
 def test_shared_memory_is_as_the_lane_sees_it(monkeypatch, reason, state):
-    monkeypatch.setattr("ferrorpc.transports.shared_memory.place.refusal", lambda: reason)
+    monkeypatch.setattr("ferrorpc.transports.shared_memory.host_identity.unsupported_reason", lambda: reason)
     (one,) = found("shared memory")
     assert one.state == state
     assert reason in one.text

@@ -31,7 +31,7 @@ class SharedMemory:
             if peer == rank:
                 self._memories.append(segment.memory)
                 continue
-            descriptor = segment.descriptor_for_peers()
+            descriptor = segment.read_only_descriptor()
             self._memories.append(map_peer(descriptor, segment.size_bytes, nonce))
             os.close(descriptor)
 

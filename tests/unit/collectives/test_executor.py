@@ -21,7 +21,7 @@ from ferrorpc.collectives.select import plan_for
 from ferrorpc.errors import CodecError, CollectiveMismatchError, FerroError, TensorMismatchError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import FaultPlan, VirtualClock, run_world
-from ferrorpc.transports import mailbox as mailboxes, pairwise as inbound
+from ferrorpc.transports import mailbox as mailboxes, point_to_point as inbound
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import Mailbox
 from ferrorpc.types import DType, ReduceOp, TensorSpec

@@ -16,8 +16,8 @@ from ferrorpc.errors import CollectiveMismatchError, CollectiveTimeoutError, Ten
 from ferrorpc.guard import Guard
 from ferrorpc.testing import FaultPlan, Pause, run_world
 from ferrorpc.types import DType, TensorSpec
+from ferrorpc.wire.announcement import INLINE_BYTES
 from ferrorpc.wire.frames import Key
-from ferrorpc.wire.notice import INLINE_BYTES
 from tests.unit.collectives.world import run
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other
 PROGRAM = """
 import ctypes, pathlib, sys, threading
 import numpy as np
-from ferrorpc.transports.grpc.memory import keep_freed_memory
+from ferrorpc.transports.grpc.malloc_tuning import keep_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.fopen.restype = ctypes.c_void_p

@@ -7,8 +7,8 @@ import pytest
 
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, TensorSpec
+from ferrorpc.wire.announcement import INLINE_BYTES, pack, unpack
 from ferrorpc.wire.frames import DIMENSION_MAX, NDIM_MAX, TOTAL_BYTES_MAX
-from ferrorpc.wire.notice import INLINE_BYTES, pack, unpack
 
 
 @pytest.mark.parametrize("dtype", list(DType))
@@ -26,9 +26,9 @@ def test_a_large_array_is_only_announced():
     assert unpack(pack(TensorSpec(DType.UINT8, limit.shape), limit))[1] is not None
     larger = np.zeros((INLINE_BYTES + 1, 1), np.uint8)
     spec = TensorSpec(DType.UINT8, larger.shape)
-    notice = pack(spec, larger)
-    assert notice.size < 64
-    assert unpack(notice) == (spec, None)
+    announcement = pack(spec, larger)
+    assert announcement.size < 64
+    assert unpack(announcement) == (spec, None)
 
 
 def test_an_array_of_too_many_dimensions_is_refused_by_its_sender():
@@ -37,9 +37,9 @@ def test_an_array_of_too_many_dimensions_is_refused_by_its_sender():
 
 
 def changed(at: int, value: int) -> np.ndarray:
-    notice = pack(TensorSpec(DType.INT32, (2, 2)), np.zeros((2, 2), np.int32))
-    notice[at] = value
-    return notice
+    announcement = pack(TensorSpec(DType.INT32, (2, 2)), np.zeros((2, 2), np.int32))
+    announcement[at] = value
+    return announcement
 
 
 def announced(*shape: int) -> np.ndarray:
@@ -67,7 +67,7 @@ STRANGE = {
 }
 
 
-@pytest.mark.parametrize("notice", STRANGE.values(), ids=STRANGE)
-def test_strange_bytes_are_refused(notice):
-    with pytest.raises(CodecError, match=r"a notice of \d+ bytes"):
-        unpack(notice)
+@pytest.mark.parametrize("announcement", STRANGE.values(), ids=STRANGE)
+def test_strange_bytes_are_refused(announcement):
+    with pytest.raises(CodecError, match=r"an announcement of \d+ bytes"):
+        unpack(announcement)

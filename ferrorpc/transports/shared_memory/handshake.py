@@ -1,8 +1,8 @@
-"""How two ranks of one host meet: a Unix socket between them, each other's memory mapped, and the proof that it is theirs.
+"""The handshake between two ranks of one host: connects a Unix socket, maps each other's memory and proves whose it is.
 
 The lower rank of a pair listens, the higher one dials. Each sends a greeting with a read-only descriptor of its segment and a
-secret that reached the other through the coordinator before; each believes the other once the mapping begins with that same
-secret. So a process that is not of the generation, or a segment that is not of that process, is found out.
+nonce, which the other rank has already received through the coordinator. A rank accepts its peer once the mapped segment begins
+with that nonce. This detects processes of other generations, and segments that do not belong to the peer.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from ferrorpc.types import Assignment
 from ferrorpc.v1 import shared_memory_pb2
 
 VERSION: Final = 4
-"""Of what is said over the sockets, and of what ranks read in each other's segments (`collectives/arena`)."""
+"""Version of the messages on the sockets and of the data that ranks read in each other's segments (`collectives/arena`)."""
 GREETING_SECONDS: Final = 5.0
-"""How long a rank that has offered its memory may take to greet: it is there, so milliseconds are usual."""
+"""How long a rank that has offered its memory may take to send its greeting. Milliseconds are normal."""
 
-_LOOK_SECONDS: Final = 0.1
+_POLL_SECONDS: Final = 0.1
 _GREETING_BYTES_MAX: Final = 4096
 _CREDENTIALS: Final = struct.Struct("3i")
 _SECONDS_AND_MICROSECONDS: Final = struct.Struct("@ll")
 
 
 @dataclass(slots=True)
-class Neighbour:
-    """A peer that has been proven: its socket (non-blocking) and its segment."""
+class HostPeer:
+    """A proven peer: its socket (non-blocking) and its segment."""
 
     rank: int
     connection: socket.socket
     memory: Bytes
 
     def close(self) -> None:
-        """Forgets the peer, and its memory as far as nobody looks at it any more."""
+        """Closes the socket and drops the mapping, which lives on as long as views of it exist."""
         self.connection.close()
         self.memory = np.empty(0, np.uint8)
 
 
 def listen(name: str) -> socket.socket:
-    """A socket for peers, under an abstract name: it needs no file, and vanishes with the process."""
+    """A listening socket with an abstract name, which needs no file and vanishes with the process."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind("\0" + name)
@@ -63,12 +63,12 @@ def listen(name: str) -> socket.socket:
     return listener
 
 
-class Greeter:
-    """This rank's part in meeting the other ranks of `host`.
+class Handshaker:
+    """Does this rank's handshakes with the other ranks of `host`.
 
     Args:
-        host: world ranks that may share memory, this one included.
-        offers: what each of them has told, by rank.
+        host: world ranks that may share memory, including this one.
+        offers: the offer of each of them, by rank.
     """
 
     def __init__(
@@ -79,19 +79,19 @@ class Greeter:
         listener: socket.socket,
         segment: Segment,
     ) -> None:
-        self.neighbours: dict[int, Neighbour] = {}
+        self.host_peers: dict[int, HostPeer] = {}
         self.failures: dict[int, str] = {}
-        """Why a rank of the host is no neighbour, by rank."""
+        """By rank, why a rank of the host is no host peer."""
         self._assignment = assignment
         self._offers = offers
         self._listener = listener
         self._segment = segment
         self._peers = [rank for rank in host if rank != assignment.rank]
-        self._descriptor = segment.descriptor_for_peers()
+        self._descriptor = segment.read_only_descriptor()
         self._selector = selectors.DefaultSelector()
 
     def run(self, latch: Latch, clock: Clock, seconds: float = GREETING_SECONDS) -> None:
-        """Greets everybody; returns once all are proven or have failed, the time is over or the generation has ended."""
+        """Returns once every rank is proven or has failed, the time is over, or the generation has ended."""
         try:
             self._selector.register(self._listener, selectors.EVENT_READ)
             for rank in self._peers:
@@ -99,7 +99,7 @@ class Greeter:
                     self._dial(rank, seconds)
             deadline = clock.now() + seconds
             while self._missing() and latch.cause is None and (left := deadline - clock.now()) > 0:
-                for key, _ in self._selector.select(min(left, _LOOK_SECONDS)):
+                for key, _ in self._selector.select(min(left, _POLL_SECONDS)):
                     self._accept() if key.fileobj is self._listener else self._read(key)
             for rank in self._missing():
                 self.failures[rank] = f"rank {rank} has not greeted within {seconds:g} s"
@@ -107,11 +107,11 @@ class Greeter:
             self._end()
 
     def _missing(self) -> list[int]:
-        return [rank for rank in self._peers if rank not in self.neighbours and rank not in self.failures]
+        return [rank for rank in self._peers if rank not in self.host_peers and rank not in self.failures]
 
     def _end(self) -> None:
-        """Closes what has led to nothing."""
-        kept = {neighbour.connection for neighbour in self.neighbours.values()}
+        """Closes the connections that proved no peer."""
+        kept = {host_peer.connection for host_peer in self.host_peers.values()}
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket) and key.fileobj not in kept and key.fileobj is not self._listener:
                 key.fileobj.close()
@@ -138,7 +138,7 @@ class Greeter:
         except OSError:
             return
         if _user_of(connection) != os.geteuid():
-            connection.close()  # at once: names of sockets are there for everybody on the host to read
+            connection.close()  # at once: every user of the host can read the names of abstract sockets
             return
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ, None)
@@ -158,7 +158,7 @@ class Greeter:
         socket.send_fds(connection, [greeting.SerializeToString()], [self._descriptor])
 
     def _read(self, key: selectors.SelectorKey) -> None:
-        """A greeting has come on a connection; `key.data` is the rank that was dialled, None where this rank was."""
+        """Reads the greeting on a connection. `key.data` is the rank that was dialled; None where the peer dialled."""
         connection: Any = key.fileobj
         self._selector.unregister(connection)
         dialled: int | None = key.data
@@ -177,10 +177,10 @@ class Greeter:
             if rank is not None:
                 self.failures[rank] = f"rank {rank}: {error.message if isinstance(error, FerroError) else error.strerror}"
             return
-        self.neighbours[rank] = Neighbour(rank, connection, memory)
+        self.host_peers[rank] = HostPeer(rank, connection, memory)
 
     def _check(self, greeting: shared_memory_pb2.SharedMemoryGreeting, connection: socket.socket, dialled: int | None) -> int:
-        """The rank that greets, once it has shown that it belongs to the generation."""
+        """The rank that sent the greeting, once it is known to belong to the generation."""
         mine, rank = self._assignment, greeting.source_rank
         user = _user_of(connection)
         if user != os.geteuid():
@@ -197,7 +197,7 @@ class Greeter:
 
 
 def _receive(connection: socket.socket) -> tuple[shared_memory_pb2.SharedMemoryGreeting, int]:
-    """A greeting and the one descriptor that comes with it."""
+    """Receives a greeting and the one descriptor that comes with it."""
     data, descriptors, flags, _ = socket.recv_fds(connection, _GREETING_BYTES_MAX, 2, socket.MSG_CMSG_CLOEXEC)
     try:
         if not data:
@@ -213,7 +213,7 @@ def _receive(connection: socket.socket) -> tuple[shared_memory_pb2.SharedMemoryG
 
 
 def _user_of(connection: socket.socket) -> int:
-    """The user at the other end, as the kernel knows it."""
+    """The user id of the process at the other end, from the kernel."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(raw)
     return int(user)

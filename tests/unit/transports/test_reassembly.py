@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from ferrorpc.errors import CodecError
-from ferrorpc.transports.chunks import Chunks
+from ferrorpc.transports.reassembly import ReassemblyQueue
 from ferrorpc.types import DType
 from ferrorpc.wire.frames import Frame, Header, Key
 
@@ -16,13 +16,13 @@ def frame(offset: int, size: int = 2, header: Header = HEADER) -> Frame:
     return Frame(Key(0, 0, 1), 0, header, offset, memoryview(bytes(size)))
 
 
-def offsets(chunks: Chunks) -> list[int]:
+def offsets(chunks: ReassemblyQueue) -> list[int]:
     return [chunk.offset for chunk in chunks]
 
 
 def test_in_whatever_order_they_come_they_are_there_once_all_before_them_are() -> None:
     for order in itertools.permutations((0, 2, 4, 6)):
-        chunks, came = Chunks(HEADER), set[int]()
+        chunks, came = ReassemblyQueue(HEADER), set[int]()
         for offset in order:
             chunks.put(frame(offset))
             came.add(offset)
@@ -30,7 +30,7 @@ def test_in_whatever_order_they_come_they_are_there_once_all_before_them_are() -
 
 
 def test_what_was_taken_is_not_waited_for_again() -> None:
-    chunks = Chunks(HEADER)
+    chunks = ReassemblyQueue(HEADER)
     chunks.put(frame(0))
     assert chunks.popleft().offset == 0
     chunks.put(frame(4))
@@ -46,7 +46,7 @@ def test_what_was_taken_is_not_waited_for_again() -> None:
 )
 def test_no_byte_comes_twice(total: int, chunks: list[tuple[int, int]]) -> None:
     """What waits for a call would otherwise grow for as long as somebody repeats itself."""
-    waiting = Chunks(Header(0, "a()", DType.UINT8, (total,), total))
+    waiting = ReassemblyQueue(Header(0, "a()", DType.UINT8, (total,), total))
     *sound, repeated = (frame(offset, size, waiting.header) for offset, size in chunks)
     for chunk in sound:
         waiting.put(chunk)

@@ -1,4 +1,4 @@
-"""Errors as messages: what an error is made of (code, message, hint, typed fields) as an ErrorDetail, and back."""
+"""Conversion of errors (code, message, hint, typed fields) to ErrorDetail messages and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ferrorpc.v1 import error_pb2
 
 
 def detail_of(error: FerroError) -> error_pb2.ErrorDetail:
-    """The error as a message; `restore` makes the same class with the same facts of it."""
+    """The error as a message, from which `restore` makes an error of the same class with the same fields."""
     detail = error_pb2.ErrorDetail(code=int(error.code), message=error.message, hint=error.hint, retryable=error.retryable)  # type: ignore[arg-type]
     for name, value in error.fields.items():
         _write(detail.fields.add(name=name), value)
@@ -18,7 +18,7 @@ def detail_of(error: FerroError) -> error_pb2.ErrorDetail:
 
 
 def restore(detail: error_pb2.ErrorDetail) -> FerroError:
-    """The error that was raised elsewhere. A code this version does not know gives the root class."""
+    """The error that another process has sent. A code that this version does not know gives the root class."""
     fields = {field.name: _read(field) for field in detail.fields}
     return FerroError.restore(detail.code, detail.message, detail.hint, detail.retryable, fields)
 
@@ -49,7 +49,7 @@ def _write_list(field: error_pb2.ErrorField, values: list[Any]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it fits the wire's integer; a larger one, which a broken request may have brought, travels as text."""
+    """Whether it is an integer of 64 bits. Larger ones, which an invalid request may contain, are sent as text."""
     return isinstance(value, int) and -(1 << 63) <= value < 1 << 63
 
 

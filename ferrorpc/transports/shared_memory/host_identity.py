@@ -1,7 +1,7 @@
-"""Where this process runs, as far as sharing memory is concerned: whether it can at all, and with whom it might.
+"""The host of this process, as far as sharing memory is concerned: whether it can share memory, and which ranks are candidates.
 
-Two processes may share memory where the kernel is the same (boot id), abstract Unix sockets are the same (network namespace)
-and the user is. That is only a guess about who is worth asking; the proof comes later, by reading each other's memory.
+Two processes can share memory if they have the same kernel (boot id), the same abstract Unix sockets (network namespace) and
+the same user. Equal identities only make ranks candidates; the proof is the handshake, in which they read each other's memory.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 _NETWORK: Final = "/proc/self/ns/net"
 
 
-class Place(NamedTuple):
-    """What two ranks must have in common."""
+class HostIdentity(NamedTuple):
+    """What must be equal for two ranks to be candidates."""
 
     boot_id: str
     network_namespace: int
     user: int
 
 
-def refusal() -> str:
+def unsupported_reason() -> str:
     """Why this process cannot share memory; empty when it can."""
     if sys.platform != "linux":
         return f"shared memory needs Linux, not {sys.platform}"
@@ -39,6 +39,6 @@ def refusal() -> str:
     return ""
 
 
-def here() -> Place:
-    """The place of this process. Only where `refusal` is empty."""
-    return Place(Path(_BOOT_ID).read_text().strip(), os.stat(_NETWORK).st_ino, os.geteuid())
+def own_identity() -> HostIdentity:
+    """The identity of this process's host. Only valid where `unsupported_reason` is empty."""
+    return HostIdentity(Path(_BOOT_ID).read_text().strip(), os.stat(_NETWORK).st_ino, os.geteuid())

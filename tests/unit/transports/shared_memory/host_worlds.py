@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ferrorpc.coordination.local import LocalSession, LocalWorld
-from ferrorpc.transports.shared_memory.meeting import meet
-from ferrorpc.transports.shared_memory.neighbours import Neighbours
+from ferrorpc.transports.shared_memory.discovery import discover_host_peers
+from ferrorpc.transports.shared_memory.host_peers import HostPeers
 
 SECONDS = 20.0
 
@@ -45,11 +45,11 @@ def in_a_forked_child(body: Callable[[], bool]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-class Meeting:
-    """A world of `size` ranks and the neighbours of each (or what `meet` raised).
+class HostWorld:
+    """A world of `size` ranks and the peers of each (or what `discover_host_peers` raised).
 
     Args:
-        listening: whether the neighbours' sockets are read at once.
+        listening: whether the peers' sockets are read at once.
     """
 
     def __init__(self, size: int, transports: Sequence[str] = (), *, listening: bool = True) -> None:
@@ -61,10 +61,10 @@ class Meeting:
         self.messages: list[tuple[int, int, bytes]] = []
         self.outcomes = in_threads(size, lambda rank: self._meet(rank, transports[rank] if transports else "auto"))
 
-    def _meet(self, rank: int, transport: str) -> Neighbours:
+    def _meet(self, rank: int, transport: str) -> HostPeers:
         session = self.sessions[rank]
         membership = session.membership
-        found = meet(membership.assignment, transport, session.barrier, membership.latch, session.clock)
+        found = discover_host_peers(membership.assignment, transport, session.barrier, membership.latch, session.clock)
         if self._listening:
             found.start(lambda peer, reason: self._lose(rank, peer, reason), lambda peer, data: self._receive(rank, peer, data))
         return found
@@ -77,15 +77,15 @@ class Meeting:
         self.messages.append((rank, peer, message))
         self.told.set()
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> HostWorld:
         return self
 
     def __exit__(self, *error: object) -> None:
         for outcome in self.outcomes:
-            if isinstance(outcome, Neighbours):
+            if isinstance(outcome, HostPeers):
                 outcome.close(1.0)
 
-    def __getitem__(self, rank: int) -> Neighbours:
+    def __getitem__(self, rank: int) -> HostPeers:
         outcome = self.outcomes[rank]
         if isinstance(outcome, Exception):
             raise outcome

@@ -1,7 +1,7 @@
-"""The Unix socket to one peer on this host: the doorbell, and the way of all small messages.
+"""The Unix socket to one peer on this host. It carries all small messages, and the announcements of frames in shared memory.
 
-A sequenced-packet socket keeps the borders between messages, and its end is seen the moment a process dies, however it does.
-Sending never blocks: what the kernel does not take at once waits in a queue that the reader thread writes on.
+A sequenced-packet socket (SOCK_SEQPACKET) keeps message boundaries, and its end is seen at once when the peer's process dies.
+Sending never blocks: what the kernel does not accept at once waits in a queue, which the reader thread writes later.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from typing import Final
 from ferrorpc.transports.control import CONTROL_MAX
 
 MESSAGE_BYTES_MAX: Final = 32 << 10
-"""A message with the longest signature fits."""
-READING_SECONDS: Final = 0.2
-"""Far longer than anybody reads a link at a time."""
+"""Fits a message with the longest signature."""
+READER_SECONDS: Final = 0.2
+"""How long `close` waits for a thread that reads; far longer than a thread reads at a time."""
 
 
-class Link:
-    """One end, non-blocking, from a proven peer.
+class PeerSocket:
+    """The socket to a proven peer, non-blocking.
 
     Args:
-        peer: its world rank.
-        wake: asks the reader thread to look at `pending`; must not block.
+        peer: the peer's world rank.
+        wake: asks the reader thread to check `pending`; must not block.
     """
 
     def __init__(self, peer: int, connection: socket.socket, wake: Callable[[], None]) -> None:
         self.peer = peer
         self.connection = connection
         self.reading = threading.Lock()
-        """Held by whoever reads it."""
-        self.attended = False
-        """Whether that is somebody who waits for the peer."""
-        self.skips = 0
-        """How many who wait for the peer are to sleep at once."""
-        self.vain = 0
-        """Grows with each who attended to it in vain, one after the other."""
+        """Held by the thread that reads the socket."""
+        self.busy_polled = False
+        """Whether that is a thread in `Reader.busy_poll`."""
+        self.polls_to_skip = 0
+        """How many of the next calls of `busy_poll` return at once."""
+        self.failed_polls = 0
+        """Grows with each call of `busy_poll` in a row that failed; reset by one that succeeds."""
         self._wake = wake
         self._lock = threading.Lock()
         self._queue: deque[bytes] = deque()
@@ -47,12 +47,14 @@ class Link:
 
     @property
     def pending(self) -> bool:
-        """Whether messages wait for the kernel to have room."""
+        """Whether messages wait until the kernel accepts them."""
         return bool(self._queue)
 
     def send(self, message: bytes) -> bool:
-        """Sends a message, in order; one that nobody can receive any more is dropped, for the reader sees the end. False, and
-        dropped, where CONTROL_MAX wait already."""
+        """Sends a message, in order. Returns False, and drops it, where CONTROL_MAX messages wait already.
+
+        Drops it as well when the socket has ended, which the reader reports.
+        """
         with self._lock:
             if len(self._queue) >= CONTROL_MAX:
                 return False
@@ -62,8 +64,8 @@ class Link:
             self._wake()
         return True
 
-    def offer(self, message: bytes, room: Callable[[], None]) -> bool:
-        """Sends a message as `send` does, if none waits. Else False, and `room` is called once when none does any more.
+    def try_send(self, message: bytes, room: Callable[[], None]) -> bool:
+        """Sends a message as `send` does, if none waits. Else returns False, and calls `room` once when none waits any more.
 
         Args:
             room: called on any thread; must not block.
@@ -76,7 +78,7 @@ class Link:
         return self.send(message)
 
     def flush(self) -> None:
-        """Writes what the kernel has room for."""
+        """Writes as many waiting messages as the kernel accepts."""
         woken: list[Callable[[], None]] = []
         with self._lock:
             self._write()
@@ -86,7 +88,7 @@ class Link:
             room()
 
     def end(self) -> None:
-        """Nothing that is sent arrives any more."""
+        """Drops the waiting messages and all later ones."""
         with self._lock:
             self._over = True
         self.flush()
@@ -105,7 +107,7 @@ class Link:
             self._queue.clear()
 
     def receive(self) -> bytes | None:
-        """The next message; empty at the end of the link, None where there is none yet.
+        """The next message; empty at the end of the socket, None where there is none yet.
 
         Raises:
             MessageTooLong: never sent by ferrorpc.
@@ -116,18 +118,18 @@ class Link:
             except BlockingIOError:
                 return None
             except ConnectionResetError:
-                continue  # The peer ended before it had read all: what it wrote is still there to be read.
+                continue  # The peer ended before it had read everything; what it wrote can still be read.
             except OSError:
                 return b""
 
     def close(self) -> None:
-        """Gives the socket back; the peer reads what was sent, and then the end.
+        """Closes the socket. The peer reads what was sent, and then the end.
 
-        Not while somebody reads it, who might then read another file of that number; but an interrupt may have ended a reader
-        before it could say so.
+        Waits for a thread that reads, because the descriptor's number could be reused under it. The wait is limited, because a
+        reader that an interrupt has ended may never release the lock.
         """
         self.end()
-        is_mine = self.reading.acquire(timeout=READING_SECONDS)
+        is_mine = self.reading.acquire(timeout=READER_SECONDS)
         self.connection.close()
         if is_mine:
             self.reading.release()

@@ -1,4 +1,4 @@
-"""Why a TLS connection does not come about. gRPC says "Socket closed"; a handshake of our own tells what is behind it."""
+"""Finds out why a TLS connection fails. gRPC only says "Socket closed"; a handshake with Python's ssl shows the cause."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _OTHER_NAME_HINT: Final = (
 _NOT_NOW: Final = (9, 10)
 """OpenSSL's codes for a certificate that is not valid yet, or has expired."""
 _OTHER_NAME: Final = (62, 64)
-"""OpenSSL's codes for a certificate that is sound, but of another host name or address."""
+"""OpenSSL's codes for a certificate that is valid, but for another host name or address."""
 
 
 def diagnose(address: str, tls: TlsFiles | None, job: str, role: Role) -> FerroError | None:
-    """What TLS has to do with a connection to `address` that failed; None where nothing, or where nobody answers there."""
+    """Why TLS prevents a connection to `address`; None where it does not, or where nobody answers there."""
     if tls is None:
         return _speaks_tls(address)
     try:
@@ -46,7 +46,7 @@ def diagnose(address: str, tls: TlsFiles | None, job: str, role: Role) -> FerroE
         return None
     name = server_name(job, role) if tls.mutual else split_address(address)[0]
     try:
-        # Twice: a server that ended at this moment would have hung up as well, and does not listen any more.
+        # Twice, because a server that is just stopping closes the connection too; the second dial then fails.
         return _try(address, context, name, tls) and _try(address, context, name, tls)
     except ssl.SSLCertVerificationError as error:
         if error.verify_code in _NOT_NOW:
@@ -69,7 +69,7 @@ def diagnose(address: str, tls: TlsFiles | None, job: str, role: Role) -> FerroE
 
 
 def _try(address: str, context: ssl.SSLContext, name: str, tls: TlsFiles) -> FerroError | None:
-    """Dials. With TLS 1.3 a certificate is refused after the handshake, so what tells is whether the server then speaks."""
+    """Dials once. With TLS 1.3 a certificate is refused after the handshake, so it counts whether the server then speaks."""
     with _dial(address) as plain, context.wrap_socket(plain, server_hostname=name) as connection:
         try:
             spoke = connection.recv(1)

@@ -1,4 +1,4 @@
-"""Chunks of one message, put back in order where they came over several streams."""
+"""Reassembly of a message from chunks that arrive over several streams and may be out of order."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ferrorpc.errors import CodecError
 from ferrorpc.wire.frames import Frame, Header
 
 
-class Chunks(deque[Frame]):
-    """The chunks that have come without a gap and have not been taken yet, in the order of their offsets.
+class ReassemblyQueue(deque[Frame]):
+    """The chunks of one message that have arrived without a gap and were not taken yet, in order of their offsets.
 
-    One thread at a time puts in; one takes out from the left, which may be at the same time.
+    One thread at a time may `put`; another may take from the left at the same time.
     """
 
     __slots__ = ("_began", "_early", "_end", "_received", "header")
@@ -19,20 +19,20 @@ class Chunks(deque[Frame]):
     def __init__(self, header: Header) -> None:
         super().__init__()
         self.header = header
-        """What the first of them says of the message."""
+        """The message's header, from the first chunk that arrived."""
         self._end = 0
-        """Bytes that have come without a gap."""
+        """Bytes that have arrived without a gap."""
         self._early: dict[int, Frame] = {}
-        """Chunks behind the first gap, by offset."""
+        """Chunks after the first gap, by offset."""
         self._began = False
         self._received = 0
-        """Bytes that have come at all."""
+        """All bytes that have arrived."""
 
     def put(self, frame: Frame) -> None:
-        """A chunk has come.
+        """Adds a chunk that has arrived.
 
         Raises:
-            CodecError: it describes another message, or has come before: what waits is never more than the message.
+            CodecError: it describes another message or arrived before. So never more than one message is kept.
         """
         if frame.header != self.header:
             raise CodecError(

@@ -12,9 +12,9 @@ import grpc
 import pytest
 
 from ferrorpc.errors import AuthenticationError
-from ferrorpc.wire.handshake import diagnose
 from ferrorpc.wire.identity import Role
 from ferrorpc.wire.tls import TlsFiles
+from ferrorpc.wire.tls_diagnosis import diagnose
 from tests.certificates import Issuer
 
 pytest.importorskip("cryptography")

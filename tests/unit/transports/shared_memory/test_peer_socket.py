@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ferrorpc.transports.shared_memory.link import Link
+from ferrorpc.transports.shared_memory.peer_socket import PeerSocket
 
 MESSAGE = b"\1" * 4000
 
@@ -21,7 +21,7 @@ class Ends:
             end.setblocking(False)
         self.wakes = 0
         self.told = 0
-        self.link = Link(1, mine, self._wake)
+        self.peer_socket = PeerSocket(1, mine, self._wake)
 
     def _wake(self) -> None:
         self.wakes += 1
@@ -32,9 +32,9 @@ class Ends:
     def fill(self) -> int:
         """Sends until a message waits; how many were sent."""
         count = 0
-        while self.link.offer(MESSAGE, self.room):
+        while self.peer_socket.try_send(MESSAGE, self.room):
             count += 1
-        assert self.link.pending
+        assert self.peer_socket.pending
         assert self.wakes
         return count
 
@@ -53,23 +53,23 @@ class Ends:
 def ends() -> Iterator[Ends]:
     made = Ends()
     yield made
-    made.link.close()
+    made.peer_socket.close()
     made.other.close()
 
 
 def test_a_refused_message_is_not_sent_and_all_others_arrive(ends: Ends) -> None:
     count = ends.fill()
-    assert not ends.link.offer(MESSAGE, ends.room)
+    assert not ends.peer_socket.try_send(MESSAGE, ends.room)
     arrived = ends.read_all()
-    ends.link.flush()
+    ends.peer_socket.flush()
     assert arrived + ends.read_all() == count
     assert ends.told == 1
 
 
 def test_nothing_is_told_while_messages_wait(ends: Ends) -> None:
     ends.fill()
-    ends.link.send(MESSAGE)
-    ends.link.flush()
+    ends.peer_socket.send(MESSAGE)
+    ends.peer_socket.flush()
     assert ends.told == 0
 
 
@@ -77,35 +77,35 @@ def test_who_waits_for_room_is_told_by_a_message_that_finds_it(ends: Ends) -> No
     """Not only by the reader thread, which no longer looks once nothing is pending."""
     ends.fill()
     ends.read_all()
-    ends.link.send(MESSAGE)
-    assert not ends.link.pending
+    ends.peer_socket.send(MESSAGE)
+    assert not ends.peer_socket.pending
     assert ends.told == 1
 
 
 def test_what_a_peer_said_before_it_ended_is_read_although_it_had_not_read_everything(ends: Ends) -> None:
-    ends.link.send(MESSAGE)
+    ends.peer_socket.send(MESSAGE)
     ends.other.send(b"goodbye")
     ends.other.close()
-    assert [ends.link.receive(), ends.link.receive()] == [b"goodbye", b""]
+    assert [ends.peer_socket.receive(), ends.peer_socket.receive()] == [b"goodbye", b""]
 
 
 @pytest.mark.parametrize("end", ["the peer's", "this one"])
 def test_who_waits_for_room_is_told_of_the_end(ends: Ends, end: str) -> None:
     ends.fill()
     if end == "this one":
-        ends.link.end()
+        ends.peer_socket.end()
     else:
         ends.other.close()
-        ends.link.flush()
+        ends.peer_socket.flush()
     assert ends.told == 1
-    assert not ends.link.pending
-    assert ends.link.offer(MESSAGE, ends.room), "what nobody receives is dropped"
+    assert not ends.peer_socket.pending
+    assert ends.peer_socket.try_send(MESSAGE, ends.room), "what nobody receives is dropped"
 
 
 def test_closing_does_not_wait_for_ever_for_one_who_was_interrupted_while_reading(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ferrorpc.transports.shared_memory.link.READING_SECONDS", 0.01)
-    ends.link.reading.acquire()
-    ends.link.close()
-    assert ends.link.connection.fileno() == -1
+    monkeypatch.setattr("ferrorpc.transports.shared_memory.peer_socket.READER_SECONDS", 0.01)
+    ends.peer_socket.reading.acquire()
+    ends.peer_socket.close()
+    assert ends.peer_socket.connection.fileno() == -1

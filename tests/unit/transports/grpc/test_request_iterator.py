@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from ferrorpc.errors import FerroError
-from ferrorpc.transports.grpc.inlet import LOOK_BYTES_MAX, Inlet
-from ferrorpc.transports.grpc.requests import Requests
+from ferrorpc.transports.grpc.incoming_stream import INTERCEPT_BYTES_MAX, IncomingStream
+from ferrorpc.transports.grpc.request_iterator import RequestIterator
 from ferrorpc.types import DType
 from ferrorpc.v1 import transport_pb2
 from ferrorpc.wire.frames import Frame, Header, Key, encode
@@ -32,10 +32,10 @@ class Owner:
     def probe_arrived(self, source: int, key: Key, signature: str) -> None:
         self.numbers.append(key.number)
 
-    def inlet_ended(self, source: int, streams: int, reason: str) -> None:
+    def incoming_ended(self, source: int, streams: int, reason: str) -> None:
         self.ended.append(streams)
 
-    def inlet_failed(self, source: int, error: FerroError) -> None:
+    def incoming_failed(self, source: int, error: FerroError) -> None:
         self.failures.append(error)
 
 
@@ -44,24 +44,24 @@ def frame(number: int, size: int) -> bytes:
 
 
 def read(owner: Owner, messages: list[bytes]) -> None:
-    """As gRPC does: each message passes through `arrive` when the reader has asked for it."""
-    requests = Requests()
+    """As gRPC does: each message passes through `deserialize` when the reader has asked for it."""
+    requests = RequestIterator()
 
     def arriving() -> Iterator[object]:
         for message in messages:
             owner.reading = False
-            passed = requests.arrive(message)
+            passed = requests.deserialize(message)
             owner.reading = True
             yield passed
 
-    Inlet(3, requests.of(arriving()), owner).read()
+    IncomingStream(3, requests.attach(arriving()), owner).read()
 
 
 def test_short_frames_come_on_the_way_and_all_in_order() -> None:
     owner = Owner()
     probe = transport_pb2.DataMessage(probe=transport_pb2.Probe(number=4)).SerializeToString()
     goodbye = transport_pb2.DataMessage(goodbye=transport_pb2.Goodbye(streams=2)).SerializeToString()
-    read(owner, [frame(1, 10), frame(2, LOOK_BYTES_MAX), frame(3, 10), probe, frame(5, 0), goodbye])
+    read(owner, [frame(1, 10), frame(2, INTERCEPT_BYTES_MAX), frame(3, 10), probe, frame(5, 0), goodbye])
     assert owner.numbers == [1, 2, 3, 4, 5]
     assert owner.at_once == [1, 3, 5]
     assert (owner.ended, owner.failures) == ([2], [])

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from ferrorpc.testing import ManualClock
-from ferrorpc.transports.grpc.doorstep import STRANGERS_MAX, Doorstep
+from ferrorpc.transports.grpc.pending_streams import PENDING_MAX, PendingStreams
 
-PATIENCE_SECONDS = 20.0
+OPEN_TIMEOUT_SECONDS = 20.0
 
 
 class Call:
@@ -42,44 +42,44 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def doorstep(clock: Clock) -> Doorstep:
-    return Doorstep(clock, PATIENCE_SECONDS)
+def pending(clock: Clock) -> PendingStreams:
+    return PendingStreams(clock, OPEN_TIMEOUT_SECONDS)
 
 
-def test_who_says_nothing_is_sent_away_when_its_time_is_over(doorstep: Doorstep, clock: ManualClock) -> None:
+def test_who_says_nothing_is_sent_away_when_its_time_is_over(pending: PendingStreams, clock: ManualClock) -> None:
     first, second = Call(), Call()
-    with doorstep.holding(first):
+    with pending.wait_for_open(first):
         clock.wait_for_parked(1)
-        clock.advance(PATIENCE_SECONDS - 1)
-        with doorstep.holding(second):
+        clock.advance(OPEN_TIMEOUT_SECONDS - 1)
+        with pending.wait_for_open(second):
             clock.advance(1.0)
             assert first.cancelled.wait(20.0)
             clock.wait_for_parked(1)
             assert not second.cancelled.is_set()
-            clock.advance(PATIENCE_SECONDS)
+            clock.advance(OPEN_TIMEOUT_SECONDS)
             assert second.cancelled.wait(20.0)
 
 
-def test_who_has_said_it_is_left_alone_and_the_next_one_is_watched_again(doorstep: Doorstep, clock: Clock) -> None:
+def test_who_has_said_it_is_left_alone_and_the_next_one_is_watched_again(pending: PendingStreams, clock: Clock) -> None:
     known, stranger = Call(), Call()
-    with doorstep.holding(known):
+    with pending.wait_for_open(known):
         clock.wait_for_parked(1)
     clock.threads[0].join(20.0)
     assert not clock.threads[0].is_alive(), "nobody is there to be watched"
-    clock.advance(PATIENCE_SECONDS)
-    with doorstep.holding(stranger):
+    clock.advance(OPEN_TIMEOUT_SECONDS)
+    with pending.wait_for_open(stranger):
         clock.wait_for_parked(1)
-        clock.advance(PATIENCE_SECONDS)
+        clock.advance(OPEN_TIMEOUT_SECONDS)
         assert stranger.cancelled.wait(20.0)
     assert not known.cancelled.is_set()
 
 
-def test_the_one_that_has_waited_longest_makes_room(doorstep: Doorstep) -> None:
-    calls = [Call() for _ in range(STRANGERS_MAX + 2)]
+def test_the_one_that_has_waited_longest_makes_room(pending: PendingStreams) -> None:
+    calls = [Call() for _ in range(PENDING_MAX + 2)]
     with contextlib.ExitStack() as waiting:
-        for call in calls[:STRANGERS_MAX]:
-            waiting.enter_context(doorstep.holding(call))
+        for call in calls[:PENDING_MAX]:
+            waiting.enter_context(pending.wait_for_open(call))
         assert not any(call.cancelled.is_set() for call in calls)
-        for number, call in enumerate(calls[STRANGERS_MAX:], 1):
-            waiting.enter_context(doorstep.holding(call))
+        for number, call in enumerate(calls[PENDING_MAX:], 1):
+            waiting.enter_context(pending.wait_for_open(call))
             assert [each.cancelled.is_set() for each in calls] == [True] * number + [False] * (len(calls) - number)

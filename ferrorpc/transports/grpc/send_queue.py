@@ -1,7 +1,7 @@
-"""What waits to be written on one stream: frames up to a limit, and control messages up to one that none of ours reaches.
+"""The queue of messages to be written on one gRPC stream.
 
-Frames are bounded because whoever sends them can wait (and is told when there is room again); for control messages see
-`control.CONTROL_MAX`.
+The number and bytes of queued frames are limited: their sender can wait and is called back when there is room again. Control
+messages have a limit of their own, `control.CONTROL_MAX`, which only a misbehaving peer makes them reach.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from ferrorpc.transports.control import CONTROL_MAX
 
 FRAMES_MAX: Final = 8
 FRAME_BYTES_MAX: Final = 4 << 20
-"""More under way makes nothing faster: what is written next would only be out of the caches."""
+"""More in flight is not faster: the next frame to be written would only have left the processor's caches."""
 
 _CONTROL: Final = -1
 
 
-class Outbox:
-    """One queue with many writers and, at any time, one reader. Nothing here blocks but the reader, in `messages`."""
+class SendQueue:
+    """A queue with many writers and, at any time, one reader. Only the reader blocks, in `messages`."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[bytes, int] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._frames = 0
         self._frame_bytes = 0
-        self.carried_bytes = 0
-        """Payload of every frame for which room was ever made."""
+        self.sent_bytes = 0
+        """Payload bytes of all frames that were ever reserved."""
         self._waiting: list[Callable[[], None]] = []
         self._finished = False
 
     def reserve(self, size_bytes: int, room: Callable[[], None]) -> bool:
-        """Makes room for one frame, which `put_frame` must follow. False when full: `room` is called once there is some."""
+        """Reserves space for one frame; `put_frame` must follow. False when full: `room` is called once there is space."""
         with self._lock:
             full = self._frames >= FRAMES_MAX or self._frame_bytes + size_bytes > FRAME_BYTES_MAX
             if full and self._frames and not self._finished:
@@ -43,16 +43,16 @@ class Outbox:
                 return False
             self._frames += 1
             self._frame_bytes += size_bytes
-            self.carried_bytes += size_bytes
+            self.sent_bytes += size_bytes
             return True
 
     def put_frame(self, message: bytes, size_bytes: int) -> None:
-        """Appends a frame for which `size_bytes` were reserved; drops it when nothing may follow any more."""
+        """Appends a frame for which `size_bytes` were reserved; drops it after `finish`."""
         if not self._finished:
             self._queue.put((message, size_bytes))
 
     def put(self, message: bytes) -> bool:
-        """Appends a control message; drops it when nothing may follow any more. False, and dropped, where too many wait."""
+        """Appends a control message; drops it after `finish`. False, and dropped, where CONTROL_MAX messages are queued."""
         if self._queue.qsize() >= CONTROL_MAX:
             return False
         if not self._finished:
@@ -60,7 +60,7 @@ class Outbox:
         return True
 
     def finish(self, last: bytes | None = None, *, discard: bool = False) -> None:
-        """Nothing follows but `last`: `messages` ends after what is queued, which `discard` drops. Wakes who waits for room."""
+        """Ends `messages` after what is queued (which `discard` drops) and `last`. Calls everybody who waits for room."""
         with self._lock:
             self._finished = True
             woken, self._waiting = self._waiting, []
@@ -73,7 +73,7 @@ class Outbox:
             room()
 
     def messages(self) -> Iterator[bytes]:
-        """What was put, in order; waits for more until `finish`. A message counts as queued until the next is asked for."""
+        """What was put, in order; blocks for more until `finish`. A message counts as queued until the next is requested."""
         while (item := self._queue.get()) is not None:
             message, size_bytes = item
             yield message
@@ -81,10 +81,10 @@ class Outbox:
                 self._release(size_bytes)
 
     def _release(self, size_bytes: int) -> None:
-        """From half of the limit on, wakes one of the waiting for each frame that goes, so that all have their turn.
+        """Frees the space of a frame that was written. Once the queue is half empty, wakes one waiting sender a frame, in turn.
 
-        One finds room for several frames; were all woken, all but it would look in vain. Nobody is bound to use the room it is
-        told of, so when the last frame has gone everyone who is left is woken.
+        The woken sender finds space for several frames; if all were woken, the others would mostly find none. A sender need not
+        use the space it is told of, so when the queue is empty everyone who still waits is woken.
         """
         woken: list[Callable[[], None]] = []
         with self._lock:
