@@ -24,7 +24,7 @@ from ferrorpc.coordination.session_stream import SessionStream
 from ferrorpc.errors import CoordinatorUnavailableError, ErrorCode, FerroError, StaleGenerationError, UsageError
 from ferrorpc.guard import Clock, Latch
 from ferrorpc.v1 import identity_pb2, session_pb2 as wire
-from ferrorpc.wire.status import restore
+from ferrorpc.wire.error_detail import restore
 
 BACKOFF_FIRST_SECONDS: Final = 0.1
 BACKOFF_MAX_SECONDS: Final = 1.0
