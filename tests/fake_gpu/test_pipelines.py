@@ -40,7 +40,7 @@ from tests.unit.pipeline.stages import batch, descend, half_square
 
 RANKS = 3
 MICROBATCHES = 7
-STEPS = 3
+STEPS = 2
 ROWS = 2 * MICROBATCHES + 3
 LANES = ["simulated", "grpc", "nccl", "hybrid", "cuda_ipc"]
 
