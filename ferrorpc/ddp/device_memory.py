@@ -112,7 +112,7 @@ class DeviceMemory(Memory):
             order.leave()
             # Of a round that was given up the header may still be on its way; and memory goes back in a stream's order only
             # while that stream is there.
-            self._gpu.device.staging.ascents.keep((getattr(self, "_pinned", None), order), order.mark())
+            self._gpu.device.staging.uploads.keep((getattr(self, "_pinned", None), order), order.mark())
 
     def _zeros(self, dtype: DType) -> DeviceArray:
         self._order.extend()
