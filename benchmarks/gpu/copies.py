@@ -53,8 +53,8 @@ def cases(cupy: Any, device: CupyDevice, size_bytes: int) -> dict[str, tuple[Cal
         "sum of four": (lambda: kernels.sum_peers([x, x, x, x], y, f32), 5 * size_bytes),
         "down, pinned": (lambda: device.download(pinned, x, stream), size_bytes),
         "up, pinned": (lambda: device.upload(x, pinned, stream), size_bytes),
-        "down, staged": (lambda: staging.down(x), size_bytes),
-        "up, staged": (lambda: staging.up(here), size_bytes),
+        "down, staged": (lambda: staging.to_host(x), size_bytes),
+        "up, staged": (lambda: staging.to_device(here), size_bytes),
         "down, pageable": (lambda: device.download(here, x, stream), size_bytes),
         "up, pageable": (lambda: device.upload(x, here, stream), size_bytes),
     }

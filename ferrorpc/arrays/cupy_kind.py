@@ -50,7 +50,7 @@ class CupyKind(Kind):
 
     def view(self, x: Any) -> View:
         near = self.view_near(x)  # refused before anything is copied
-        return View(self, near.spec, self.staging.down(near.data), False, None)
+        return View(self, near.spec, self.staging.to_host(near.data), False, None)
 
     def view_near(self, x: Any) -> View:
         spec = self.spec(x)
@@ -70,14 +70,14 @@ class CupyKind(Kind):
     def out_through_host(self, given: Any, stored: DeviceArray, spec: TensorSpec) -> Out:
         """As `out`, for an array of the caller's whose memory is `stored`, in storage dtype."""
         _check_separate(stored)
-        return Out(given, spec, None, lambda data: self.assign(stored, self.staging.up(data)))
+        return Out(given, spec, None, lambda data: self.assign(stored, self.staging.to_device(data)))
 
     def out_near(self, x: Any, spec: TensorSpec) -> Out:
         fit(self.spec(x), spec)
         return NearOut(self, x, _stored(x, spec.dtype), spec)
 
     def wrap(self, data: Any, spec: TensorSpec) -> Any:
-        near = self.staging.up(data) if isinstance(data, np.ndarray) else data
+        near = self.staging.to_device(data) if isinstance(data, np.ndarray) else data
         return _typed(near.reshape(spec.shape), spec)
 
     def alias(self, data: np.ndarray[Any, Any], spec: TensorSpec) -> None:
@@ -92,7 +92,7 @@ class CupyKind(Kind):
 
     def home(self, data: DeviceArray, spec: TensorSpec) -> np.ndarray[Any, Any]:
         """A copy on the host of an array of this device, in storage dtype."""
-        return self.staging.down(data).reshape(spec.shape)
+        return self.staging.to_host(data).reshape(spec.shape)
 
     def assign(self, target: DeviceArray, data: DeviceArray) -> None:
         """target[...] = data, as many elements of one storage dtype, in the current stream."""

@@ -52,7 +52,7 @@ class TorchGpuKind(TorchKind):
 
     def view(self, x: Any) -> View:
         near = self.view_near(x)  # refused before anything is copied
-        return View(self, near.spec, self.staging.down(near.data), False, None)
+        return View(self, near.spec, self.staging.to_host(near.data), False, None)
 
     def view_near(self, x: Any) -> View:
         spec = self.spec(x)
@@ -74,7 +74,7 @@ class TorchGpuKind(TorchKind):
     def wrap(self, data: Any, spec: TensorSpec) -> Any:
         if not data.size:
             return self.empty(spec.shape, spec.dtype)
-        near = self.staging.up(data) if isinstance(data, np.ndarray) else data
+        near = self.staging.to_device(data) if isinstance(data, np.ndarray) else data
         torch = sys.modules["torch"]
         with self._near.device.here():  # or torch has its stream wait for the one that is CuPy's current one
             raw = torch.from_dlpack(near.reshape(-1).view(np.uint8))

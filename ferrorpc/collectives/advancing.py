@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from ferrorpc.collectives.device_transfers import DeviceTransfers
 from ferrorpc.collectives.execution import Execution
-from ferrorpc.collectives.ferry import Ferry
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
 
@@ -38,14 +38,14 @@ class Advancing(Execution):
     """An execution with a turn. Subclasses say in `step` what can be done, and give out `poke` to those who may have news.
 
     Args:
-        ferry: carries its arrays where some are on a device. A GPU wakes nobody, so its driver looks again and again.
+        transfers: of its arrays that are on a GPU. A GPU notifies nobody, so the driver polls it.
     """
 
-    def __init__(self, guard: Guard, ferry: Ferry | None = None) -> None:
+    def __init__(self, guard: Guard, transfers: DeviceTransfers | None = None) -> None:
         self.guard = guard
-        self.ferry = ferry
-        self.polling = None if ferry is None else ferry.polling
-        self.device = None if ferry is None else ferry.device
+        self.transfers = transfers
+        self.polling = None if transfers is None else transfers.polling
+        self.device = None if transfers is None else transfers.device
         self.results: list[np.ndarray[Any, Any]] = []
         self.specs: list[TensorSpec] = []
         self._turn = threading.Lock()
@@ -66,26 +66,26 @@ class Advancing(Execution):
         """Frees what the operation held; called once, and nothing of it is called after."""
 
     def advance(self) -> bool:
-        ferry = self.ferry
-        if ferry is None:
+        transfers = self.transfers
+        if transfers is None:
             return self._driven_on()
-        ferry.land()
+        transfers.advance_downloads()
         over = self._driven_on()
-        ferry.rise()
-        brought = ferry.brought(self.results) if over else None
-        if brought is None:
+        transfers.advance_uploads()
+        results = transfers.finished(self.results) if over else None
+        if results is None:
             return False
-        self.results = brought
+        self.results = results
         return True
 
     @property
     def position(self) -> int:  # type: ignore[override]
-        """How far its arrays have come from a device and there."""
-        return 0 if self.ferry is None else self.ferry.position
+        """The progress of its transfers from and to a GPU."""
+        return 0 if self.transfers is None else self.transfers.position
 
-    def arrive(self) -> None:
-        if self.ferry is not None:
-            self.ferry.arrive()
+    def make_stream_wait(self) -> None:
+        if self.transfers is not None:
+            self.transfers.make_stream_wait()
 
     def _driven_on(self) -> bool:
         self._driven = True
@@ -144,5 +144,5 @@ class Advancing(Execution):
         self._failure = None  # it refers to whom it was raised in: with this in a circle, arrays would outlive the operation
         if not finished:
             self.leave()
-            if self.ferry is not None:
-                self.ferry.finish()
+            if self.transfers is not None:
+                self.transfers.finish()

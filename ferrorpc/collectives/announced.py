@@ -19,8 +19,8 @@ from ferrorpc.collectives.algorithms import tree
 from ferrorpc.collectives.algorithms.plan import Plan
 from ferrorpc.collectives.basis import Basis
 from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.device_transfers import on_host, transfers_for
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.collectives.ferry import ferry_for, home
 from ferrorpc.collectives.select import ANYWHERE, bytes_of
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
@@ -104,12 +104,12 @@ class AnnouncedExecution(Execution):
         self._prepared = prepared
         self._key = key
         if prepared.is_inline:
-            inputs = [home(each) for each in inputs]
+            inputs = [on_host(each) for each in inputs]
         # What is on a device is ordered after the stream of this thread, which may not be the one that goes on.
-        self._ferry = ferry_for(inputs, outputs, 1)
-        self._inputs: Sequence[Any] = inputs if self._ferry is None else self._ferry.sources
-        self._outputs: Sequence[Any] | None = outputs if self._ferry is None else self._ferry.targets
-        self.polling = None if self._ferry is None else self._ferry.polling
+        self._transfers = transfers_for(inputs, outputs, 1)
+        self._inputs: Sequence[Any] = inputs if self._transfers is None else self._transfers.sources
+        self._outputs: Sequence[Any] | None = outputs if self._transfers is None else self._transfers.targets
+        self.polling = None if self._transfers is None else self._transfers.polling
         brought = [announcement.pack(prepared.call.inputs[0], self._inputs[0])] if prepared.is_root else []
         self._phases = [prepared.opening.start(key, brought, None, guard)]
 
@@ -145,8 +145,8 @@ class AnnouncedExecution(Execution):
         """As that of its phase."""
         return len(self._phases) + self._phase.position
 
-    def arrive(self) -> None:
-        self._phase.arrive()
+    def make_stream_wait(self) -> None:
+        self._phase.make_stream_wait()
 
     @property
     def label(self) -> str:
@@ -167,5 +167,5 @@ class AnnouncedExecution(Execution):
     def finish(self) -> None:
         for phase in self._phases:
             phase.finish()
-        if self._ferry is not None:
-            self._ferry.finish()
+        if self._transfers is not None:
+            self._transfers.finish()

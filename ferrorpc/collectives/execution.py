@@ -91,8 +91,8 @@ class Execution(ABC):
     def timeout_error(self) -> FerroError:
         """The error of this operation's deadline: CollectiveTimeoutError, or BarrierTimeoutError for a barrier."""
 
-    def arrive(self) -> None:
-        """Once complete: the calling thread's current stream goes on after those of its results that are on a device."""
+    def make_stream_wait(self) -> None:
+        """Once complete: makes the calling thread's current stream wait for the results that are on a GPU."""
         return
 
     @abstractmethod

@@ -20,10 +20,10 @@ import numpy as np
 from ferrorpc.collectives.advancing import Advancing
 from ferrorpc.collectives.algorithms.plan import Fold, FoldUnder, Plan, Receive, Send
 from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.device_transfers import DeviceTransfers
 from ferrorpc.collectives.execution import absent, overdue
-from ferrorpc.collectives.ferry import Ferry
 from ferrorpc.collectives.flow import FAR, bound, steps_of
-from ferrorpc.collectives.fusion import Land, Lift, Reduce, Task
+from ferrorpc.collectives.fusion import DownloadInput, Reduce, Task, UploadResult
 from ferrorpc.collectives.outgoing import CODED_VALUES, Encoded, Outgoing
 from ferrorpc.collectives.workspace import Rules, Workspace
 from ferrorpc.errors import CodecError, FerroError
@@ -59,7 +59,7 @@ class Layout:
         """For each task the messages it awaits, as (world rank, slot)."""
         self.takers = {place: index for index, places in enumerate(self.sources) for place in places}
         """Which task awaits a message."""
-        self.landing = [index for index, task in enumerate(tasks) if isinstance(task, Land)]
+        self.downloading = [index for index, task in enumerate(tasks) if isinstance(task, DownloadInput)]
 
 
 def _sources(task: Task, ranks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -84,9 +84,9 @@ class PlanExecution(Advancing):
         key: Key,
         workspace: Workspace,
         guard: Guard,
-        ferry: Ferry | None = None,
+        transfers: DeviceTransfers | None = None,
     ) -> None:
-        super().__init__(guard, ferry)
+        super().__init__(guard, transfers)
         self._transport = transport
         self._describe = describe
         self._layout = layout
@@ -150,9 +150,9 @@ class PlanExecution(Advancing):
         if self._room or len(box.granted) != self._credit:
             self._room, self._credit = False, len(box.granted)
             ready.extend(self._outgoing)
-        if self.ferry is not None and self.ferry.news:
-            self.ferry.news = False
-            ready.extend(self._layout.landing)
+        if self.transfers is not None and self.transfers.has_new_input:
+            self.transfers.has_new_input = False
+            ready.extend(self._layout.downloading)
         return bool(ready)
 
     def _do(self, index: int, box: Box) -> bool:
@@ -168,23 +168,23 @@ class PlanExecution(Advancing):
             return self._take(index, task, box, limit)
         if isinstance(task, Reduce):
             return self._reduce(index, task, box, limit)
-        if isinstance(task, Land | Lift):
-            return self._carry(index, task, limit)
+        if isinstance(task, DownloadInput | UploadResult):
+            return self._transfer(index, task, limit)
         return self._compute(index, limit)
 
-    def _carry(self, index: int, task: Land | Lift, limit: int) -> bool:
-        """Takes note of what has come down, or says what may go up."""
-        ferry, first = self.ferry, self._done[index]
-        if ferry is None:
-            raise AssertionError(f"{self.label} has arrays on a device and nothing that carries them")
-        if isinstance(task, Land):
-            self._done[index] = ferry.landed(task.region.item)
+    def _transfer(self, index: int, task: DownloadInput | UploadResult, limit: int) -> bool:
+        """Notes what was downloaded, or says what may be uploaded."""
+        transfers, first = self.transfers, self._done[index]
+        if transfers is None:
+            raise AssertionError(f"{self.label} has a transfer but no arrays on a GPU")
+        if isinstance(task, DownloadInput):
+            self._done[index] = transfers.downloaded(task.region.item)
             return self._done[index] > first
         count = self._workspace.elements(task)
         last = min(limit, count)
         if first < last:
             start, data = task.region.start, self._workspace.array(task.region)
-            ferry.lift(task.region.item, data, start + first, start + last)
+            transfers.allow_upload(task.region.item, data, start + first, start + last)
         self._done[index] = FAR if last == count else last
         return self._done[index] > first
 
@@ -231,7 +231,7 @@ class PlanExecution(Advancing):
         if first == 0:
             self._workspace.expect(task.region, _spec(frame))
         start, last = self._extent(task, frame)
-        if last > limit or (first < last and not self._risen(index, frame)):
+        if last > limit or (first < last and not self._is_uploaded(index, frame)):
             return False
         queue.popleft()
         if first < last:
@@ -251,7 +251,7 @@ class PlanExecution(Advancing):
                 self._workspace.expect(task.region, _spec(frame))
         extents = [self._extent(task, frame) for frame in frames]
         last = min(extent[1] for extent in extents)
-        if last > limit or not all(self._risen(index, frame) for frame in frames):
+        if last > limit or not all(self._is_uploaded(index, frame) for frame in frames):
             return False
         parts = []
         for frame, queue, (start, end) in zip(frames, queues, extents, strict=True):
@@ -282,7 +282,7 @@ class PlanExecution(Advancing):
         """Of its values, once decoded."""
         return frame.header.dtype if self._layout.rules.codec is None else DType.FLOAT32
 
-    def _risen(self, index: int, frame: Frame) -> bool:
+    def _is_uploaded(self, index: int, frame: Frame) -> bool:
         """Whether a chunk is where action `index` can take it."""
         return True
 
@@ -343,7 +343,7 @@ class PlanExecution(Advancing):
                 parts.append(absent(rank, answer.last_signature, answer.last_number))
             else:
                 parts.append(f"rank {rank} (is in it too)")
-        if self.ferry is not None and not self.ferry.has_landed:
+        if self.transfers is not None and not self.transfers.has_all_inputs:
             parts.append("this rank's own GPU")
         return f"{self.label} waits for {', '.join(parts) or 'its own lane'}"
 

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ferrorpc.collectives.algorithms.plan import Buffer, Copy, Finish, FoldOwn, Load, Region, Send
 from ferrorpc.collectives.call import Operation
-from ferrorpc.collectives.fusion import Lift, Reduce, Task
+from ferrorpc.collectives.fusion import Reduce, Task, UploadResult
 
 FAR: Final = 1 << 62
 """More elements than any array has: how far a complete action has come, and where arrays of unknown size end."""
@@ -105,7 +105,7 @@ def _touched(action: Task) -> Iterator[tuple[Region, bool]]:
         yield from ((operand, False) for operand in action.operands if isinstance(operand, Region))
     elif isinstance(action, Load | FoldOwn | Finish | Copy):
         yield action.source, False
-    yield action.region, not isinstance(action, Send | Lift)
+    yield action.region, not isinstance(action, Send | UploadResult)
 
 
 class _Touch(NamedTuple):

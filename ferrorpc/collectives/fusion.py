@@ -36,21 +36,21 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True)
-class Land:
-    """IN region = what comes down from a GPU."""
+class DownloadInput:
+    """IN region = what is downloaded from a GPU."""
 
     region: Region
 
 
 @dataclass(frozen=True, slots=True)
-class Lift:
-    """What is in an OUT region goes up to a GPU."""
+class UploadResult:
+    """Uploads an OUT region to a GPU."""
 
     region: Region
 
 
-Task: TypeAlias = Action | Reduce | Land | Lift
-"""What an executor does: an action of the plan, several of them as one, or what brings arrays from a GPU and there."""
+Task: TypeAlias = Action | Reduce | DownloadInput | UploadResult
+"""What an executor does: an action of the plan, several of them as one, or a transfer from or to a GPU."""
 
 
 def fused(plan: Plan) -> tuple[Task, ...]:

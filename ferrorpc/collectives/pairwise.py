@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ferrorpc.collectives.advancing import Advancing
-from ferrorpc.collectives.ferry import ferry_for
+from ferrorpc.collectives.device_transfers import transfers_for
 from ferrorpc.collectives.flow import FAR
 from ferrorpc.collectives.outgoing import Outgoing
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, TensorMismatchError
@@ -74,7 +74,7 @@ class SendExecution(_Pairwise):
     def __init__(
         self, transport: Transport, group: int, lines: Lines, data: Any, spec: TensorSpec, peer: int, tag: int, guard: Guard
     ) -> None:
-        super().__init__(guard, ferry_for([data], None, 0))
+        super().__init__(guard, transfers_for([data], None, 0))
         self._transport = transport
         self.way = peer, tag
         """Where it goes: its line."""
@@ -83,7 +83,7 @@ class SendExecution(_Pairwise):
         self._peer = peer
         self._tag = tag
         self._box: Box | None = None
-        here = data if self.ferry is None else self.ferry.inputs[0]
+        here = data if self.transfers is None else self.transfers.inputs[0]
         self._outgoing = Outgoing(peer, Header(tag, "send", spec.dtype, spec.shape, here.nbytes), here.reshape(-1))
         self._spec = spec
         self._key = Key(group, POINT_TO_POINT, lines.join(self))
@@ -101,7 +101,7 @@ class SendExecution(_Pairwise):
             box.wake = self.poke
             self._transport.mailbox.start_sending(self._key, self._peer, self._tag, box)
         # Room is news for the driver, which has nothing else to do: the lane's writer, who tells it, is to write what is there.
-        limit = FAR if self.ferry is None else self.ferry.landed(0)
+        limit = FAR if self.transfers is None else self.transfers.downloaded(0)
         while outgoing.send(self._transport, self._key, box, limit, self.wake):
             self._begun()
             if outgoing.done == outgoing.count:
@@ -120,7 +120,7 @@ class SendExecution(_Pairwise):
         """Asks nothing: a receiver that has not called recv yet is not in any operation."""
 
     def explain(self) -> str:
-        if self.ferry is not None and not self.ferry.has_landed:
+        if self.transfers is not None and not self.transfers.has_all_inputs:
             return f"{self.label} waits for this rank's own GPU"
         return f"{self.label} waits for rank {self._peer} to call recv(src={self._transport.rank}, tag={self._tag})"
 
@@ -145,12 +145,12 @@ class RecvExecution(_Pairwise):
     def __init__(
         self, transport: Transport, group: int, peer: int, tag: int, out: Any, spec: TensorSpec | None, guard: Guard
     ) -> None:
-        super().__init__(guard, None if out is None else ferry_for([], [out], 1))
+        super().__init__(guard, None if out is None else transfers_for([], [out], 1))
         self._transport = transport
         self._group = group
         self._peer = peer
         self._tag = tag
-        self._out: Array | None = out if self.ferry is None else None
+        self._out: Array | None = out if self.transfers is None else None
         self._spec = spec
         self._taken = np.empty(0, np.uint8)
         """The bytes of `out`, of which the first `_received` are here."""
@@ -172,9 +172,9 @@ class RecvExecution(_Pairwise):
         first = self._received
         while message.frames:
             self._take(message.frames.popleft())
-        if self.ferry is not None and self._received > first:
+        if self.transfers is not None and self._received > first:
             size_bytes = self.results[0].itemsize
-            self.ferry.lift(0, self.results[0], first // size_bytes, self._received // size_bytes)
+            self.transfers.allow_upload(0, self.results[0], first // size_bytes, self._received // size_bytes)
         if self._received < message.header.total:
             return False
         self._transport.mailbox.take(self._group, self._peer, self._tag, post)
@@ -189,7 +189,7 @@ class RecvExecution(_Pairwise):
                 f"rank {self._peer} sent {spec} with tag {self._tag}, but out is {self._spec}",
                 hint="call recv without out=, or with a matching one: the message still waits",
             )
-        out = self._out if self.ferry is None else self.ferry.place(0, spec)
+        out = self._out if self.transfers is None else self.transfers.host_memory(0, spec)
         if out is None:
             out = np.empty(spec.shape, spec.dtype.storage)
         self.results, self.specs = [out], [spec]

@@ -113,7 +113,7 @@ class DeviceBucketMemory(BucketMemory):
             order.release()
             # The header of an abandoned step may still be in transfer, and the memory returns in a stream's order only while
             # that stream exists.
-            self._device.staging.ascents.keep((getattr(self, "_pinned", None), order), order.record())
+            self._device.staging.uploads.keep((getattr(self, "_pinned", None), order), order.record())
 
     def _zeros(self, dtype: DType) -> DeviceArray:
         self._order.allocating()

@@ -84,7 +84,7 @@ class Shard:
         """Waits until `gradient` is the mean."""
         mean = work.wait(host=True)
         if self._kind is not None:
-            np.copyto(self.gradient, self._kind.staging.down(mean))
+            np.copyto(self.gradient, self._kind.staging.to_host(mean))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -104,7 +104,7 @@ class Shard:
 
     def assemble(self, mine: Any, root: int) -> dict[str, Any]:
         """The reverse of `extract`, on rank `root`: new arrays of `mine`'s kind. Empty on the other ranks. Collective."""
-        parts = self._group.gather(mine if self._kind is None else self._kind.staging.up(mine), root=root)
+        parts = self._group.gather(mine if self._kind is None else self._kind.staging.to_device(mine), root=root)
         if parts is None:
             return {}
         kind, dtype, header = kind_of(mine), spec_of(mine).dtype, self.bucket.header
@@ -116,7 +116,7 @@ class Shard:
 
     def gather(self) -> Work[Any]:
         """Starts to gather all ranks' `weights`."""
-        mine = self._typed[0] if self._kind is None else self._kind.staging.up(self._typed[0])
+        mine = self._typed[0] if self._kind is None else self._kind.staging.to_device(self._typed[0])
         work: Work[Any] = self._group.all_gather(mine, out=self._flat, async_op=True)
         return work
 

@@ -41,7 +41,7 @@ class Result(ABC):
 
     def of(self, execution: Execution) -> Any:
         """What the caller gets, from a complete execution."""
-        execution.arrive()
+        execution.make_stream_wait()
         return self.give(execution.results, execution.specs, execution)
 
 

@@ -383,7 +383,7 @@ def test_a_bucket_that_is_given_up_leaves_its_header_to_the_gpu_until_that_has_r
         live = cupy.machine.pinned.live_blocks
         released.append(True)
     cupy.machine.settle()  # the fixture fails where pinned memory had gone
-    device_of(cupy, 0).staging.up(np.ones(1))
+    device_of(cupy, 0).staging.to_device(np.ones(1))
     assert cupy.machine.pinned.live_blocks == live  # a slot more, a header less
 
 

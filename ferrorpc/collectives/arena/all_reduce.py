@@ -26,8 +26,8 @@ from ferrorpc.collectives.arena.board import LEFT, REDUCED, RESULT, RING, SIGNAT
 from ferrorpc.collectives.arena.execution import ArenaExecution, Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared, fold_of
 from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.device_transfers import DeviceTransfers, transfers_for
 from ferrorpc.collectives.execution import Execution
-from ferrorpc.collectives.ferry import Ferry, ferry_for
 from ferrorpc.guard import Guard
 from ferrorpc.wire.frames import Key
 
@@ -106,14 +106,14 @@ class TwoShot(ArenaPrepared):
         return sum(last - first for first, last in (cuts[peer], cuts[self.arena.rank])) * self.storage.itemsize
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
-        ferry = ferry_for(inputs, outputs, 1, in_place=0)
-        if ferry is None:
+        transfers = transfers_for(inputs, outputs, 1, in_place=0)
+        if transfers is None:
             return super().start(key, inputs, outputs, guard)
-        place = ferry.place(0, self.specs[0])
-        here = [each for each in ferry.outputs or () if each is not None] if place is None else [place]
+        place = transfers.host_memory(0, self.specs[0])
+        here = [each for each in transfers.outputs or () if each is not None] if place is None else [place]
         channel, before, base = self.turn(self.arena.bank(key.stream), key.number)
-        steps = self.steps(channel, before, base, ferry.inputs, here, ferry)
-        return ArenaExecution(self.arena, self.call, key, channel, steps, guard, ferry=ferry)
+        steps = self.steps(channel, before, base, transfers.inputs, here, transfers)
+        return ArenaExecution(self.arena, self.call, key, channel, steps, guard, transfers=transfers)
 
     def steps(
         self,
@@ -122,14 +122,14 @@ class TwoShot(ArenaPrepared):
         base: int,
         inputs: Sequence[Array],
         outputs: Sequence[Array] | None,
-        ferry: Ferry | None = None,
+        transfers: DeviceTransfers | None = None,
     ) -> Steps:
         yield from channel.enter(before)
         results = self.room(outputs)
         run = _TwoShotRun(self, channel, inputs[0].reshape(-1), results[0].reshape(-1))
         line, chunks = channel.line, self.chunks
         self.sign(channel)
-        yield from self._landed(ferry, 0)
+        yield from self._wait_for_input(transfers, 0)
         staged = line[STAGED] = base + (chunks if run.source_offset else run.stage(0))
         for chunk in range(chunks):
             passed = base + chunk + 1
@@ -142,23 +142,23 @@ class TwoShot(ArenaPrepared):
             if staged == passed < base + chunks:
                 if chunk:
                     yield from channel.await_others(LEFT, passed - 1)
-                yield from self._landed(ferry, chunk + 1)
+                yield from self._wait_for_input(transfers, chunk + 1)
                 staged = line[STAGED] = base + run.stage(chunk + 1)
             yield from channel.await_others(REDUCED, passed)
             run.copy(chunk)
             line[LEFT] = passed
-            if ferry is not None:
-                ferry.lift(0, results[0], chunk * self.chunk, min((chunk + 1) * self.chunk, self.count))
+            if transfers is not None:
+                transfers.allow_upload(0, results[0], chunk * self.chunk, min((chunk + 1) * self.chunk, self.count))
         if run.is_read_in_place:
             yield from channel.await_others(LEFT, base + chunks)
         # What was read in place from a rank that failed meanwhile may not be what it brought: its line says so.
         yield from channel.await_others(STAGED, base + chunks)
         return results, self.specs
 
-    def _landed(self, ferry: Ferry | None, chunk: int) -> Iterator[int]:
-        """Waits until a chunk has come down from a device."""
-        while ferry is not None and ferry.landed(0) < min((chunk + 1) * self.chunk, self.count):
-            yield ferry.position
+    def _wait_for_input(self, transfers: DeviceTransfers | None, chunk: int) -> Iterator[int]:
+        """Waits until a chunk is downloaded."""
+        while transfers is not None and transfers.downloaded(0) < min((chunk + 1) * self.chunk, self.count):
+            yield transfers.position
 
 
 class _TwoShotRun:

@@ -8,8 +8,8 @@ from typing import TypeAlias
 from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.board import STAGED, Array, Channel
 from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.device_transfers import DeviceTransfers
 from ferrorpc.collectives.execution import Execution, absent, overdue
-from ferrorpc.collectives.ferry import Ferry
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
@@ -28,7 +28,7 @@ class ArenaExecution(Execution):
     Args:
         steps: the operation, as far as it has come.
         expected: its results, where the steps return none.
-        ferry: carries its arrays where some are on a device.
+        transfers: of its arrays that are on a GPU.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class ArenaExecution(Execution):
         steps: Steps,
         guard: Guard,
         expected: Outcome = ((), []),
-        ferry: Ferry | None = None,
+        transfers: DeviceTransfers | None = None,
     ) -> None:
         self.guard = guard
-        self.ferry = ferry
+        self.transfers = transfers
         self.results: list[Array] = []
         self.specs: list[TensorSpec] = []
         self.polling = arena.polling
@@ -62,9 +62,9 @@ class ArenaExecution(Execution):
         return f"{self._call.signature} #{self._key.number}"
 
     def advance(self) -> bool:
-        ferry = self.ferry
-        if ferry is not None:
-            ferry.land()
+        transfers = self.transfers
+        if transfers is not None:
+            transfers.advance_downloads()
         if not self._complete:
             try:
                 self.position = self._reached = next(self._steps)
@@ -72,21 +72,21 @@ class ArenaExecution(Execution):
                 results, self.specs = end.value or self._expected
                 self.results = list(results)
                 self._complete = True
-        return self._complete if ferry is None else self._brought(ferry)
+        return self._complete if transfers is None else self._finish_uploads(transfers)
 
-    def _brought(self, ferry: Ferry) -> bool:
-        """Takes on what goes up to a device; whether the operation is complete and its results are on their way."""
-        ferry.rise()
-        self.position = self._reached + ferry.position
-        brought = ferry.brought(self.results) if self._complete else None
-        if brought is None:
+    def _finish_uploads(self, transfers: DeviceTransfers) -> bool:
+        """Continues the uploads. Returns whether the operation is complete and its uploads are queued."""
+        transfers.advance_uploads()
+        self.position = self._reached + transfers.position
+        results = transfers.finished(self.results) if self._complete else None
+        if results is None:
             return False
-        self.results = brought
+        self.results = results
         return True
 
-    def arrive(self) -> None:
-        if self.ferry is not None:
-            self.ferry.arrive()
+    def make_stream_wait(self) -> None:
+        if self.transfers is not None:
+            self.transfers.make_stream_wait()
 
     def waiting_on(self) -> list[int]:
         channel = self._channel
@@ -128,5 +128,5 @@ class ArenaExecution(Execution):
         if self._entered:
             self._entered = False
             self._arena.transport.mailbox.leave(self._key)
-        if self.ferry is not None:
-            self.ferry.finish()
+        if self.transfers is not None:
+            self.transfers.finish()

@@ -14,8 +14,8 @@ from ferrorpc.collectives.arena.board import CHUNK_BITS, POISONED, SIGNATURE, ST
 from ferrorpc.collectives.arena.doubts import mismatch
 from ferrorpc.collectives.arena.execution import ArenaExecution, Steps
 from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.device_transfers import on_host
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.collectives.ferry import home
 from ferrorpc.errors import CodecError, CollectiveMismatchError, UsageError
 from ferrorpc.guard import Guard
 from ferrorpc.kernels.reduction import kernel
@@ -93,7 +93,7 @@ class ArenaPrepared(Prepared):
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
         if not all(map(is_host, inputs)):
-            inputs = [home(each) for each in inputs]
+            inputs = [on_host(each) for each in inputs]
         if outputs is not None and not all(map(is_host, outputs)):
             outputs = None
         channel, before, base = self.turn(self.arena.bank(key.stream), key.number)

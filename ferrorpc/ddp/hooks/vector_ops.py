@@ -112,11 +112,11 @@ class DeviceVectorOps(VectorOps):
         return found
 
     def from_host(self, source: Array) -> DeviceArray:
-        return self._device.staging.up(np.array(source, _SINGLE))
+        return self._device.staging.to_device(np.array(source, _SINGLE))
 
     def to_host(self, values: DeviceArray) -> Array:
         with self._device.on(self._stream):
-            return self._device.staging.down(values)
+            return self._device.staging.to_host(values)
 
 
 HOST = HostVectorOps()
