@@ -94,7 +94,7 @@ def test_latency_and_transfer_delay_what_crosses_ranks():
     schedule = schedules.gpipe(stages=2, microbatches=2)
     spans = {span.name: span.start for span in schedule.simulate(latency=0.5, transfer=2.0).spans}
     assert spans["1F0"] == 1 + 2 + 0.5
-    assert spans["1F1"] == 1 + 2 + 2 + 0.5, "the second message waits for the first to leave the way"
+    assert spans["1F1"] == 1 + 2 + 2 + 0.5, "the second message waits for the first to leave the link"
 
 
 def test_costs_are_of_ranks_or_of_pieces():
