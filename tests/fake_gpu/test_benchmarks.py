@@ -25,8 +25,8 @@ from tests.fake_gpu.test_launcher import RawModule
 
 
 def test_a_missed_target_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (turns.judged({"fast": True}), capsys.readouterr().out) == (0, "")
-    assert (turns.judged({"fast": True, "small": False}), capsys.readouterr().out) == (1, "missed: small\n")
+    assert (turns.exit_code({"fast": True}), capsys.readouterr().out) == (0, "")
+    assert (turns.exit_code({"fast": True, "small": False}), capsys.readouterr().out) == (1, "missed: small\n")
 
 
 def test_one_rank(cupy: StandIn) -> None:

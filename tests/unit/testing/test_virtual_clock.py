@@ -8,7 +8,7 @@ import pytest
 from ferrorpc.errors import FerroError, UsageError
 from ferrorpc.guard import FOREVER
 from ferrorpc.testing import ManualClock, VirtualClock
-from ferrorpc.testing.virtual import Unwound
+from ferrorpc.testing.virtual_clock import ThreadExit
 
 
 def run(clock: VirtualClock, *bodies) -> None:
@@ -131,7 +131,7 @@ def test_helpers_unwind_when_the_worlds_own_threads_are_done() -> None:
 
 
 def test_an_interrupted_thread_raises_from_every_wait() -> None:
-    class Gone(Unwound):
+    class Gone(ThreadExit):
         pass
 
     clock = VirtualClock()
@@ -190,7 +190,7 @@ def test_who_is_interrupted_before_it_began_does_nothing_any_more(seed: int) -> 
 
     def interrupt() -> None:
         at_the_interrupt.extend(ran)
-        clock.interrupt(1, Unwound())
+        clock.interrupt(1, ThreadExit())
 
     run(clock, interrupt, lambda: ran.append("victim"))
     assert ran == at_the_interrupt
@@ -200,7 +200,7 @@ def test_an_interrupted_thread_unwinds_at_once_although_it_is_paused() -> None:
     clock = VirtualClock()
     readings = []
 
-    class Gone(Unwound):
+    class Gone(ThreadExit):
         pass
 
     def body() -> None:
