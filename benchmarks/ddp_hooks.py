@@ -58,7 +58,7 @@ def _run(ranks: int, options: Any) -> tuple[float, int]:
 
     def body(group: ferrorpc.ProcessGroup) -> tuple[float, int]:
         data = digits_stream.load(group, options.seed)
-        weights, sync = digits_stream.prepared(group, options)
+        weights, sync = digits_stream.set_up(group, options)
         digits_stream.train(weights, sync, data, group, options)
         return digits_stream.accuracy(weights, data.test_images, data.test_labels), sync.sent_bytes
 
