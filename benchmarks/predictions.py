@@ -1,11 +1,11 @@
-"""Predicted against measured times of all_reduce over gRPC: three algorithms, three sizes, real processes on this machine.
+"""Compares predicted with measured times of all_reduce over gRPC: three algorithms, three sizes, real processes.
 
     python -m benchmarks.predictions [--ranks 4] [--fitted-at 2] [--sizes 16KiB 1MiB 8MiB] [--seconds 0.8] [--passes 4] [--json]
 
-A cost table is fitted as `ferrorpc bench --fit` does it, from all_gather, reduce_scatter and send: no all_reduce is in it.
-Then the simulator predicts with the row of the same number of ranks, and with that of another alone. The ratio is
-predicted / measured. What is fitted and what is predicted take turns in the same processes, and these with those of the
-other number of ranks, since the same machine may be half as fast again a minute later.
+A cost table is fitted as by `ferrorpc bench --fit`, to all_gather, reduce_scatter and send; it knows no all_reduce. The
+simulator then predicts all_reduce twice: with the table's row for the same number of ranks, and with only that for another
+number. The ratio is predicted / measured. Fitted and predicted cases take turns in the same processes, and so do the two
+numbers of ranks, because the speed of a machine may change by half within a minute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long things take on one GPU, measured in turns, and whether that is what they should take."""
+"""Timing on a GPU, and the exit code of a script with targets."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def judged(targets: Mapping[str, bool]) -> int:
-    """Prints what was missed of the targets, which are in words and whether each was met. The exit code."""
+def exit_code(targets: Mapping[str, bool]) -> int:
+    """Prints the targets that were missed. Returns the exit code, 1 if there are any.
+
+    Args:
+        targets: whether each was met, by its description.
+    """
     missed = [words for words, met in targets.items() if not met]
     for words in missed:
         print(f"missed: {words}")
@@ -17,21 +21,21 @@ def judged(targets: Mapping[str, bool]) -> int:
 
 
 def gpu_seconds_of(
-    cupy: Any, acts: Mapping[str, Callable[[], object]], turns: int, before: Callable[[], object]
+    cupy: Any, calls: Mapping[str, Callable[[], object]], turns: int, before: Callable[[], object]
 ) -> dict[str, float]:
-    """Seconds that the GPU has for each, between two of its events: medians of `turns`, after one that compiles.
+    """The median seconds between two GPU events around each call, taken in turns, after one warm-up turn.
 
     Args:
-        before: keeps the GPU busy for longer than the host takes to queue any of them, so the host's part does not count.
+        before: keeps the GPU busy for longer than the host takes to queue any of the calls, which excludes the host's part.
     """
     stream, new = cupy.cuda.get_current_stream(), cupy.cuda.Event
-    times: dict[str, list[float]] = {name: [] for name in acts}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(turns + 1):
-        for name, act in acts.items():
+        for name, call in calls.items():
             begin, end = new(), new()
             before()
             begin.record(stream)
-            act()
+            call()
             end.record(stream)
             stream.synchronize()
             if turn:
@@ -39,16 +43,33 @@ def gpu_seconds_of(
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def seconds_of(cupy: Any, acts: Mapping[str, Callable[[], object]], turns: int) -> dict[str, float]:
-    """Seconds until the current stream is done with each: medians of `turns`, after one that compiles and pins."""
+def seconds_of(cupy: Any, calls: Mapping[str, Callable[[], object]], turns: int) -> dict[str, float]:
+    """The median seconds from each call until the current stream is done, taken in turns, after one warm-up turn."""
     settle = cupy.cuda.get_current_stream().synchronize
-    times: dict[str, list[float]] = {name: [] for name in acts}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(turns + 1):
-        for name, act in acts.items():
+        for name, call in calls.items():
             settle()
             begin = time.perf_counter()
-            act()
+            call()
             settle()
             if turn:
                 times[name].append(time.perf_counter() - begin)
     return {name: statistics.median(each) for name, each in times.items()}
+
+
+def group_seconds_of(group: Any, call: Callable[[], object], settle: Callable[[], object], turns: int) -> float:
+    """The median seconds of a call that all ranks begin together, until the GPU is done, after one warm-up call.
+
+    Args:
+        settle: waits for the GPU.
+    """
+    times = []
+    for _ in range(turns + 1):
+        settle()
+        group.barrier()
+        begin = time.perf_counter()
+        call()
+        settle()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])

@@ -31,7 +31,7 @@ class Contract(ABC):
 
     @abstractmethod
     def world(self, size: int, fn: Callable[[ProcessGroup], Any]) -> list[Any]:
-        """Runs fn(group) on every rank of a new world of `size` ranks. Returns the results in rank order; raises as a rank does."""
+        """Runs fn(group) on every rank of a new world of `size` ranks. Returns the results in rank order; raises as they do."""
 
     def operators(self, dtype: DType) -> list[ReduceOp]:
         """The operators to test with a dtype. To be overridden for a backend that lacks some."""
