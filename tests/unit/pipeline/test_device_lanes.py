@@ -21,7 +21,7 @@ TRANSFERS = [Transfer(0, 1, TransferKind.FORWARD, number) for number in range(4)
 
 
 class Lane:
-    """Keeps what was asked of it."""
+    """Records the sizes that it was asked to receive."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

@@ -1,4 +1,4 @@
-"""Models that are no chain."""
+"""Models that are not a chain."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_a_skipping_message_waits_for_a_credit_is_found():
 
 
 class Fork:
-    """x -> x for each of the two that want it."""
+    """x -> (x, x)."""
 
     def forward(self, x):
         return (x, x), None

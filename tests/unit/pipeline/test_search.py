@@ -1,4 +1,4 @@
-"""Searching for an order at given costs."""
+"""The search for a schedule at given costs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_cap_that_nothing_fits_and_costs_that_are_none_are_refused():
 
 
 def by_piece(schedule: Schedule) -> dict[tuple[Kind, int], float]:
-    """Costs as a rank's 1 for each part, split over its pieces."""
+    """A cost of 1 per rank for each kind of action, split over its pieces."""
     share = 1 / schedule.chunks
     one = {Kind.FORWARD: share, Kind.BACKWARD_INPUT: share, Kind.BACKWARD_WEIGHT: share, Kind.BACKWARD: 2 * share}
     return {(kind, piece): cost for kind, cost in one.items() for piece in range(schedule.virtual_stages)}

@@ -16,7 +16,7 @@ def run(clock: VirtualClock, *bodies) -> None:
 
 
 def ping_pong(seed: int, rounds: int = 50) -> tuple[list[int], int]:
-    """Three threads that wake one another; the order in which they ran, and the trace."""
+    """Three threads that wake each other. Returns the order in which they ran, and the trace."""
     clock = VirtualClock(seed)
     parkers = [clock.parker() for _ in range(3)]
     order: list[int] = []
