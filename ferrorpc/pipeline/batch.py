@@ -71,7 +71,7 @@ def join(parts: Sequence[Any], what: str) -> Any:
     if any(spec.dtype != first.dtype or not spec.shape or spec.shape[1:] != first.shape[1:] for spec in specs):
         shown = ", ".join(str(spec) for spec in specs)
         raise TensorMismatchError(
-            f"{what} cannot be put together along axis 0: {shown}", hint="use pipe.step, which needs no whole"
+            f"{what} cannot be joined along axis 0: {shown}", hint="use pipe.step, which does not join outputs"
         )
     whole = kind_of(parts[0]).empty((sum(spec.shape[0] for spec in specs), *first.shape[1:]), first.dtype)
     start = 0

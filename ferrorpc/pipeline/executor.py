@@ -116,8 +116,8 @@ class Executor:
         if len(transfers) > 1 and not (isinstance(result, tuple) and len(result) == len(transfers)):
             targets = ", ".join(str(transfer.target) for transfer in transfers)
             raise UsageError(
-                f"{each} gave {_describe(result)}, but stage {each.stage} is wired to stages {targets}",
-                hint=f"give a tuple of {len(transfers)}, one value for each of them in this order",
+                f"{each} returned {_describe(result)}, but stage {each.stage} has edges to stages {targets}",
+                hint=f"return a tuple of {len(transfers)}, one value for each of them in this order",
             )
         self._values.update(zip(transfers, result if len(transfers) > 1 else (result,), strict=False))
 

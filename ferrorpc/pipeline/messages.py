@@ -149,7 +149,7 @@ def parse(message: Array) -> Message:
             raise ValueError(f"{message.size} bytes where {layout.end + length + _LENGTH_BYTES} are announced")
         envelope = Envelope(pipeline.decode(), int(step), transfer.decode())
     except (ValueError, TypeError, IndexError) as problem:
-        raise CodecError(f"a message between stages of {message.size} bytes is none: {problem}") from None
+        raise CodecError(f"a message between stages of {message.size} bytes is malformed: {problem}") from None
     return Message(envelope, layout, message if last - length == layout.end else None)
 
 

@@ -316,7 +316,7 @@ def _sound_schedule(
             f"{schedule} is for {schedule.stages} ranks, but the group has {size}", hint=f"make it with stages={size}"
         )
     if microbatches not in (None, schedule.microbatches):
-        raise UsageError(f"num_microbatches={microbatches}, but the schedule is {schedule}", hint="leave num_microbatches away")
+        raise UsageError(f"num_microbatches={microbatches}, but the schedule is {schedule}", hint="omit num_microbatches")
     chosen = schedule if edges is None else schedule.with_edges(edges)
     findings = chosen.validate()
     if findings:

@@ -169,16 +169,16 @@ class VirtualClock:
             wall_seconds: the limit in real seconds; after that the thread with the baton is named in an error.
         """
         if self._started:
-            raise UsageError("this virtual clock has had its world", hint="make a new clock for each run")
+            raise UsageError("this virtual clock has already had its run", hint="make a new clock for each run")
         self._started = True
         for name, body in bodies:
             self._add(body, name, main=True)
         self._hand_over()
         if not self._ended.wait(wall_seconds):
             holder = self._holder
-            where = "nobody" if holder is None else _position(holder, sys._current_frames())
+            where = "no thread" if holder is None else _position(holder, sys._current_frames())
             raise FerroError(
-                f"the simulated world stands still after {wall_seconds:g} real seconds; the baton is held by {where}",
+                f"the simulated world makes no progress after {wall_seconds:g} real seconds; what runs is {where}",
                 hint="in a simulated world wait only through group operations and the clock, never on locks or time.sleep",
             )
         for real in self._real_threads:  # a thread may still free what it held, and the interpreter must not exit before
@@ -285,7 +285,7 @@ class VirtualClock:
     def _advance(self) -> None:
         """Moves the time to the next timer, when no thread is runnable."""
         if not self._timers:
-            self._fail("nobody can run and no timer is left")
+            self._fail("no thread can run and no timer is left")
             return
         when, _, thread, epoch, action = heapq.heappop(self._timers)
         if thread is not None:

@@ -73,7 +73,7 @@ class World:
                 self.clock.call_at(self.clock.now() + end.at_seconds, partial(self._kill, rank, end.reason))
         for rank, pause in self._plan.pause.items():
             if not isinstance(self.clock, VirtualClock):
-                raise UsageError("only ranks of a virtual world can be paused", hint="leave clock= away")
+                raise UsageError("only ranks of a virtual world can be paused", hint="omit clock=")
             self.clock.call_at(pause.at_seconds, partial(self.clock.pause, rank))
             self.clock.call_at(pause.at_seconds + pause.seconds, partial(self.clock.unpause, rank))
 

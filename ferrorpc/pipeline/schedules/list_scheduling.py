@@ -83,16 +83,16 @@ class ListScheduler:
 
     def _choice(self, rank: int) -> tuple[float, int, Action] | None:
         """(start, rank, action) of what the rank would do next; None if nothing can start."""
-        useful = [(start, self._weight(each), each) for start, each in self._useful(rank)]
+        critical = [(start, self._priority(each), each) for start, each in self._critical(rank)]
         fillers = [(self._free[rank], each) for each in self._fillers(rank)]
         if not fillers:
-            return None if not useful else (min(useful)[0], rank, min(useful)[2])
+            return None if not critical else (min(critical)[0], rank, min(critical)[2])
         start, filler = min(fillers, key=lambda found: found[1].microbatch)
-        if useful and min(useful)[0] < start + self._rule.min_fit * self._costs[W][filler.stage] + 1e-12:
-            return min(useful)[0], rank, min(useful)[2]
+        if critical and min(critical)[0] < start + self._rule.min_fit * self._costs[W][filler.stage] + 1e-12:
+            return min(critical)[0], rank, min(critical)[2]
         return start, rank, filler
 
-    def _useful(self, rank: int) -> Iterator[tuple[float, Action]]:
+    def _critical(self, rank: int) -> Iterator[tuple[float, Action]]:
         """Forwards and backwards of inputs, which other ranks wait for, with the times at which they could start."""
         for stage in self._pieces[rank]:
             for kind, source in ((F, stage - 1), (I, stage + 1)):
@@ -122,6 +122,6 @@ class ListScheduler:
         later = sum(1 for piece in self._pieces[rank] if piece > stage)
         return self._live[rank] + 1 + later <= self._caps[rank]
 
-    def _weight(self, each: Action) -> tuple[int, int]:
+    def _priority(self, each: Action) -> tuple[int, int]:
         forward = each.kind is F
         return int(forward is not self._rule.forward_first), each.stage if self._rule.early_chunk_first else -each.stage

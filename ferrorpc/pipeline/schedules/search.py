@@ -46,7 +46,7 @@ def search(
     if set(costs) != set(COST_NAMES) or len({len(costs[name]) for name in COST_NAMES}) != 1:
         raise UsageError(
             f"costs are lists of one length called {', '.join(COST_NAMES)}; these are {dict(costs)}",
-            hint="give each a number for every piece of the model",
+            hint="give each a number for every rank",
         )
     ranked = sorted(_fitting(costs, latency, memory_cap, microbatches), key=lambda found: found[:3])
     if not ranked:

@@ -44,9 +44,9 @@ def test_outputs_are_joined_along_axis_0():
     assert whole.dtype == np.float32
     assert whole.tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
     assert [each.shape for each in join([(first, first), (second, second)], "outputs")] == [(3, 3), (3, 3)]
-    with pytest.raises(TensorMismatchError, match="cannot be put together"):
+    with pytest.raises(TensorMismatchError, match="cannot be joined"):
         join([first, np.zeros((1, 4), np.float32)], "outputs")
-    with pytest.raises(TensorMismatchError, match="cannot be put together"):
+    with pytest.raises(TensorMismatchError, match="cannot be joined"):
         join([np.array(1.0)], "outputs")
 
 

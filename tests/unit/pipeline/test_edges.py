@@ -121,7 +121,7 @@ def test_a_stage_that_gives_one_value_to_several_is_told_so():
 
     first, second, third = run_world(3, body, return_exceptions=True)
     assert isinstance(first, UsageError)
-    assert "0F0 gave one ndarray, but stage 0 is wired to stages 1, 2" in str(first)
+    assert "0F0 returned one ndarray, but stage 0 has edges to stages 1, 2" in str(first)
     assert isinstance(second, GroupAbortedError)
     assert isinstance(third, GroupAbortedError)
 

@@ -94,7 +94,7 @@ def test_when_everybody_waits_for_ever_each_is_told_where() -> None:
     run(clock, waits_for_nothing, waits_for_nothing)
     assert len(messages) == 2
     for message in messages:
-        assert "nobody can run and no timer is left" in message
+        assert "no thread can run and no timer is left" in message
         assert "'body 0' in waits_for_nothing (test_virtual.py:" in message or "'body 1' in" in message
 
 
@@ -235,7 +235,7 @@ def test_threads_from_outside_cannot_wait_in_it_and_a_world_runs_once() -> None:
 
     run(clock, body)
     assert len(refused) == 1
-    with pytest.raises(UsageError, match="had its world"):
+    with pytest.raises(UsageError, match="had its run"):
         run(clock, lambda: None)
 
 

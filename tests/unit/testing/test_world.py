@@ -160,7 +160,7 @@ def test_what_waits_for_ever_is_an_error_that_says_where() -> None:
     def body(group) -> None:
         group.session.clock.parker().park(float("inf"))
 
-    with pytest.raises(FerroError, match=r"nobody can run.*'rank 0' in body"):
+    with pytest.raises(FerroError, match=r"no thread can run.*'rank 0' in body"):
         run_world(2, body)
 
 
