@@ -128,7 +128,7 @@ class VirtualClock:
         return VirtualParker(self)
 
     def call_at(self, when: float, action: Callable[[], None]) -> None:
-        """Runs `action` at virtual time `when`, after earlier orders for the same time. It must not park."""
+        """Runs `action` at virtual time `when`, after earlier actions for the same time. It must not park."""
         self._timer_count += 1
         heapq.heappush(self._timers, (max(when, self._now), self._timer_count, None, 0, action))
 
@@ -285,6 +285,8 @@ class VirtualClock:
     def _advance(self) -> None:
         """Moves the time to the next timer, when no thread is runnable."""
         if not self._timers:
+            for each in self._threads.values():
+                each.paused = False  # nothing is left that could end the pause
             self._fail("no thread can run and no timer is left")
             return
         when, _, thread, epoch, action = heapq.heappop(self._timers)
@@ -304,7 +306,7 @@ class VirtualClock:
         """Raises an error in each main thread that waits: what has happened, and where all threads wait."""
         self._failures.append(what)
         frames = sys._current_frames()
-        waiting = [thread for thread in self._threads.values() if thread.parker is not None]
+        waiting = [each for each in self._threads.values() if each.parker is not None or (each.withheld and not each.paused)]
         places = "; ".join(_position(thread, frames) for thread in waiting)
         why = "; before, ".join(reversed(self._failures))
         message = f"the simulated world stopped at {self._now:.6f} s: {why}. Waiting: {places}"
@@ -312,6 +314,8 @@ class VirtualClock:
             if thread.main:
                 thread.error = FerroError(message, hint="look at what each waits for; the same seed replays it")
                 self.resume(thread)
+                if not thread.paused:
+                    self._make_runnable_again(thread)
 
     def _end_helpers(self) -> _Thread | None:
         """Ends the helper threads one by one, after the main threads have ended."""

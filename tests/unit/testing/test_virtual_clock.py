@@ -239,6 +239,21 @@ def test_threads_from_outside_cannot_wait_in_it_and_a_world_runs_once() -> None:
         run(clock, lambda: None)
 
 
+def test_a_world_with_nothing_left_but_a_paused_thread_is_stopped_with_an_error() -> None:
+    clock = VirtualClock()
+    messages = []
+
+    def body() -> None:
+        clock.pause(0)
+        with pytest.raises(FerroError) as raised:
+            clock.parker().park(1.0)
+        messages.append(str(raised.value))
+
+    clock.run([("paused", body)], wall_seconds=5.0)
+    assert "no thread can run and no timer is left" in messages[0]
+    assert "thread 'paused' in body" in messages[0]
+
+
 def test_a_thread_that_blocks_for_real_is_named() -> None:
     def stuck() -> None:
         time.sleep(1.0)
