@@ -47,16 +47,18 @@ SECTIONS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="ferrorpc beside its peers.")
+    parser = argparse.ArgumentParser(description="Compares ferrorpc with Gloo, MPICH, Flight and a protobuf stream.")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--transports", default="shared_memory,grpc", help="of ferrorpc; the first is held against the targets")
+    parser.add_argument(
+        "--transports", default="shared_memory,grpc", help="of ferrorpc; the first is compared with the targets"
+    )
     parser.add_argument("--seconds", type=float, default=0.2, help="about how long one turn takes")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each system at each case, with one set of processes")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each system for each case, with one set of processes")
     parser.add_argument("--restarts", type=int, default=2, help="sets of fresh processes")
-    parser.add_argument("--patience", type=int, default=3, help="how often a turn that others disturbed may be taken again")
+    parser.add_argument("--patience", type=int, default=3, help="how often a turn disturbed by other processes is repeated")
     parser.add_argument("--pin", action="store_true", help="bind rank r of every system to processor r")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture of all_reduce there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot all_reduce there")
     parser.add_argument(
         "--from", dest="files", type=Path, nargs="+", metavar="FILE", help="show earlier figures; measure nothing"
     )

@@ -233,7 +233,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Data-parallel training beside torch's.")
+    parser = argparse.ArgumentParser(description="Compares data-parallel training with torch's.")
     parser.add_argument("--models", nargs="+", choices=("transformer", "mlp"), default=["transformer", "mlp"])
     parser.add_argument("--systems", nargs="+", choices=(TORCH, SHARED_MEMORY, GRPC), default=[TORCH, SHARED_MEMORY, GRPC])
     parser.add_argument("--steps", type=int, default=4, help="of one turn")

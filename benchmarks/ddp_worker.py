@@ -168,7 +168,7 @@ def held_bytes() -> int:
     for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) << 10
-    raise OSError("the kernel tells no proportional set size")
+    raise OSError("the kernel reports no proportional set size")
 
 
 def main() -> None:

@@ -230,7 +230,7 @@ def _apart(group: ferrorpc.ProcessGroup, pieces: dict[int, Any], others: dict[in
     ]
     apart = float(group.all_reduce(np.array(max(distances)), op="max"))
     if apart > TOLERANCE:
-        raise SystemExit(f"the gradients are {apart:g} apart: this is not the same work")
+        raise SystemExit(f"the gradients of the two systems differ by {apart:g}, which is more than rounding")
     return apart
 
 
@@ -267,13 +267,13 @@ def _shown(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Starts two ranks; or runs one, if started as a rank."""
-    parser = argparse.ArgumentParser(description="pipelines on real compute, beside their simulation and beside torch's")
+    parser = argparse.ArgumentParser(description="compares pipelines with their simulation and with torch's")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=9, help="that count; one more goes before")
+    parser.add_argument("--steps", type=int, default=9, help="measured steps, after one warm-up step")
     parser.add_argument("--unit-ms", type=float, default=20.0, help="a whole rank's forward of one microbatch")
     parser.add_argument("--only", choices=("bubble", "torch"))
     parser.add_argument("--transport", default="auto")
-    parser.add_argument("--svg", help="a folder for pictures of recorded beside simulated steps")
+    parser.add_argument("--svg", help="a folder for pictures of recorded and simulated steps")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if "RANK" in os.environ:

@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--fitted-at", type=int, default=2, help="another number of ranks to fit at")
     parser.add_argument("--sizes", nargs="+", default=["16KiB", "1MiB", "8MiB"])
     parser.add_argument("--seconds", type=float, default=0.8, help="of each case")
-    parser.add_argument("--passes", type=int, default=4, help="how often processes are started anew")
+    parser.add_argument("--passes", type=int, default=4, help="how many times new processes are started")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     fitted_to = cases()

@@ -13,7 +13,7 @@ from typing import Any
 
 from ferrorpc.cli.bench.runners.base import Action, Runner
 
-# ferrorpc comes first: it sets what gRPC reads when it is imported.
+# Import ferrorpc first: it sets environment variables that gRPC reads when it is imported.
 # isort: split
 import google.protobuf
 import grpc

@@ -53,7 +53,7 @@ def run(arguments: Sequence[str], seconds: float) -> int | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what was asked for. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Everything that wants a GPU.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Runs everything that needs a GPU.")
     parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS), metavar="NAME", help=", ".join(RUNS))
     parser.add_argument("--seconds", type=float, default=300.0, help="how long each may take")
     options = parser.parse_args(arguments)

@@ -103,10 +103,10 @@ def measure(backend: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How long a killed peer holds up the survivor.")
+    parser = argparse.ArgumentParser(description="Measures how long a survivor takes to notice a killed peer.")
     parser.add_argument("--backends", nargs="+", default=["grpc", "cuda_ipc"])
     parser.add_argument("--mib", type=float, default=16)
-    parser.add_argument("--host", action="store_true", help="arrays of NumPy's, and no GPU")
+    parser.add_argument("--host", action="store_true", help="use NumPy arrays and no GPU")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.folder is not None:

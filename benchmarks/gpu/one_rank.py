@@ -155,7 +155,7 @@ def absent_peer(device: CupyDevice, api: NcclApi, seconds: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="NCCL with one rank on one GPU.")
-    parser.add_argument("--seconds", type=float, default=5.0, help="how long the absent peer is waited for")
+    parser.add_argument("--seconds", type=float, default=5.0, help="how long to wait for the absent peer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     arguments = parser.parse_args()
     device, api = open_device(), open_nccl()

@@ -78,7 +78,7 @@ def measure(cupy: Any, group: Any, size_bytes: int, microbatches: int, turns: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What two stages on one GPU send each other.")
+    parser = argparse.ArgumentParser(description="Messages between two pipeline stages on one GPU.")
     parser.add_argument("--backend", default="cuda_ipc", choices=("cuda_ipc", "grpc"))
     parser.add_argument("--mib", type=float, nargs="+", default=[0.25, 1, 16, 64])
     parser.add_argument("--microbatches", type=int, default=8)

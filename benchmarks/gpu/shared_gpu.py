@@ -77,7 +77,7 @@ def measure(cupy: Any, group: Any, size_bytes: int, turns: int) -> dict[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Processes that share one GPU's memory.")
+    parser = argparse.ArgumentParser(description="Collectives of processes that share one GPU.")
     parser.add_argument("--mib", type=float, nargs="+", default=[0.004, 1, 16, 64, 256])
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")

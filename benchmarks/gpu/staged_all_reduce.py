@@ -43,7 +43,7 @@ def compare(cupy: Any, group: Any, size_bytes: int, turns: int, wire: str | None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Two processes on one GPU, through pinned staging.")
+    parser = argparse.ArgumentParser(description="all_reduce of two processes on one GPU, through pinned staging memory.")
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--transport", default="grpc", choices=("grpc", "shared_memory"))
