@@ -49,9 +49,7 @@ SECTIONS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compares ferrorpc with Gloo, MPICH, Flight and a protobuf stream.")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument(
-        "--transports", default="shared_memory,grpc", help="of ferrorpc; the first is compared with the targets"
-    )
+    parser.add_argument("--transports", default="shared_memory,grpc", help="of ferrorpc; targets apply to the first")
     parser.add_argument("--seconds", type=float, default=0.2, help="about how long one turn takes")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system for each case, with one set of processes")
     parser.add_argument("--restarts", type=int, default=2, help="sets of fresh processes")

@@ -121,9 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Hidden communication on a shaped link.")
     parser.add_argument("--model", choices=list(ROWS), default="transformer")
     parser.add_argument("--rows", type=int, nargs="+", help="of a rank's batch (default: 8 12, unless --device-ms)")
-    parser.add_argument(
-        "--device-ms", type=float, nargs="+", default=[], help="milliseconds per step that a simulated device computes"
-    )
+    parser.add_argument("--device-ms", type=float, nargs="+", default=[], help="ms per step that a simulated device computes")
     parser.add_argument("--bucket-mb", type=float, default=2, help="MiB that a bucket may hold, in both systems")
     parser.add_argument("--systems", nargs="+", choices=(GRPC, TORCH), default=[GRPC, TORCH])
     parser.add_argument("--rate", type=int, default=1000, metavar="MBIT", help="megabits per second, each way")
