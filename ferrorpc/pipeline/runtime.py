@@ -197,13 +197,11 @@ class Pipeline:
         """
         if not self.schedule.is_forward_first:
             raise UsageError(
-                f"{self.schedule} begins backwards before it ends forwards, so they cannot be called apart",
+                f"{self.schedule} starts backwards before all forwards are done, so they cannot be two calls",
                 hint='call step(), or use schedule="gpipe"',
             )
         if not self._awaits_backward:
-            raise UsageError(
-                "there is no forward whose backward this could be", hint="call forward() first, once for each backward()"
-            )
+            raise UsageError("there is no forward for this backward", hint="call forward() first, once for each backward()")
         batch = InferenceBatch([])
         if self._is_last:
             total = sum(self._output_rows)

@@ -233,7 +233,7 @@ def test_inference_keeps_nothing_where_no_backward_can_follow():
         pipe = Pipeline(Layer(group.rank), group, "1f1b", 4)
         y = pipe.forward(batch(4)[0])
         assert pipe.peak_activations == 0
-        with pytest.raises(UsageError, match=r"begins backwards before it ends forwards(.|\n)*gpipe"):
+        with pytest.raises(UsageError, match=r"starts backwards before all forwards are done(.|\n)*gpipe"):
             pipe.backward(y, y)
         return y
 
@@ -245,13 +245,13 @@ def test_inference_keeps_nothing_where_no_backward_can_follow():
 def test_a_backward_needs_its_forward_and_gradients_of_its_rows():
     def body(group):
         pipe = Pipeline(Layer(0), group, "gpipe", 2)
-        with pytest.raises(UsageError, match="no forward whose backward"):
+        with pytest.raises(UsageError, match="no forward for this backward"):
             pipe.backward(None, None)
         y = pipe.forward(batch(4)[0])
         with pytest.raises(UsageError, match="grads must have the 4 rows"):
             pipe.backward(y, y[:3])
         pipe.backward(y, y)
-        with pytest.raises(UsageError, match="no forward whose backward"):
+        with pytest.raises(UsageError, match="no forward for this backward"):
             pipe.backward(y, y)
 
     run_world(1, body)
