@@ -1,8 +1,9 @@
-"""What a group costs besides time: memory at its peak, memory over many operations, and the processor while nothing happens.
+"""Measures a group's peak memory, its growth over many operations, and its processor use while idle.
 
     python -m benchmarks.memory [--transports shared_memory,grpc] [--json FILE]
 
-Every figure is from fresh processes, of the rank that took most. Shared pages count once, divided among those that map them.
+Every figure is from fresh processes, of the rank with the highest value. Shared pages count once, divided among the processes
+that map them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SMALL = Case(ALL_REDUCE, 2, 4 << 10)
 REPETITIONS, BLOCKS = 50, 200
 GROWTH_BYTES_MAX = 2 * MIB
 NOISE_BYTES = MIB // 2
-"""What counts as nothing: interpreters take and give back pages of their own."""
+"""Less than this is noise: interpreters allocate and free pages of their own."""
 IDLE_AFTER_SECONDS, IDLE_SECONDS = 1.0, 5.0
 IDLE_SHARE_MAX = 0.01
 
@@ -69,7 +70,7 @@ def _rows(transport: str) -> Iterator[dict[str, Any]]:
     for size in PEAK_SIZES:
         for memory in (ORDINARY, *([REGISTERED] if transport != "grpc" else [])):
             what = f"peak beyond the arrays, all_reduce of {size_text(size)} in place, {memory}"
-            # The bound of ordinary arrays is the gRPC lane's, which needs most.
+            # The bound for ordinary arrays is that of gRPC, which needs most.
             must = NOISE_BYTES if memory == REGISTERED else size // 2 + 32 * MIB
             yield _row(what, _peak(transport, size, memory), "bytes", must)
     yield _row(f"growth over {REPETITIONS * BLOCKS:,} operations of {size_text(SMALL.size_bytes)}", *_grown(transport))
@@ -77,7 +78,7 @@ def _rows(transport: str) -> Iterator[dict[str, Any]]:
 
 
 def _peak(transport: str, size: int, memory: str) -> int:
-    """Bytes beyond the arrays while a sum in place runs, for the first time and the next few."""
+    """Bytes beyond the arrays during the first few in-place sums."""
     contender = Contender(ferrorpc_system(transport), memory)
     with RankProcesses(contender.system, 2) as world:
         _small_sums(world, blocks=1)

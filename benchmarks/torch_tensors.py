@@ -1,4 +1,4 @@
-"""ferrorpc with torch tensors, as who comes from Gloo calls it: PyTorch is loaded then, and converts half types."""
+"""ferrorpc called with torch tensors, as code that comes from Gloo does. PyTorch is loaded then, and converts half types."""
 
 from __future__ import annotations
 

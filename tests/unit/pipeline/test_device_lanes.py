@@ -1,4 +1,4 @@
-"""What comes from another GPU is received in the order in which it is sent, whatever is needed first."""
+"""Arrays from another GPU are received in the order in which they are sent, whichever is needed first."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import pytest
 from ferrorpc import schedules
 from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.errors import CodecError
-from ferrorpc.pipeline.direct import Incoming, lanes_of
-from ferrorpc.pipeline.messages import Letter, Message, pack, pack_apart, read, unpack
+from ferrorpc.pipeline.device_lanes import LaneReceiver, open_lanes
+from ferrorpc.pipeline.messages import Envelope, Message, pack, pack_split, parse
 from ferrorpc.pipeline.schedules.edges import Edges
-from ferrorpc.pipeline.wire import Sort, Wire, departures, ways
+from ferrorpc.pipeline.transfers import Transfer, TransferKind, links_of, sends_to
 from ferrorpc.testing import run_world
 
-WIRES = [Wire(0, 1, Sort.FORWARD, number) for number in range(4)]
+TRANSFERS = [Transfer(0, 1, TransferKind.FORWARD, number) for number in range(4)]
 
 
 class Lane:
-    """Keeps what was asked of it."""
+    """Records the sizes that it was asked to receive."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -33,66 +33,66 @@ class Lane:
 
 
 def apart(number: int) -> Message:
-    """A message whose arrays, of so many bytes, come by another way; without any, they are in it."""
-    whole = read(pack(Letter("p", 0, str(number)), np.zeros(number, np.uint8)))
+    """A message whose arrays, of so many bytes, are sent separately; or contained in it, if there are none."""
+    whole = parse(pack(Envelope("p", 0, str(number)), np.zeros(number, np.uint8)))
     return whole._replace(data=None) if number else whole
 
 
 def test_everything_up_to_what_is_needed_is_begun_in_the_order_in_which_it_is_sent() -> None:
     lane, asked = Lane(), []
 
-    def read_one(wire: Wire) -> Message:
-        asked.append(wire.number)
-        return apart(wire.number)
+    def read_one(transfer: Transfer) -> Message:
+        asked.append(transfer.number)
+        return apart(transfer.number)
 
-    incoming = Incoming(lane, WIRES)  # type: ignore[arg-type]
-    message, work = incoming.reach(WIRES[2], NUMPY, read_one)
+    receiver = LaneReceiver(lane, TRANSFERS)  # type: ignore[arg-type]
+    message, work = receiver.begin(TRANSFERS[2], NUMPY, read_one)
     assert (asked, lane.sizes, work) == ([0, 1, 2], [1, 2], "work 2")
     assert message.data is None
-    message, work = incoming.reach(WIRES[0], NUMPY, read_one)
+    message, work = receiver.begin(TRANSFERS[0], NUMPY, read_one)
     assert work is None, "it was in its message"
     assert message.value(message.data, NUMPY).size == 0
-    assert incoming.reach(WIRES[1], NUMPY, read_one)[1] == "work 1"
-    assert incoming.reach(WIRES[3], NUMPY, read_one)[1] == "work 3"
+    assert receiver.begin(TRANSFERS[1], NUMPY, read_one)[1] == "work 1"
+    assert receiver.begin(TRANSFERS[3], NUMPY, read_one)[1] == "work 3"
     assert asked == [0, 1, 2, 3]
 
 
 def test_a_message_without_its_arrays_is_refused_where_nothing_else_comes() -> None:
-    whole = pack(Letter("p", 1, "0SEND_F0"), np.zeros(3))
+    whole = pack(Envelope("p", 1, "0SEND_F0"), np.zeros(3))
     with pytest.raises(CodecError, match="0SEND_F0, lacks its 24 bytes"):
-        unpack(whole[24:], NUMPY)
+        _ = parse(whole[24:]).payload
 
 
 @pytest.mark.parametrize("value", [None, np.zeros(3), (np.zeros(3), None), np.zeros(0), ()])
 def test_what_is_not_on_a_gpu_stays_in_its_message(value: Any) -> None:
-    letter = Letter("p", 1, "0SEND_F0")
-    message, arrays = pack_apart(letter, value)
+    envelope = Envelope("p", 1, "0SEND_F0")
+    message, arrays = pack_split(envelope, value)
     assert arrays is None
-    assert len(message) == len(pack(letter, value))
-    found = read(message)
-    assert found.letter == letter
+    assert len(message) == len(pack(envelope, value))
+    found = parse(message)
+    assert found.envelope == envelope
     np.testing.assert_equal(found.value(found.data, NUMPY), value)
 
 
 def test_a_rank_knows_in_which_order_another_sends() -> None:
     schedule = schedules.dualpipe_v(2, 4).with_messages()
     rows, placement, edges = schedule.actions, schedule.placement, schedule.edges
-    sent = departures(rows[0], placement, edges, 1)
-    assert {(wire.source, wire.sort) for wire in sent} == {(0, Sort.FORWARD), (3, Sort.BACKWARD)}
+    sent = sends_to(1, rows[0], placement, edges)
+    assert {(transfer.source, transfer.kind) for transfer in sent} == {(0, TransferKind.FORWARD), (3, TransferKind.BACKWARD)}
     assert sorted(set(sent)) == sorted(sent)
     sends = [each for each in rows[0] if each.kind.sends]
-    assert [str(wire) for wire in sent] == [str(each) for each in sends]
-    assert departures(rows[0], placement, edges, 0) == []
+    assert [str(transfer) for transfer in sent] == [str(each) for each in sends]
+    assert sends_to(0, rows[0], placement, edges) == []
 
 
 def test_arrays_go_both_ways_along_every_edge_between_two_ranks() -> None:
-    assert ways([0, 1, 2], Edges(3)) == {(0, 1), (1, 0), (1, 2), (2, 1)}
-    assert ways([0, 1, 1, 0], Edges(4)) == {(0, 1), (1, 0)}
-    assert ways([0, 0], Edges(2)) == set()
+    assert links_of([0, 1, 2], Edges(3)) == {(0, 1), (1, 0), (1, 2), (2, 1)}
+    assert links_of([0, 1, 1, 0], Edges(4)) == {(0, 1), (1, 0)}
+    assert links_of([0, 0], Edges(2)) == set()
 
 
 def test_where_the_backend_moves_nothing_between_gpus_there_are_no_lanes() -> None:
     def body(group: Any) -> Any:
-        return lanes_of(group, {(0, 1)}, [SimpleNamespace(on_device=True)])  # type: ignore[list-item]
+        return open_lanes(group, {(0, 1)}, [SimpleNamespace(on_device=True)])  # type: ignore[list-item]
 
     assert run_world(2, body) == [{}, {}]

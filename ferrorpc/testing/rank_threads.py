@@ -1,4 +1,4 @@
-"""One body on every rank, each on a thread of its own, and what became of each."""
+"""Runs a function on every rank, each on a thread of its own, and collects results and errors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ferrorpc.errors import FerroError
 from ferrorpc.group import ProcessGroup
 from ferrorpc.guard import SYSTEM_CLOCK, Clock
 from ferrorpc.testing.faults import RankKilled
-from ferrorpc.testing.virtual import VirtualClock
+from ferrorpc.testing.virtual_clock import VirtualClock
 
 WALL_SECONDS: Final = 100.0
-"""Real seconds after which ranks that have not ended are a failure."""
+"""Ranks that have not ended after so many real seconds are a failure."""
 
 
-class Ranks:
+class RankThreads:
     """Runs fn(group) for each of `groups`, and keeps what it returned or raised.
 
-    A rank that returns closes its group. One that raises leaves with its error, so that the others need not wait for it.
+    When fn returns, its group is closed. When it raises, the rank leaves with that error, so that others do not wait for it.
     """
 
     def __init__(self, groups: Sequence[ProcessGroup], clock: Clock) -> None:
@@ -34,7 +34,7 @@ class Ranks:
         self._all_ended = threading.Event()
 
     def run(self, fn: Callable[[ProcessGroup], Any], return_exceptions: bool) -> list[Any]:
-        """What each rank returned, in rank order; see `run_world` for what is raised."""
+        """What each rank returned, in rank order. Raises as `run_world`."""
         bodies = [(f"rank {rank}", self._body(rank, group, fn)) for rank, group in enumerate(self._groups)]
         if isinstance(self._clock, VirtualClock):
             self._clock.run(bodies, WALL_SECONDS)
@@ -43,7 +43,7 @@ class Ranks:
                 self._clock.start(body, name)
             if not self._all_ended.wait(WALL_SECONDS):
                 raise FerroError(f"{self._running} of {len(self._groups)} ranks still run after {WALL_SECONDS:g} s")
-            for thread in self._threads:  # which may still let go of what they held
+            for thread in self._threads:  # a thread may still free what it held
                 thread.join(WALL_SECONDS)
         if self._failed and not return_exceptions:
             raise self._first_cause()
@@ -70,7 +70,7 @@ class Ranks:
         return body
 
     def _note_failure(self, rank: int, error: BaseException) -> None:
-        """The order of failures tells the cause from its consequences, so it is kept before anybody is told."""
+        """Records a failure before other ranks can see it: the first is the cause, and later ones are consequences."""
         with self._lock:
             self.outcomes[rank] = error
             if rank not in self.killed:
@@ -85,7 +85,7 @@ class Ranks:
                 self._all_ended.set()
 
     def _first_cause(self) -> BaseException:
-        """The failure that came first; of those that say the same, the lowest rank's. The others are its notes."""
+        """The first failure, with the others as notes. If several ranks raised the same, it is the lowest rank's."""
         first: BaseException = self.outcomes[self._failed[0]]
         chosen = min(rank for rank in self._failed if repr(self.outcomes[rank]) == repr(first))
         error: BaseException = self.outcomes[chosen]
@@ -100,8 +100,8 @@ class Ranks:
 def run_groups(
     groups: Sequence[ProcessGroup], fn: Callable[[ProcessGroup], Any], *, return_exceptions: bool = False
 ) -> list[Any]:
-    """Runs fn(group) for each of these groups, the ranks of one world in this process, on real threads.
+    """Runs fn(group) for each of these groups, which are the ranks of one world in this process, on real threads.
 
-    For backends of one's own; `run_world` makes simulated ones. Returns and raises as that does.
+    For testing your own backend; `run_world` makes simulated ones. Returns and raises as that does.
     """
-    return Ranks(groups, SYSTEM_CLOCK).run(fn, return_exceptions)
+    return RankThreads(groups, SYSTEM_CLOCK).run(fn, return_exceptions)

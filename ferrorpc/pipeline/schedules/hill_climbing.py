@@ -1,7 +1,7 @@
-"""Hill climbing: two neighbours of one rank change places, and what makes the whole faster stays.
+"""Hill climbing: swaps two adjacent actions of a rank, and keeps the swap if the whole schedule gets faster.
 
-It starts from a good schedule and never returns a slower one, nor one that holds more than the cap. Each trial is one sweep
-over all actions; the number of trials is bounded, so the cost is known in advance.
+It never returns a slower schedule than it was given, nor one that holds more than the cap. Each trial goes once over all
+actions. The number of trials is bounded, so the cost is known in advance.
 """
 
 from __future__ import annotations
@@ -10,30 +10,31 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ferrorpc.pipeline.actions import Action, B, F, I, Kind, W
 from ferrorpc.pipeline.schedules.schedule import Schedule
+from ferrorpc.pipeline.schedules.table import peak_of
 
 
-class Sweep:
-    """The makespan of rows of actions at given costs; rows may be changed between calls.
+class MakespanModel:
+    """Computes the makespan of different orders of a schedule's actions, faster than a full simulation.
 
     Args:
-        schedule: a sound schedule; rows keep its actions, in other orders.
+        schedule: a sound schedule.
         costs: (kind, piece) -> time units.
         latency: of a message between ranks.
     """
 
     def __init__(self, schedule: Schedule, costs: Mapping[tuple[Kind, int], float], latency: float) -> None:
         placement = schedule.placement
-        there = {each for row in schedule.actions for each in row}
-        self._cost = {each: costs[each.kind, each.stage] for each in there}
-        self._needs: dict[Action, list[tuple[Action, float]]] = {each: [] for each in there}
-        for each in there:
+        actions = {each for row in schedule.actions for each in row}
+        self._cost = {each: costs[each.kind, each.stage] for each in actions}
+        self._needs: dict[Action, list[tuple[Action, float]]] = {each: [] for each in actions}
+        for each in actions:
             for other in _needed(each):
-                if other in there:
+                if other in actions:
                     delay = 0.0 if placement[other.stage] == placement[each.stage] else latency
                     self._needs[each].append((other, delay))
 
     def makespan(self, rows: Sequence[Sequence[Action]]) -> float:
-        """When the last action ends; infinity where they wait for each other for ever."""
+        """When the last action ends; infinity if actions wait for each other for ever."""
         ends: dict[Action, float] = {}
         place, free = [0] * len(rows), [0.0] * len(rows)
         moving = True
@@ -63,25 +64,25 @@ def improve(
     caps: Sequence[int] | None,
     trials: int,
 ) -> Schedule:
-    """The schedule, or a faster one.
+    """A faster schedule, or the same one if none was found.
 
     Args:
         costs: (kind, piece) -> time units.
-        caps: activations that each rank may hold, counted in pieces; None for any number.
-        trials: how many orders are looked at.
+        caps: how many activations each rank may hold, counted in pieces; None for any number.
+        trials: how many orders are tried.
     """
-    sweep = Sweep(schedule, costs, latency)
+    model = MakespanModel(schedule, costs, latency)
     rows = [list(row) for row in schedule.actions]
-    best = before = sweep.makespan(rows)
+    best = before = model.makespan(rows)
     tried = 0
     gained = True
     while gained and tried < trials:
         gained = False
-        for rank, place in _neighbours(rows):
+        for rank, place in _swappable(rows):
             row = rows[rank]
             row[place], row[place + 1] = row[place + 1], row[place]
             tried += 1
-            found = sweep.makespan(rows) if caps is None or _peak(row) <= caps[rank] else float("inf")
+            found = model.makespan(rows) if caps is None or peak_of(row) <= caps[rank] else float("inf")
             if found < best - 1e-9:
                 best, gained = found, True
             else:
@@ -103,19 +104,11 @@ def _needed(each: Action) -> Iterator[Action]:
         yield Action(stage + 1, B, microbatch)
 
 
-def _neighbours(rows: Sequence[Sequence[Action]]) -> Iterator[tuple[int, int]]:
-    """Where two neighbours may change places: each kind keeps its microbatches of a piece in ascending order."""
+def _swappable(rows: Sequence[Sequence[Action]]) -> Iterator[tuple[int, int]]:
+    """(rank, place) of actions that may be swapped with the next: each kind keeps a piece's microbatches in ascending order."""
     for rank, row in enumerate(rows):
         for place in range(len(row) - 1):
             first, second = row[place], row[place + 1]
             same = first.stage == second.stage and (first.kind is second.kind or first.microbatch == second.microbatch)
             if not same:
                 yield rank, place
-
-
-def _peak(row: Sequence[Action]) -> int:
-    live = highest = 0
-    for each in row:
-        live += 1 if each.kind is F else -1 if each.kind in (B, W) else 0
-        highest = max(highest, live)
-    return highest

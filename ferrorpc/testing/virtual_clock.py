@@ -1,12 +1,12 @@
-"""A clock whose time is a number, and threads of which one runs at a time: a world that replays from its seed.
+"""Virtual time, and threads of which exactly one runs at a time: a simulated world that replays from its seed.
 
-The idea: a baton. A thread of the world runs only while it holds it, and gives it up only in `park`, the one place where
-anything in the data plane waits. Which of the runnable threads gets it next is drawn from `random.Random(seed)`. When none is
-runnable, time jumps to the next timer: a message that arrives, or a deadline. So nothing really sleeps, a second of the
-world costs what happens in it, and the same seed gives the same interleaving to the last step (`trace` proves it).
+The idea is a baton. A thread of the world runs only while it holds the baton, and gives it up only in `park`, the one place
+where anything in the data plane waits. Which runnable thread gets it next is drawn from `random.Random(seed)`. When no thread
+is runnable, time jumps to the next timer: the arrival of a message, or a deadline. So nothing really sleeps, virtual time costs
+only what happens in it, and the same seed gives the same interleaving (equal `trace` values prove it).
 
-Ordinary code runs in it unchanged: locks are fine as long as none is held across a `park`. When nobody is runnable and no
-timer is left, everybody waits for ever: each of the world's own threads then gets an error that says where all of them wait.
+Ordinary code runs unchanged. It may use locks, but must not hold one across a `park`. When no thread is runnable and no timer
+is left, the world is deadlocked: each main thread then gets an error that says where all of them wait.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from ferrorpc.errors import FerroError, UsageError
 from ferrorpc.guard import FOREVER
 
 WALL_SECONDS: Final = 300.0
-"""How long `run` really waits: only a thread that blocks or spins outside `park` ever takes that long."""
+"""How long `run` waits in real time. It takes that long only if a thread blocks or spins outside `park`."""
 FRAMES_SHOWN: Final = 4
 
 
-class Unwound(BaseException):
-    """Ends a thread of the world from within its wait. Nobody needs to catch it, and nothing is said of it."""
+class ThreadExit(BaseException):
+    """Raised in `park` to end a thread of the world. Nothing has to catch it, and it is not reported."""
 
 
-class WorldOver(Unwound):
-    """The world's own threads are done: helpers that still wait unwind."""
+class WorldEnded(ThreadExit):
+    """All main threads have ended, so the helper threads end, too."""
 
 
 class _Thread:
-    """One thread of the world. `baton` is locked except while the thread has been chosen to run."""
+    """One thread of the world. Its `baton` lock is released when the thread is chosen to run."""
 
     __slots__ = ("baton", "epoch", "error", "fatal", "ident", "main", "name", "number", "parker", "paused", "withheld")
 
@@ -49,20 +49,23 @@ class _Thread:
         self.baton.acquire()
         self.ident = 0
         self.parker: VirtualParker | None = None
-        """Where it waits; None while it is runnable."""
+        """What it waits on; None while it is runnable."""
         self.epoch = 0
-        """Counts its waits, so that a timer of an earlier one is known to be stale."""
+        """Counts its waits, so that a timer of an earlier wait is recognised as stale."""
         self.error: BaseException | None = None
-        """Raised once by the wait it is in."""
+        """Raised once, by the current wait."""
         self.fatal: BaseException | None = None
-        """Raised by that wait and every later one."""
+        """Raised by the current wait and every later one."""
         self.paused = False
         self.withheld = False
-        """Would be runnable, were it not paused."""
+        """Whether it would be runnable if it were not paused."""
+
+    def __str__(self) -> str:
+        return f"thread {self.name!r}"
 
 
 class VirtualParker:
-    """A place to wait in a virtual world."""
+    """What a thread of a virtual world waits on."""
 
     __slots__ = ("_clock", "permit", "waiter")
 
@@ -72,13 +75,13 @@ class VirtualParker:
         self.waiter: _Thread | None = None
 
     def park(self, until: float) -> bool:
-        """Waits for the permit or virtual time `until`; always a point where another thread may run."""
+        """Waits for the permit, or until virtual time `until`. Other threads may run in any case. Returns as `Parker.park`."""
         self._clock.wait(self, until)
         permit, self.permit = self.permit, False
         return permit
 
     def unpark(self) -> None:
-        """Gives the permit."""
+        """Gives the permit, and makes the thread that waits runnable."""
         self.permit = True
         waiter = self.waiter
         if waiter is not None:
@@ -86,14 +89,14 @@ class VirtualParker:
 
 
 class VirtualClock:
-    """Virtual time and the threads that live in it. One `run` per clock.
+    """Virtual time, and the threads of one simulated world. A clock has one `run`.
 
     Args:
-        seed: chooses who runs next, wherever there is a choice.
+        seed: decides which of several runnable threads runs next.
 
     Attributes:
-        trace: a running hash of every handover: which thread, at what virtual time. Equal traces, equal interleavings.
-        switches: how many handovers there were.
+        trace: a hash of all switches: which thread, at what virtual time. Equal traces mean equal interleavings.
+        switches: how many switches there were.
     """
 
     one_at_a_time = True
@@ -107,10 +110,10 @@ class VirtualClock:
         self._timers: list[tuple[float, int, _Thread | None, int, Callable[[], None] | None]] = []
         self._timer_count = 0
         self._threads: dict[int, _Thread] = {}
-        self._real: list[threading.Thread] = []
+        self._real_threads: list[threading.Thread] = []
         self._thread_count = 0
         self._holder: _Thread | None = None
-        self._mains = 0
+        self._main_count = 0
         self._failures: list[str] = []
         self._started = False
         self._over = False
@@ -121,29 +124,29 @@ class VirtualClock:
         return self._now
 
     def parker(self) -> VirtualParker:
-        """A new place to wait, for threads of this world."""
+        """A new parker, for threads of this world."""
         return VirtualParker(self)
 
     def call_at(self, when: float, action: Callable[[], None]) -> None:
-        """Runs `action` at virtual time `when`, after what was ordered for the same time earlier. It must not park."""
+        """Runs `action` at virtual time `when`, after earlier actions for the same time. It must not park."""
         self._timer_count += 1
         heapq.heappush(self._timers, (max(when, self._now), self._timer_count, None, 0, action))
 
     def start(self, body: Callable[[], None], name: str) -> None:
-        """A helper thread of the world: it ends when the world does, if not before."""
+        """Starts a helper thread. It is ended when all main threads have ended."""
         self._add(body, name, main=False)
 
     def interrupt(self, number: int, error: BaseException) -> None:
-        """The `number`-th body of `run` raises `error` from the wait it is in, and from every later one."""
+        """Makes the `number`-th body of `run` raise `error` from its current wait, and from every later one."""
         thread = self._threads.get(number)
         if thread is not None:
             thread.fatal = error
             thread.paused = False
-            self._offer(thread)
+            self._make_runnable_again(thread)
             self.resume(thread)
 
     def pause(self, number: int) -> None:
-        """The `number`-th body of `run` stands still at its next wait, until `unpause`."""
+        """Pauses the `number`-th body of `run` at its next wait, until `unpause`."""
         thread = self._threads.get(number)
         if thread is not None:
             thread.paused = True
@@ -152,37 +155,37 @@ class VirtualClock:
                 thread.withheld = True
 
     def unpause(self, number: int) -> None:
-        """It may go on."""
+        """Ends a pause."""
         thread = self._threads.get(number)
         if thread is not None:
             thread.paused = False
-            self._offer(thread)
+            self._make_runnable_again(thread)
 
     def run(self, bodies: Sequence[tuple[str, Callable[[], None]]], wall_seconds: float = WALL_SECONDS) -> None:
-        """Runs (name, body) threads in this world, from the outside; returns when all of them, and all helpers, have ended.
+        """Runs each (name, body) as a main thread. Returns when all of them, and all helpers, have ended.
 
         Args:
-            bodies: what raises out of a body ends only that body, and is lost: catch it there.
-            wall_seconds: real seconds after which a thread that does not give the baton up is named in an error.
+            bodies: an exception that leaves a body ends it, and raises an error in the main threads that wait.
+            wall_seconds: the limit in real seconds; after that the thread with the baton is named in an error.
         """
         if self._started:
-            raise UsageError("this virtual clock has had its world", hint="make a new clock for each run")
+            raise UsageError("this virtual clock has already had its run", hint="make a new clock for each run")
         self._started = True
         for name, body in bodies:
             self._add(body, name, main=True)
         self._hand_over()
         if not self._ended.wait(wall_seconds):
             holder = self._holder
-            where = "nobody" if holder is None else _standing(holder, sys._current_frames())
+            where = "no thread" if holder is None else _position(holder, sys._current_frames())
             raise FerroError(
-                f"the simulated world stands still after {wall_seconds:g} real seconds; the baton is held by {where}",
+                f"the simulated world makes no progress after {wall_seconds:g} real seconds; what runs is {where}",
                 hint="in a simulated world wait only through group operations and the clock, never on locks or time.sleep",
             )
-        for real in self._real:  # which may still let go of what they held: the interpreter must not end under them
+        for real in self._real_threads:  # a thread may still free what it held, and the interpreter must not exit before
             real.join(wall_seconds)
 
     def wait(self, parker: VirtualParker, until: float) -> None:
-        """For the parkers: gives the baton up until the thread is chosen again."""
+        """For parkers: gives the baton up until this thread is chosen again."""
         me = self._holder
         if me is None or me.ident != threading.get_ident():
             raise UsageError(
@@ -207,7 +210,7 @@ class VirtualClock:
             raise error
 
     def resume(self, thread: _Thread) -> None:
-        """For the parkers: a waiting thread becomes runnable."""
+        """For parkers: makes a waiting thread runnable."""
         if thread.parker is not None:
             thread.parker.waiter = None
             thread.parker = None
@@ -220,41 +223,41 @@ class VirtualClock:
         else:
             self._runnable.append(thread)
 
-    def _offer(self, thread: _Thread) -> None:
-        """A thread that was withheld is runnable again."""
+    def _make_runnable_again(self, thread: _Thread) -> None:
+        """Makes a thread runnable that was withheld because it was paused."""
         if thread.withheld:
             thread.withheld = False
             self._runnable.append(thread)
 
     def _add(self, body: Callable[[], None], name: str, main: bool) -> None:
         if self._over:
-            raise WorldOver
+            raise WorldEnded
         thread = _Thread(self._thread_count, name, main)
         self._thread_count += 1
-        self._mains += main
+        self._main_count += main
         self._threads[thread.number] = thread
         self._runnable.append(thread)
-        real = threading.Thread(target=self._live, args=(thread, body), name=name, daemon=True)
-        self._real.append(real)
+        real = threading.Thread(target=self._run_thread, args=(thread, body), name=name, daemon=True)
+        self._real_threads.append(real)
         real.start()
 
-    def _live(self, thread: _Thread, body: Callable[[], None]) -> None:
+    def _run_thread(self, thread: _Thread, body: Callable[[], None]) -> None:
         thread.baton.acquire()
         thread.ident = threading.get_ident()
         try:
             if thread.fatal is None:
                 body()
-        except Unwound:
+        except ThreadExit:
             pass
-        except Exception as error:  # noqa: BLE001  whatever it is, those who wait for this thread must not wait for ever
-            self._fail(f"{name_of(thread)} died of {error!r} at {traceback.extract_tb(error.__traceback__)[-1]}")
+        except Exception as error:  # noqa: BLE001  others may wait for this thread, and must not wait for ever
+            self._fail(f"{thread} died of {error!r} at {traceback.extract_tb(error.__traceback__)[-1]}")
         finally:
             del self._threads[thread.number]
-            self._mains -= thread.main
+            self._main_count -= thread.main
             self._hand_over()
 
     def _hand_over(self) -> _Thread | None:
-        """The baton goes to the next thread, which is returned; None when the last has ended."""
+        """Passes the baton to the next thread, and returns it; None if the last thread has ended."""
         chosen = self._choose()
         self._holder = chosen
         if chosen is None:
@@ -267,8 +270,8 @@ class VirtualClock:
         return chosen
 
     def _choose(self) -> _Thread | None:
-        if not self._mains:
-            return self._last_orders()
+        if not self._main_count:
+            return self._end_helpers()
         runnable = self._runnable
         while not runnable:
             self._advance()
@@ -280,9 +283,11 @@ class VirtualClock:
         return runnable.pop()
 
     def _advance(self) -> None:
-        """Nobody is runnable: time goes on to the next thing that was ordered."""
+        """Moves the time to the next timer, when no thread is runnable."""
         if not self._timers:
-            self._fail("nobody can run and no timer is left")
+            for each in self._threads.values():
+                each.paused = False  # nothing is left that could end the pause
+            self._fail("no thread can run and no timer is left")
             return
         when, _, thread, epoch, action = heapq.heappop(self._timers)
         if thread is not None:
@@ -294,38 +299,35 @@ class VirtualClock:
             self._holder = None
             try:
                 action()
-            except Exception as error:  # noqa: BLE001  it has no caller: everybody is told
+            except Exception as error:  # noqa: BLE001  it has no caller, so the world's threads get the error
                 self._fail(f"an action on the clock raised {error!r} at {traceback.extract_tb(error.__traceback__)[-1]}")
 
     def _fail(self, what: str) -> None:
-        """Tells each of the world's own threads that wait what has happened, and where all wait."""
+        """Raises an error in each main thread that waits: what has happened, and where all threads wait."""
         self._failures.append(what)
         frames = sys._current_frames()
-        waiting = [thread for thread in self._threads.values() if thread.parker is not None]
-        places = "; ".join(_standing(thread, frames) for thread in waiting)
+        waiting = [each for each in self._threads.values() if each.parker is not None or (each.withheld and not each.paused)]
+        places = "; ".join(_position(thread, frames) for thread in waiting)
         why = "; before, ".join(reversed(self._failures))
         message = f"the simulated world stopped at {self._now:.6f} s: {why}. Waiting: {places}"
         for thread in waiting:
             if thread.main:
                 thread.error = FerroError(message, hint="look at what each waits for; the same seed replays it")
                 self.resume(thread)
+                if not thread.paused:
+                    self._make_runnable_again(thread)
 
-    def _last_orders(self) -> _Thread | None:
-        """The world's own threads are done: the helpers unwind, one by one."""
+    def _end_helpers(self) -> _Thread | None:
+        """Ends the helper threads one by one, after the main threads have ended."""
         self._over = True
         for thread in self._threads.values():
-            thread.fatal = WorldOver()
+            thread.fatal = WorldEnded()
             self.resume(thread)
         return self._runnable.pop() if self._runnable else None
 
 
-def name_of(thread: _Thread) -> str:
-    """For messages."""
-    return f"thread {thread.name!r}"
-
-
-def _standing(thread: _Thread, frames: dict[int, FrameType]) -> str:
-    """Where a thread stands, innermost call first; the kit's own frames left out."""
+def _position(thread: _Thread, frames: dict[int, FrameType]) -> str:
+    """Where a thread is, innermost call first, without frames of this file and of `threading`."""
     frame = frames.get(thread.ident)
     calls: list[str] = []
     while frame is not None and len(calls) < FRAMES_SHOWN:
@@ -333,4 +335,4 @@ def _standing(thread: _Thread, frames: dict[int, FrameType]) -> str:
         if code.co_filename not in (__file__, threading.__file__):
             calls.append(f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{frame.f_lineno})")
         frame = frame.f_back
-    return f"{name_of(thread)} in {' < '.join(calls) or 'its start'}"
+    return f"{thread} in {' < '.join(calls) or 'its start'}"

@@ -1,4 +1,4 @@
-"""Weights that several stages share, and when gradients are complete."""
+"""Tied weights, and when gradients are complete."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_names_are_those_of_the_stage_or_count_its_parameters():
 
 
 class TestOnGradients:
-    """The moment at which a piece's gradients are complete."""
+    """`on_gradients` is called when a piece's gradients are complete."""
 
     @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb1p", "zbv"])
     def test_it_comes_once_for_each_piece_with_the_last_backward(self, name: str):

@@ -1,9 +1,9 @@
-"""Two stages of a pipeline on one GPU: how long what they send each other takes, beside what they compute.
+"""Measures the messages between two stages of a pipeline on one GPU.
 
-    ferrorpc run -n 2 -m benchmarks.gpu.stage_pair [--backend cuda_ipc] [--mib 16] [--microbatches 8] [--turns 10]
+    ferrorpc run -n 2 -m benchmarks.gpu.pipeline_messages [--backend cuda_ipc] [--mib 16] [--microbatches 8] [--turns 10]
 
-Needs a GPU and CuPy; `--backend grpc` is the way through pinned memory and the host. The stages only copy, so a step is little
-but messages: each microbatch goes there once and its gradient back. Gradients are checked. Rank 0 prints.
+Needs a GPU and CuPy. With `--backend grpc` messages go through pinned memory and the host. The stages only copy their input, so
+a step is almost only messages: one for each microbatch, and one back for its gradient. Gradients are checked. Rank 0 prints.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ferrorpc.cli.table import table
 MIB = 1 << 20
 
 
-class Copying:
-    """A stage whose output is its input.
+class CopyStage:
+    """A stage whose output is a copy of its input.
 
     Args:
-        like: an array of the kind that it works on.
+        like: an array of the kind that it computes with.
     """
 
     def __init__(self, like: Any) -> None:
@@ -38,8 +38,8 @@ class Copying:
         return grad_y.copy()
 
 
-class First(Copying):
-    """The first of them; keeps the gradients that come back."""
+class FirstStage(CopyStage):
+    """The first stage, which keeps the gradients that come back."""
 
     def __init__(self, like: Any) -> None:
         super().__init__(like)
@@ -56,15 +56,15 @@ def loss(y: Any, target: Any) -> tuple[Any, Any]:
 
 
 def measure(cupy: Any, group: Any, size_bytes: int, microbatches: int, turns: int) -> float:
-    """Seconds of a step, a median. Raises AssertionError where a gradient is wrong."""
+    """The median seconds of a step. Raises AssertionError if a gradient is wrong."""
     host = np.random.default_rng(7).standard_normal((microbatches, size_bytes // 4)).astype(np.float32)
     x, target = cupy.asarray(host), cupy.asarray(host[:, :1])
-    stage = First(x) if group.rank == 0 else Copying(x)
+    stage = FirstStage(x) if group.rank == 0 else CopyStage(x)
     pipe = ferrorpc.Pipeline(stage, group, "1f1b", microbatches)
     settle = cupy.cuda.get_current_stream().synchronize
     times = []
     for _ in range(turns + 1):
-        if isinstance(stage, First):
+        if isinstance(stage, FirstStage):
             stage.grads.clear()
         settle()
         group.barrier()
@@ -72,13 +72,13 @@ def measure(cupy: Any, group: Any, size_bytes: int, microbatches: int, turns: in
         pipe.step(x, target, loss, "sum")
         settle()
         times.append(time.perf_counter() - begin)
-    if isinstance(stage, First):
+    if isinstance(stage, FirstStage):
         np.testing.assert_array_equal(np.concatenate([cupy.asnumpy(each) for each in stage.grads]), host)
     return statistics.median(times[1:])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What two stages on one GPU send each other.")
+    parser = argparse.ArgumentParser(description="Messages between two pipeline stages on one GPU.")
     parser.add_argument("--backend", default="cuda_ipc", choices=("cuda_ipc", "grpc"))
     parser.add_argument("--mib", type=float, nargs="+", default=[0.25, 1, 16, 64])
     parser.add_argument("--microbatches", type=int, default=8)

@@ -1,6 +1,6 @@
-"""The obvious way to send arrays with gRPC in Python: their bytes in a generated message, on a client stream.
+"""Sends arrays in the obvious way with gRPC in Python: their bytes in a generated protobuf message, on a client stream.
 
-It is the message that ferrorpc's own frames can be read as, with the limits of message sizes taken away.
+The message is that of ferrorpc's own frames, without a limit of its size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from ferrorpc.cli.bench.runners.base import Action, Runner
 
-# ferrorpc comes first: it sets what gRPC reads when it is imported.
+# Import ferrorpc first: it sets environment variables that gRPC reads when it is imported.
 # isort: split
 import google.protobuf
 import grpc
@@ -27,10 +27,10 @@ IN_FLIGHT = 2
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), ("grpc.enable_http_proxy", 0)]
 
 
-class StockStreamRunner(Runner):
+class ProtobufStreamRunner(Runner):
     """Rank 1 serves on MASTER_PORT; rank 0 is its client."""
 
-    name = "the stock stream"
+    name = "the protobuf stream"
 
     def __init__(self, settings: Mapping[str, str]) -> None:
         super().__init__(settings)
@@ -75,7 +75,7 @@ class StockStreamRunner(Runner):
 
 
 class _Servicer(transport_pb2_grpc.WorkerServiceServicer):
-    """Takes messages one by one; answers those that ask for it."""
+    """Receives messages one by one, and answers those that ask for it."""
 
     def __init__(self) -> None:
         self._taken: queue.SimpleQueue[tuple[int, np.ndarray[Any, Any]]] = queue.SimpleQueue()
@@ -91,7 +91,7 @@ class _Servicer(transport_pb2_grpc.WorkerServiceServicer):
                 count = 0
 
     def taken(self, count: int) -> np.ndarray[Any, Any]:
-        """Waits for the array that asked for an answer; looks whether it was number `count` since the last that did."""
+        """Waits for the array that asked for an answer, and checks that it was number `count` since the last one that did."""
         found, array = self._taken.get(timeout=SECONDS)
         assert found == count, f"{found} arrays came for {count}"
         return array

@@ -1,4 +1,4 @@
-"""The contract of moves: what comes out is bit for bit what went in, in rank order, whatever its dtype and shape."""
+"""The contract of data movement collectives: results are the inputs bit for bit, in rank order, for any dtype and shape."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FLOAT = DType.FLOAT32
 
 
 def _uneven(dtype: DType, source: int, target: int) -> Array:
-    """What `source` has for `target`: a different shape for every pair, some of them empty, one without dimensions."""
+    """What `source` sends to `target`. Pairs have different shapes; some arrays are empty, some have no dimension."""
     shapes: list[tuple[int, ...]] = [(source, target), (target + 1,), (2, source, 1), ()]
     return values(dtype, shapes[(source + target) % 4], source, salt=target)
 
 
-class MoveContract(Contract):
+class DataMovementContract(Contract):
     """broadcast, gather, scatter, all_gather, all_to_all, barrier."""
 
     @on_every_size
@@ -110,7 +110,7 @@ class MoveContract(Contract):
 
     @on_some_sizes
     def test_five_megabytes_for_each_rank_are_exchanged_in_place(self, size: int) -> None:
-        """More than goes without credit: what arrives would be written over what has not left yet."""
+        """More than is sent without credit: what arrives must not be written over what has not been sent yet."""
 
         def body(group: ProcessGroup) -> None:
             mine = [np.full(MEGABYTES_5, 10 * group.rank + peer, np.float32) for peer in range(size)]

@@ -1,25 +1,22 @@
-"""Two processes that share one GPU: all_reduce of their arrays through pinned staging, beside the same of host arrays.
+"""Measures all_reduce of two processes' GPU arrays through pinned staging memory, compared with all_reduce of host arrays.
 
-    ferrorpc run -n 2 -m benchmarks.gpu.staged_pair [--mib 64] [--turns 10] [--transport grpc]
+    ferrorpc run -n 2 -m benchmarks.gpu.staged_all_reduce [--mib 64] [--turns 10] [--transport grpc]
 
-Needs a GPU and ferrorpc[gpu]. Both are measured as they are and compressed: GPU arrays are encoded and added on the GPU then.
-Values are checked against float64 on the host, and bit for bit against those of host arrays.
-The staged operation should reach 0.9 of the host's speed, uncompressed. Rank 0 prints; exit code 1 on ranks where it does not.
+Needs a GPU and ferrorpc[gpu]. Both are measured uncompressed and compressed; compressed GPU arrays are encoded and added on the
+GPU. Values are checked against float64 on the host, and bit for bit against those of host arrays. Uncompressed GPU arrays
+should reach 0.9 of the speed of host arrays. Rank 0 prints; exit code 1 on ranks where they do not.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 import ferrorpc
-from benchmarks.gpu.turns import judged
+from benchmarks.gpu.timing import exit_code, group_seconds_of
 from ferrorpc.cli.table import table
 
 MIB = 1 << 20
@@ -27,19 +24,8 @@ SHARE_MIN = 0.9
 WIRES = (None, "bf16", "int8")
 
 
-def seconds(group: Any, call: Callable[[], object], turns: int) -> float:
-    """Median time of a call that all ranks begin together; the first is not counted."""
-    times = []
-    for _ in range(turns + 1):
-        group.barrier()
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:])
-
-
 def compare(cupy: Any, group: Any, size_bytes: int, turns: int, wire: str | None = None) -> tuple[float, float]:
-    """Seconds of an all_reduce of host arrays, and of GPU arrays. Raises AssertionError where a value is wrong."""
+    """Seconds of an all_reduce of host arrays, and of one of GPU arrays. Raises AssertionError if a value is wrong."""
     everyones = [np.random.default_rng(rank).standard_normal(size_bytes // 4).astype(np.float32) for rank in range(group.size)]
     host = everyones[group.rank]
     near = cupy.asarray(host)
@@ -49,15 +35,15 @@ def compare(cupy: Any, group: Any, size_bytes: int, turns: int, wire: str | None
         exact = sum(each.astype(np.float64) for each in everyones)
         np.testing.assert_allclose(there, exact, rtol=1e-5, atol=1e-5)
 
-    def staged() -> None:
-        group.all_reduce(near, wire=wire)
-        cupy.cuda.get_current_stream().synchronize()
-
-    return seconds(group, lambda: group.all_reduce(host, wire=wire), turns), seconds(group, staged, turns)
+    settle = cupy.cuda.get_current_stream().synchronize
+    return (
+        group_seconds_of(group, lambda: group.all_reduce(host, wire=wire), settle, turns),
+        group_seconds_of(group, lambda: group.all_reduce(near, wire=wire), settle, turns),
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Two processes on one GPU, through pinned staging.")
+    parser = argparse.ArgumentParser(description="all_reduce of two processes on one GPU, through pinned staging memory.")
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--transport", default="grpc", choices=("grpc", "shared_memory"))
@@ -75,7 +61,7 @@ def main() -> None:
             title = f"{arguments.mib} MiB, {arguments.transport}"
             print(table([title, "wire", "ms", "GB/s"], rows, right=frozenset(("ms", "GB/s"))))
     host, staged = found[None]
-    sys.exit(judged({f"staged arrays reach {SHARE_MIN:g} of the host's speed": host / staged >= SHARE_MIN}))
+    sys.exit(exit_code({f"staged arrays reach {SHARE_MIN:g} of the host's speed": host / staged >= SHARE_MIN}))
 
 
 if __name__ == "__main__":

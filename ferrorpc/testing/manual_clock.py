@@ -1,4 +1,4 @@
-"""A clock that a test moves by hand, for code that looks at the time but needs no world around it."""
+"""A clock that a test moves by hand, for code that depends on time but needs no simulated world."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 
 class ManualClock:
-    """Time stands still until `advance`. Threads are real; what they wait for is this clock's time, or a permit.
+    """A clock whose time changes only by `advance`. Threads are real, and wait for its time, or for a permit.
 
     Args:
-        start: its first reading in seconds.
+        start: its first time, in seconds.
     """
 
     one_at_a_time = False
@@ -24,11 +24,11 @@ class ManualClock:
         self._timer_count = 0
 
     def now(self) -> float:
-        """Seconds, as far as the test has moved them."""
+        """The time in seconds."""
         return self._now
 
     def parker(self) -> ManualParker:
-        """A new place to wait."""
+        """A new parker."""
         return ManualParker(self)
 
     def start(self, body: Callable[[], None], name: str) -> None:
@@ -36,31 +36,31 @@ class ManualClock:
         threading.Thread(target=body, name=name, daemon=True).start()
 
     def call_at(self, when: float, action: Callable[[], None]) -> None:
-        """Runs `action` on the thread that moves the time past `when`; at once if that has happened."""
+        """Runs `action` on the thread that moves the time to `when` or beyond; at once if that time has passed."""
         with self.changed:
             self._timer_count += 1
             heapq.heappush(self._timers, (when, self._timer_count, action))
         self._fire()
 
     def advance(self, seconds: float) -> None:
-        """Moves the time; runs the actions that are due, in order of their times, and ends the waits whose time has come."""
+        """Moves the time forward. Runs the actions that are due, in order of their times, and ends waits that are due."""
         with self.changed:
             self._now += seconds
             self.changed.notify_all()
         self._fire()
 
     def wait_for_parked(self, count: int, wall_seconds: float = 10.0) -> None:
-        """Returns once `count` threads wait on this clock.
+        """Blocks until `count` threads wait on this clock.
 
         Raises:
-            AssertionError: they do not, within so many real seconds.
+            AssertionError: they do not, within `wall_seconds` of real time.
         """
         with self.changed:
             if not self.changed.wait_for(lambda: self._parked >= count, wall_seconds):
                 raise AssertionError(f"{self._parked} threads wait on the clock, not {count}, after {wall_seconds:g} s")
 
     def hold(self, ready: Callable[[], bool]) -> None:
-        """For the parkers: waits, with `changed` held, until `ready`."""
+        """For parkers: waits, with `changed` held, until `ready`."""
         self._parked += 1
         self.changed.notify_all()
         self.changed.wait_for(ready)
@@ -76,14 +76,14 @@ class ManualClock:
 
 
 class ManualParker:
-    """A place to wait for a permit, or for the clock to be moved far enough."""
+    """What a thread waits on: for a permit, or for a time of the clock."""
 
     def __init__(self, clock: ManualClock) -> None:
         self._clock = clock
         self._permit = False
 
     def park(self, until: float) -> bool:
-        """Waits for a permit or until clock time `until`. True when there was a permit, which is consumed."""
+        """Waits for the permit, or until clock time `until`. Consumes the permit; returns whether there was one."""
         clock = self._clock
         with clock.changed:
             if not self._permit and clock.now() < until:
@@ -92,7 +92,7 @@ class ManualParker:
         return permit
 
     def unpark(self) -> None:
-        """Gives the permit."""
+        """Gives the permit, and wakes the thread that waits."""
         with self._clock.changed:
             self._permit = True
             self._clock.changed.notify_all()

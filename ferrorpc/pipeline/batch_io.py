@@ -1,4 +1,4 @@
-"""The ends of a pipeline: where a batch's microbatches go in, and what becomes of what comes out."""
+"""What enters and leaves a pipeline: the microbatches of a batch, and the losses or outputs that come of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeAlias
 
 from ferrorpc.pipeline.batch import check_like, scaled
-from ferrorpc.pipeline.stage import two_of
+from ferrorpc.pipeline.stage import pair_of
 
 LossFunction: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 """(y, target) of a microbatch -> (loss, gradient of y)."""
@@ -15,52 +15,56 @@ LossFunction: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 _LOSS: Final = "(loss, gradient of y); a loss of torch does by ferrorpc.torch.with_gradient(loss)"
 
 
-class Ends(Protocol):
-    """Where values enter and leave the pipeline."""
+class BatchIO(Protocol):
+    """Inputs for the first piece of the model, and what is done with the outputs of the last."""
 
     def input(self, microbatch: int) -> Any:
         """x of a microbatch, on the rank of the first piece."""
 
     def output(self, microbatch: int, y: Any) -> None:
-        """Takes the last piece's y of a microbatch."""
+        """Takes y of a microbatch from the last piece."""
 
     def grad(self, microbatch: int) -> Any:
         """The gradient of that y."""
 
 
-class Training:
-    """Microbatches in, losses out."""
+class TrainingBatch:
+    """Computes the loss of each output, and its gradient.
+
+    Attributes:
+        loss: of the batch so far, on the rank of the last piece; None elsewhere.
+    """
 
     def __init__(self, inputs: list[Any]) -> None:
         self.loss: Any = None
         self._inputs = inputs
         self._targets: list[Any] = []
-        self._shares: list[float] = []
+        self._loss_weights: list[float] = []
         self._loss_fn: LossFunction | None = None
         self._grads: dict[int, Any] = {}
 
-    def expect(self, targets: list[Any], shares: list[float], loss_fn: LossFunction) -> None:
-        """On the rank of the last stage: what outputs are compared with."""
-        self._targets, self._shares, self._loss_fn = targets, shares, loss_fn
+    def set_targets(self, targets: list[Any], loss_weights: list[float], loss_fn: LossFunction) -> None:
+        """For the rank of the last piece: what the outputs are compared with."""
+        self._targets, self._loss_weights, self._loss_fn = targets, loss_weights, loss_fn
 
     def input(self, microbatch: int) -> Any:
         return self._inputs[microbatch]
 
     def output(self, microbatch: int, y: Any) -> None:
         assert self._loss_fn is not None, "only the last stage has outputs"
-        loss, grad = two_of(self._loss_fn(y, self._targets[microbatch]), "loss_fn", _LOSS)
+        loss, grad = pair_of(self._loss_fn(y, self._targets[microbatch]), "loss_fn", _LOSS)
         check_like(grad, y, "loss_fn's gradient of y")
-        share = self._shares[microbatch]
-        self._grads[microbatch] = scaled(grad, share)
-        if share:  # The loss of one that counts nothing may be no number: a mean over nothing.
-            self.loss = loss * share if self.loss is None else self.loss + loss * share
+        weight = self._loss_weights[microbatch]
+        self._grads[microbatch] = scaled(grad, weight)
+        if weight:  # The loss of a microbatch with weight 0 may be NaN: a mean over no elements.
+            self.loss = loss * weight if self.loss is None else self.loss + loss * weight
 
     def grad(self, microbatch: int) -> Any:
         return self._grads.pop(microbatch)
 
 
-class Inference:
-    """Microbatches in, outputs out; gradients as they are given."""
+class InferenceBatch:
+    """Collects the outputs. Gradients for a backward pass are set from outside."""
 
     def __init__(self, inputs: list[Any]) -> None:
         self.outputs: dict[int, Any] = {}

@@ -1,8 +1,8 @@
-"""List scheduling: every rank takes what can start first, at known costs.
+"""List scheduling: every rank takes the action that can start first, at known costs.
 
-The oldest idea of scheduling (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969), with what pipelines add: a cap on
-activations, backwards of weights that fill waits, and a preference where several actions could start together. It builds one
-order in O(actions * pieces); that is not optimal, but it sees costs and latency, which the named orders do not.
+Graham, "Bounds on Multiprocessing Timing Anomalies", 1969, with what pipelines add: a cap on activations, backwards of weights
+that fill idle time, and a priority among actions that could start at the same time. It builds one order in O(actions * pieces).
+The order is not optimal, but it takes costs and latency into account, which the named schedules do not.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from ferrorpc.pipeline.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class Taste:
-    """How a rank chooses.
+class PriorityRule:
+    """How a rank chooses among actions.
 
     Attributes:
-        forward_first: a forward goes before a backward of an input where both could start.
-        patience: how much of a backward of weights must fit into a wait before it is put there: 0 fills every gap.
-        upstream: of two chunks the one nearer to the model's input goes first.
+        forward_first: whether a forward goes before a backward of an input when both could start.
+        min_fit: the share of a backward of weights that must fit into a gap for it to be put there; 0 fills every gap.
+        early_chunk_first: whether the chunk nearer to the model's input goes first.
     """
 
     forward_first: bool = False
-    patience: float = 0.0
-    upstream: bool = False
+    min_fit: float = 0.0
+    early_chunk_first: bool = False
 
 
-class Greedy:
-    """One construction.
+class ListScheduler:
+    """Builds one schedule.
 
     Args:
         placement: the rank of each piece.
         microbatches: how many there are.
-        costs: of forward, backward of input, backward of weights: a list for each, by piece.
+        costs: of forward, backward of input and backward of weights, each a list by piece.
         latency: of a message between ranks.
-        caps: activations that each rank may hold, counted in pieces.
-        taste: how ranks choose.
+        caps: how many activations each rank may hold, counted in pieces.
+        rule: how ranks choose.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class Greedy:
         costs: Mapping[Kind, Sequence[float]],
         latency: float,
         caps: Sequence[int],
-        taste: Taste,
+        rule: PriorityRule,
     ) -> None:
         self._placement = placement
         self._microbatches = microbatches
         self._costs = costs
         self._latency = latency
         self._caps = caps
-        self._taste = taste
+        self._rule = rule
         self._last = len(placement) - 1
         self._pieces = [[s for s, holder in enumerate(placement) if holder == rank] for rank in range(len(caps))]
         self._next = {kind: [0] * len(placement) for kind in (F, I, W)}
@@ -65,7 +65,7 @@ class Greedy:
         self._rows: list[list[Action]] = [[] for _ in caps]
 
     def build(self, name: str) -> Schedule | None:
-        """The schedule; None where the caps leave ranks waiting for each other."""
+        """The schedule; None if the caps make ranks wait for each other for ever."""
         for _ in range(3 * len(self._placement) * self._microbatches):
             choices = [choice for rank in range(len(self._caps)) if (choice := self._choice(rank)) is not None]
             if not choices:
@@ -82,18 +82,18 @@ class Greedy:
         self._live[rank] += {F: 1, I: 0, W: -1}[each.kind]
 
     def _choice(self, rank: int) -> tuple[float, int, Action] | None:
-        """(start, rank, action) of what the rank does next."""
-        useful = [(start, self._weight(each), each) for start, each in self._useful(rank)]
+        """(start, rank, action) of what the rank would do next; None if nothing can start."""
+        critical = [(start, self._priority(each), each) for start, each in self._critical(rank)]
         fillers = [(self._free[rank], each) for each in self._fillers(rank)]
         if not fillers:
-            return None if not useful else (min(useful)[0], rank, min(useful)[2])
+            return None if not critical else (min(critical)[0], rank, min(critical)[2])
         start, filler = min(fillers, key=lambda found: found[1].microbatch)
-        if useful and min(useful)[0] < start + self._taste.patience * self._costs[W][filler.stage] + 1e-12:
-            return min(useful)[0], rank, min(useful)[2]
+        if critical and min(critical)[0] < start + self._rule.min_fit * self._costs[W][filler.stage] + 1e-12:
+            return min(critical)[0], rank, min(critical)[2]
         return start, rank, filler
 
-    def _useful(self, rank: int) -> Iterator[tuple[float, Action]]:
-        """Forwards and backwards of inputs that others wait for, with when they could start."""
+    def _critical(self, rank: int) -> Iterator[tuple[float, Action]]:
+        """Forwards and backwards of inputs, which other ranks wait for, with the times at which they could start."""
         for stage in self._pieces[rank]:
             for kind, source in ((F, stage - 1), (I, stage + 1)):
                 each = Action(stage, kind, self._next[kind][stage])
@@ -118,10 +118,10 @@ class Greedy:
                 yield Action(stage, W, self._next[W][stage])
 
     def _has_room(self, rank: int, stage: int) -> bool:
-        """A slot is kept free for each later chunk, else early chunks could fill the rank and nothing come back."""
+        """Whether the cap allows a forward. Each later chunk has one slot reserved, or early chunks could block it for ever."""
         later = sum(1 for piece in self._pieces[rank] if piece > stage)
         return self._live[rank] + 1 + later <= self._caps[rank]
 
-    def _weight(self, each: Action) -> tuple[int, int]:
+    def _priority(self, each: Action) -> tuple[int, int]:
         forward = each.kind is F
-        return int(forward is not self._taste.forward_first), each.stage if self._taste.upstream else -each.stage
+        return int(forward is not self._rule.forward_first), each.stage if self._rule.early_chunk_first else -each.stage

@@ -8,7 +8,7 @@ import pytest
 from ferrorpc.errors import FerroError, UsageError
 from ferrorpc.guard import FOREVER
 from ferrorpc.testing import ManualClock, VirtualClock
-from ferrorpc.testing.virtual import Unwound
+from ferrorpc.testing.virtual_clock import ThreadExit
 
 
 def run(clock: VirtualClock, *bodies) -> None:
@@ -16,7 +16,7 @@ def run(clock: VirtualClock, *bodies) -> None:
 
 
 def ping_pong(seed: int, rounds: int = 50) -> tuple[list[int], int]:
-    """Three threads that wake one another; the order in which they ran, and the trace."""
+    """Three threads that wake each other. Returns the order in which they ran, and the trace."""
     clock = VirtualClock(seed)
     parkers = [clock.parker() for _ in range(3)]
     order: list[int] = []
@@ -94,7 +94,7 @@ def test_when_everybody_waits_for_ever_each_is_told_where() -> None:
     run(clock, waits_for_nothing, waits_for_nothing)
     assert len(messages) == 2
     for message in messages:
-        assert "nobody can run and no timer is left" in message
+        assert "no thread can run and no timer is left" in message
         assert "'body 0' in waits_for_nothing (test_virtual.py:" in message or "'body 1' in" in message
 
 
@@ -131,7 +131,7 @@ def test_helpers_unwind_when_the_worlds_own_threads_are_done() -> None:
 
 
 def test_an_interrupted_thread_raises_from_every_wait() -> None:
-    class Gone(Unwound):
+    class Gone(ThreadExit):
         pass
 
     clock = VirtualClock()
@@ -190,7 +190,7 @@ def test_who_is_interrupted_before_it_began_does_nothing_any_more(seed: int) -> 
 
     def interrupt() -> None:
         at_the_interrupt.extend(ran)
-        clock.interrupt(1, Unwound())
+        clock.interrupt(1, ThreadExit())
 
     run(clock, interrupt, lambda: ran.append("victim"))
     assert ran == at_the_interrupt
@@ -200,7 +200,7 @@ def test_an_interrupted_thread_unwinds_at_once_although_it_is_paused() -> None:
     clock = VirtualClock()
     readings = []
 
-    class Gone(Unwound):
+    class Gone(ThreadExit):
         pass
 
     def body() -> None:
@@ -235,8 +235,23 @@ def test_threads_from_outside_cannot_wait_in_it_and_a_world_runs_once() -> None:
 
     run(clock, body)
     assert len(refused) == 1
-    with pytest.raises(UsageError, match="had its world"):
+    with pytest.raises(UsageError, match="had its run"):
         run(clock, lambda: None)
+
+
+def test_a_world_with_nothing_left_but_a_paused_thread_is_stopped_with_an_error() -> None:
+    clock = VirtualClock()
+    messages = []
+
+    def body() -> None:
+        clock.pause(0)
+        with pytest.raises(FerroError) as raised:
+            clock.parker().park(1.0)
+        messages.append(str(raised.value))
+
+    clock.run([("paused", body)], wall_seconds=5.0)
+    assert "no thread can run and no timer is left" in messages[0]
+    assert "thread 'paused' in body" in messages[0]
 
 
 def test_a_thread_that_blocks_for_real_is_named() -> None:
