@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ferrorpc.cli.bench.world import free_ports
+from ferrorpc.cli.bench.rank_processes import free_ports
 
 from benchmarks.gpu.timing import exit_code
 from ferrorpc.cli.table import table
