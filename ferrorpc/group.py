@@ -1,8 +1,7 @@
-"""ProcessGroup: a group of ranks, as training code holds it.
+"""ProcessGroup: a group of ranks, as training code uses it.
 
-This file says who is in it and how it lives. In operations/, collectives.py and messages.py say what can be called,
-arguments.py checks what callers pass, results.py brings home what they get, and dispatch.py turns a call into a running
-operation.
+This file has the group's members and its life. Of operations/, collectives.py and point_to_point.py have the operations,
+arguments.py checks what callers pass, results.py makes what they get, and dispatch.py runs them.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from ferrorpc.guard import seconds_of
 from ferrorpc.operations.arguments import check_sendable, ranks_of, shape_of
 from ferrorpc.operations.collectives import Collectives
 from ferrorpc.operations.results import NOTHING
-from ferrorpc.operations.signatures import Scalar
 from ferrorpc.operations.stream import Stream
+from ferrorpc.operations.type_hints import Scalar
 from ferrorpc.types import TensorSpec, dtype_given
 
 OWN_WORK_SECONDS: Final = 0.4

@@ -1,7 +1,7 @@
 """A backend performs operations for one group of ranks. This is the extension point of ferrorpc.
 
-A backend that has only `send`, `recv` and `barrier` gets every collective: `prepare` runs the plans over them. One that
-knows better overrides `prepare`. All backends pass one contract suite (`ferrorpc.testing.contract`).
+A backend that has only `send`, `recv` and `barrier` gets every collective: `prepare` runs the plans over them. A backend with
+something faster overrides `prepare`. All backends pass one contract suite (`ferrorpc.testing.contract`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from ferrorpc.collectives.announced import prepare
+from ferrorpc.collectives.announced_broadcast import prepare
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.basis import Basis
+from ferrorpc.collectives.blocking import BlockingPrepared, BlockingRecv, BlockingSend
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.progress import Progress, drive
-from ferrorpc.collectives.relay import RelayPrepared, RelayRecv, RelaySend
 from ferrorpc.collectives.select import explain
+from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import BackendUnavailableError, FerroError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Clock, Guard, Latch
@@ -113,12 +113,12 @@ class Backend(ABC):
 
     def prepare(self, call: Call) -> Prepared:
         """Validates, selects an algorithm and lays it out, once per signature; the result is run for every such call."""
-        return prepare(call, self.rank, self.size, lambda known, plan: RelayPrepared(self, known, plan), self.basis)
+        return prepare(call, self.rank, self.size, lambda known, plan: BlockingPrepared(self, known, plan), self.basis)
 
     @cached_property
-    def basis(self) -> Basis:
+    def basis(self) -> Tuning:
         """What its choice of algorithms rests on; a backend that sets none knows the packaged cost table only."""
-        return Basis()
+        return Tuning()
 
     def explain(self, call: Call) -> str:
         """Which algorithm runs a call, why, and what else there is, a line each. No message flows."""
@@ -135,13 +135,13 @@ class Backend(ABC):
 
     def start_send(self, data: np.ndarray[Any, Any], spec: TensorSpec, dst: int, tag: int, guard: Guard) -> Execution:
         """A send as an execution, for `send(async_op=True)`. `data` is C-contiguous in storage dtype."""
-        return RelaySend(self, data, spec, dst, tag, guard)
+        return BlockingSend(self, data, spec, dst, tag, guard)
 
     def start_recv(
         self, src: int, tag: int, out: np.ndarray[Any, Any] | None, spec: TensorSpec | None, guard: Guard
     ) -> Execution:
         """A recv as an execution; `spec` is what `out` holds. The result's own spec is in `execution.specs`."""
-        return RelayRecv(self, src, tag, out, spec, guard)
+        return BlockingRecv(self, src, tag, out, spec, guard)
 
     def run(self, execution: Execution) -> list[np.ndarray[Any, Any]]:
         """Drives an execution on the caller's thread until it is complete, its deadline passes or the generation ends.

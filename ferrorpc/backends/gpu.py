@@ -1,7 +1,7 @@
-"""Which GPU a rank uses, what it tells the others about it, and which backend follows from that.
+"""Chooses a rank's GPU, and the GPU backend that "auto" stands for.
 
-A rank that may use NCCL joins with its GPU's UUID and its version of NCCL as labels, which reach every member with the
-assignment. So all ranks come to the same choice, before NCCL is called and without further messages.
+A rank that may use NCCL joins with its GPU's UUID and its NCCL version as labels, which reach every member with the assignment.
+So all ranks make the same choice, before NCCL is called and without further messages.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def take(asked: int | None, local_rank: int | None) -> None:
             raise
 
 
-def said_at_join(backend: str, asked: int | None, local_rank: int | None) -> dict[str, str]:
+def join_labels(backend: str, asked: int | None, local_rank: int | None) -> dict[str, str]:
     """The labels with which a member joins; none where it will not use a GPU.
 
     "auto" looks for a GPU only in programs that work on GPUs: others have no arrays for it.
@@ -84,7 +84,7 @@ def _works_on_gpus() -> bool:
     return "cupy" in sys.modules or uses_gpus()
 
 
-def why_not(peers: Sequence[Peer]) -> str:
+def nccl_obstacle(peers: Sequence[Peer]) -> str:
     """Why these members cannot use NCCL together, in words; empty where they can."""
     labels = [dict(peer.labels) for peer in peers]
     without = [str(rank) for rank, label in enumerate(labels) if _GPU not in label]
@@ -102,15 +102,15 @@ def why_not(peers: Sequence[Peer]) -> str:
     return ""
 
 
-def suits_all(peers: Sequence[Peer]) -> bool:
+def nccl_usable(peers: Sequence[Peer]) -> bool:
     """Whether "auto" is NCCL for GPU arrays; where some members have GPUs and it is not, the log says why."""
-    reason = why_not(peers)
+    reason = nccl_obstacle(peers)
     if reason and any(label == _GPU for peer in peers for label, _ in peer.labels):
         _log.warning("backend 'auto' does without NCCL: %s", reason)
     return not reason
 
 
-def share_one(peers: Sequence[Peer]) -> bool:
+def shares_gpu(peers: Sequence[Peer]) -> bool:
     """Whether "auto" shares GPU memory: where members of one host, each with a GPU, have one for several of them."""
     gpus = [dict(peer.labels).get(_GPU) for peer in peers]
     return None not in gpus and len(set(gpus)) < len(gpus) and len({peer.host for peer in peers}) == 1

@@ -1,4 +1,4 @@
-"""The backend between processes: through memory where ranks share a host, as messages over gRPC everywhere."""
+"""The backend between processes: shared memory where ranks share a host, messages over gRPC elsewhere."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from functools import partial
 from typing import Final
 
 from ferrorpc.backends.message import MessageBackend
-from ferrorpc.collectives.arena.board import Board, Calls
-from ferrorpc.collectives.basis import Basis, published
+from ferrorpc.collectives.arena.control_blocks import Calls, ControlBlocks
 from ferrorpc.collectives.call import Operation
+from ferrorpc.collectives.tuning import Tuning, published
 from ferrorpc.coordination.base import Session
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.grpc.server import WorkerServer
@@ -56,15 +56,15 @@ class GrpcBackend(MessageBackend):
         mailbox = Mailbox(assignment.rank, partial(session.report, latch=latch))
         told = partial(session.report_link_lost, latch=latch)
         transport: Transport = GrpcTransport(server, assignment, mailbox, latch, session.clock, told)
-        board = None
+        control = None
         if len(neighbours.ranks) > 1:
             near = SharedMemoryTransport(neighbours, assignment, mailbox, latch, told)
             transport = RoutedTransport(near, near.peers, transport, session.clock)
-            board = Board(neighbours, assignment.rank)
-        basis = Basis(published(assignment.cost_table), asked, _host_of_each(neighbours.hosts))
-        super().__init__(transport, session, timeout=timeout, board=board, basis=basis)
+            control = ControlBlocks(neighbours, assignment.rank)
+        tuning = Tuning(published(assignment.cost_table), asked, _host_of_each(neighbours.hosts))
+        super().__init__(transport, session, timeout=timeout, control=control, basis=tuning)
         self._asked = asked
-        session.activity.carry(partial(_traffic, transport, None if board is None else board.calls))
+        session.activity.carry(partial(_traffic, transport, None if control is None else control.calls))
         self._line = session
         self._server = server
         self._path = path

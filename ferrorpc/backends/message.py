@@ -1,5 +1,4 @@
-"""The backend over transports: select an algorithm, plan it, run the plan. `GrpcBackend` and `SimulatedBackend` only choose
-which transport that is."""
+"""The backend over transports: select an algorithm, build its plan, run the plan. Subclasses only choose the transport."""
 
 from __future__ import annotations
 
@@ -13,18 +12,18 @@ import numpy as np
 from ferrorpc.arrays.kinds import NUMPY, spec_of, view, view_out
 from ferrorpc.backends.base import Backend, Capabilities
 from ferrorpc.collectives.algorithms.plan import Plan
-from ferrorpc.collectives.announced import prepare
+from ferrorpc.collectives.announced_broadcast import prepare
 from ferrorpc.collectives.arena import select as arena_select
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.board import Board
-from ferrorpc.collectives.basis import Basis
+from ferrorpc.collectives.arena.control_blocks import ControlBlocks
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.endpoints import BACKEND_TAG_MAX, peer_of, tag_of
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.collectives.pairwise import Lines, RecvExecution, SendExecution
+from ferrorpc.collectives.point_to_point import RecvExecution, SendExecution, SendQueues
 from ferrorpc.collectives.prepared import PlanPrepared
 from ferrorpc.collectives.progress import progress_of
-from ferrorpc.collectives.select import ANYWHERE, explain
+from ferrorpc.collectives.ranks_and_tags import BACKEND_TAG_MAX, peer_of, tag_of
+from ferrorpc.collectives.select import DEFAULT_TUNING, explain
+from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.coordination.base import Session
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
@@ -53,7 +52,7 @@ class MessageBackend(Backend):
         timeout: seconds an operation may take where none are given.
         ranks: world ranks of the group, in group order; None for the world.
         group_id: 0 for the world.
-        board: where this rank's host shares memory, its board; a group whose ranks are all there needs no messages.
+        control: where this rank's host shares memory, its control; a group whose ranks are all there needs no messages.
         basis: what the choice of algorithms rests on, in this group.
     """
 
@@ -65,8 +64,8 @@ class MessageBackend(Backend):
         timeout: float = 60.0,
         ranks: Sequence[int] | None = None,
         group_id: int = 0,
-        board: Board | None = None,
-        basis: Basis = ANYWHERE,
+        control: ControlBlocks | None = None,
+        basis: Tuning = DEFAULT_TUNING,
     ) -> None:
         self.transport = transport
         self.session: Session | None = session
@@ -77,13 +76,13 @@ class MessageBackend(Backend):
         self.world_ranks = tuple(range(transport.size)) if ranks is None else tuple(ranks)
         self.size = len(self.world_ranks)
         self.rank = self.world_ranks.index(transport.rank)
-        self.board = board
+        self.control = control
         self.basis = basis
         self._arena: Arena | None = None
-        if board is not None and self.size > 1 and set(self.world_ranks) <= set(board.memory.ranks):
-            self._arena = Arena(board, transport, group_id, self.world_ranks, self.describe)
+        if control is not None and self.size > 1 and set(self.world_ranks) <= set(control.memory.ranks):
+            self._arena = Arena(control, transport, group_id, self.world_ranks, self.describe)
             transport.mailbox.look_elsewhere(group_id, self._arena.entered)
-        self._lines = Lines()
+        self._lines = SendQueues()
         self._barriers = itertools.count(1)
         self._lock = threading.Lock()
 
@@ -96,9 +95,9 @@ class MessageBackend(Backend):
         return self._arena
 
     def empty(self, spec: TensorSpec) -> Array:
-        if self.board is None:
+        if self.control is None:
             return super().empty(spec)
-        return self.board.memory.own.empty(spec.shape, spec.dtype.storage)
+        return self.control.memory.own.empty(spec.shape, spec.dtype.storage)
 
     def guard(self, timeout: float | None) -> Guard:
         """Deadline and latch of an operation that begins now."""
@@ -178,7 +177,7 @@ class _Subgroup(MessageBackend):
             timeout=parent.timeout,
             ranks=world,
             group_id=group_id,
-            board=parent.board,
+            control=parent.control,
             basis=parent.basis.among([parent.world_ranks.index(rank) for rank in world]),
         )
         self._parent = parent

@@ -13,7 +13,7 @@ from ferrorpc.backends.grpc import GrpcBackend
 from ferrorpc.backends.hybrid import HybridBackend
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.backends.nccl.backend import NcclBackend
-from ferrorpc.backends.simulated import Lanes, SimulatedBackend
+from ferrorpc.backends.simulated import Networks, SimulatedBackend
 from ferrorpc.collectives.call import Operation
 from ferrorpc.coordination.base import Session
 from ferrorpc.errors import BackendUnavailableError, ConfigError, NcclError
@@ -94,9 +94,9 @@ def _best(place: Place) -> str:
     if place.server is None:
         return "simulated"
     peers = place.session.membership.assignment.peers
-    if gpu.suits_all(peers):
+    if gpu.nccl_usable(peers):
         return "hybrid"
-    return "cuda_ipc" if gpu.share_one(peers) else "grpc"
+    return "cuda_ipc" if gpu.shares_gpu(peers) else "grpc"
 
 
 def _auto(place: Place) -> Backend:
@@ -141,7 +141,7 @@ def _alone(kind: type[SimulatedBackend], place: Place) -> SimulatedBackend:
             f"a simulated world lives in one process, and this job has {size}",
             "make one with SimulatedBackend.create_group(n) or ferrorpc.testing.run_world(n, fn)",
         )
-    return kind(place.session, Lanes(place.session.clock, None, 0), place.timeout)
+    return kind(place.session, Networks(place.session.clock, None, 0), place.timeout)
 
 
 def _on_gpus(over: Callable[[MessageBackend, int | None, int | None], Backend]) -> Factory:

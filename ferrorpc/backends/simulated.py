@@ -1,4 +1,4 @@
-"""A whole world in one process: for tests, for trying things out, and for replaying schedules from a seed."""
+"""A whole world in one process: for tests, for experiments, and for replaying schedules from a seed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ferrorpc.transports.inproc import Faults, InprocTransport, Network
 from ferrorpc.transports.mailbox import Mailbox
 
 
-class Lanes:
+class Networks:
     """The networks of a simulated world: a new one for each generation, so that nothing of the last can arrive."""
 
     def __init__(self, clock: Clock, faults: Faults | None, seed: int) -> None:
@@ -36,7 +36,7 @@ class SimulatedBackend(MessageBackend):
 
     name = "simulated"
 
-    def __init__(self, session: Session, lanes: Lanes, timeout: float) -> None:
+    def __init__(self, session: Session, lanes: Networks, timeout: float) -> None:
         assignment, latch = session.membership.assignment, session.membership.latch
         mailbox = Mailbox(assignment.rank, partial(session.report, latch=latch))
         transport = InprocTransport(
@@ -68,7 +68,7 @@ class SimulatedBackend(MessageBackend):
         """
         chosen = SYSTEM_CLOCK if clock is None else clock
         world = LocalWorld(size, clock=chosen)
-        lanes = Lanes(chosen, faults, seed)
+        lanes = Networks(chosen, faults, seed)
         return [SimulatedBackend(world.session(rank), lanes, timeout) for rank in range(size)]
 
     def renew(self, timeout: float) -> SimulatedBackend:

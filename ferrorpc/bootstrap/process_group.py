@@ -8,12 +8,12 @@ import socket
 from typing import Any, Final
 
 from ferrorpc.backends import registry
-from ferrorpc.backends.gpu import said_at_join
+from ferrorpc.backends.gpu import join_labels
 from ferrorpc.bootstrap.address import advertised_host, require_private
 from ferrorpc.bootstrap.ancestry import launcher_of
 from ferrorpc.bootstrap.coordinator import start_coordinator
 from ferrorpc.bootstrap.environment import Place, detect, member_name, own_coordinator
-from ferrorpc.collectives.basis import asked_for
+from ferrorpc.collectives.tuning import parse_algorithms
 from ferrorpc.config import LAUNCH, Config, strangers
 from ferrorpc.coordination import farewell
 from ferrorpc.coordination.local import LocalSession, LocalWorld
@@ -82,7 +82,7 @@ def init_process_group(
         if meant:
             _log.warning("%s is set, but no setting is called so: %s is", name, meant)
     _check_backend(config)
-    asked = asked_for(config["algorithm"] or ())
+    asked = parse_algorithms(config["algorithm"] or ())
     place = detect(os.environ, config)
     _log.info("place in the job taken from %s: %s", place.source, place)
     session, server = _local_seat(config) if _alone(config, place) else _remote_seat(config, place)
@@ -144,7 +144,7 @@ def _remote_seat(config: Config, place: Place) -> tuple[RemoteSession, WorkerSer
             worker_address=server.address,
             host=host,
             launch=os.environ.get(LAUNCH, ""),
-            labels=said_at_join(config["backend"], config["device"], place.local_rank),
+            labels=join_labels(config["backend"], config["device"], place.local_rank),
             config=config,
         ).join()
     except BaseException as error:

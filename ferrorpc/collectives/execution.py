@@ -1,9 +1,9 @@
-"""A running operation, and what a backend prepares to start one.
+"""A running operation (`Execution`), and what a backend prepares to start one (`Prepared`).
 
-An execution never blocks: `advance` does everything that can be done now and says what it waits for. Whoever drives it
-(the caller's thread for a blocking call, the progress thread for an asynchronous one) parks until the execution calls its
-`wake`, and advances it again; one that lives in shared memory has nobody to wake it, and is polled. So one thread interleaves
-any number of operations, in whatever order their messages come.
+An execution never blocks: `advance` does everything that can be done now. Its driver (the caller's thread for a blocking call,
+the progress thread for an asynchronous one) parks until the execution calls `wake`, and advances it again. An execution in
+shared memory has nobody to wake it and is polled. So one thread interleaves any number of operations, in whatever order their
+messages arrive.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ferrorpc.arrays.device import Device
-from ferrorpc.collectives.polling import NAP_SECONDS_MIN, Polling, Watching
+from ferrorpc.collectives.polling import NAP_SECONDS_MIN, DevicePolling, Polling
 from ferrorpc.errors import BarrierTimeoutError, CollectiveTimeoutError, FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import TensorSpec
@@ -37,7 +37,7 @@ class Execution(ABC):
     results: list[np.ndarray[Any, Any]]
     specs: list[TensorSpec]
 
-    polling: Polling | Watching | None = None
+    polling: Polling | DevicePolling | None = None
     """How to wait for it where nobody calls `wake`: by calling `advance` again and again."""
 
     device: Device | None = None
@@ -100,7 +100,7 @@ class Execution(ABC):
         """Frees what the operation held, after success or failure. Idempotent."""
 
 
-class Bare(Protocol):
+class PointerAllReduce(Protocol):
     """A prepared all_reduce that takes addresses of a GPU's memory in place of arrays."""
 
     def start_at(self, key: Key, source: int, target: int, keeps: object, guard: Guard) -> Execution:
@@ -122,7 +122,7 @@ class Bare(Protocol):
 class Prepared(ABC):
     """A call validated, its algorithm selected and laid out; started once per operation number."""
 
-    def bare(self, device: Device) -> Bare | None:
+    def for_pointers(self, device: Device) -> PointerAllReduce | None:
         """The same for addresses on that GPU; None where this is not for such."""
         return None
 
@@ -146,13 +146,13 @@ class Prepared(ABC):
         """
 
 
-def absent(rank: int, signature: str, number: int) -> str:
+def describe_absent(rank: int, signature: str, number: int) -> str:
     """That a rank is not in an operation, and what it entered last; "" where that is nothing."""
     last = f"last entered {signature} #{number}" if signature else "has entered nothing of this group"
     return f"rank {rank} (not there yet: {last})"
 
 
-def overdue(execution: Execution, describe: Callable[[list[int]], str], *, barrier: bool = False) -> FerroError:
+def deadline_error(execution: Execution, describe: Callable[[list[int]], str], *, barrier: bool = False) -> FerroError:
     """The error of an operation whose deadline has passed: who is waited for, and what is known of them.
 
     Args:
@@ -164,6 +164,6 @@ def overdue(execution: Execution, describe: Callable[[list[int]], str], *, barri
     return kind(waiting, "; ".join(filter(None, sentences)))
 
 
-def as_it_is(execution: Execution) -> Execution:
+def return_execution(execution: Execution) -> Execution:
     """What a Work holds where its result is made by who waits for it, from the complete execution."""
     return execution

@@ -1,11 +1,11 @@
-"""Runs plans over a transport: one execution is one plan on one rank, advanced as far as its messages have come.
+"""Runs plans over a transport: one execution runs one plan on one rank, as far as its messages have arrived.
 
-Every action goes through its region chunk by chunk, and as far as those it depends on have come (flow.py): while the first
-chunks of a slice are folded in and sent on, later ones still arrive. A receive or a fold takes chunks straight from the
-received bytes, in order of their offset; a send goes while it has credit and its lane has room. Nothing here blocks, and
-whoever brings news does the work: see advancing.py.
+Every action processes its region chunk by chunk, as far as the actions it depends on have come (dependencies.py). So the first
+chunks of a slice are folded and sent on while later ones still arrive. A receive or a fold takes chunks straight from the
+received bytes, in order of their offset. A send proceeds while it has credit and its lane has room. Nothing here blocks; the
+thread that brings an event does the work (event_driven.py).
 
-Cost: what an action does with a chunk, and looking at the few actions that a finished chunk may have set free.
+Cost: the work of an action on a chunk, and a look at the few actions that a finished chunk may have unblocked.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrorpc.collectives.advancing import Advancing
 from ferrorpc.collectives.algorithms.plan import Fold, FoldUnder, Plan, Receive, Send
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.execution import absent, overdue
+from ferrorpc.collectives.dependencies import UNBOUNDED, bound, dependencies_of
+from ferrorpc.collectives.event_driven import EventDrivenExecution
+from ferrorpc.collectives.execution import deadline_error, describe_absent
 from ferrorpc.collectives.ferry import Ferry
-from ferrorpc.collectives.flow import FAR, bound, steps_of
 from ferrorpc.collectives.fusion import Land, Lift, Reduce, Task
-from ferrorpc.collectives.outgoing import CODED_VALUES, Encoded, Outgoing
+from ferrorpc.collectives.outgoing_message import CODED_VALUES, EncodedMessage, OutgoingMessage
 from ferrorpc.collectives.workspace import Rules, Workspace
 from ferrorpc.errors import CodecError, FerroError
 from ferrorpc.guard import Guard
@@ -54,7 +54,7 @@ class Layout:
         self.ranks = ranks
         self.tasks = tasks
         self.rules = Rules(call, plan, tasks, rank, len(ranks))
-        self.steps = steps_of(tasks, call.operation, rank)
+        self.steps = dependencies_of(tasks, call.operation, rank)
         self.sources = [_sources(task, ranks) for task in tasks]
         """For each task the messages it awaits, as (world rank, slot)."""
         self.takers = {place: index for index, places in enumerate(self.sources) for place in places}
@@ -68,7 +68,7 @@ def _sources(task: Task, ranks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return ((ranks[task.peer], task.slot),) if isinstance(task, Take) else ()
 
 
-class PlanExecution(Advancing):
+class PlanExecution(EventDrivenExecution):
     """One run of a prepared plan.
 
     Args:
@@ -97,7 +97,7 @@ class PlanExecution(Advancing):
         self._workspace = workspace
         self._box: Box | None = None
         self._done = [0] * count
-        """How many elements of its region each action has done; FAR once it is complete."""
+        """How many elements of its region each action has done; UNBOUNDED once it is complete."""
         self._left = count
         self._ready = deque(range(count))
         """Actions to look at."""
@@ -105,7 +105,7 @@ class PlanExecution(Advancing):
         """A lane that was full has room again."""
         self._credit = 0
         """Grants that were there when sends were last looked at for that."""
-        self._outgoing: dict[int, Outgoing] = {}
+        self._outgoing: dict[int, OutgoingMessage] = {}
 
     @property
     def label(self) -> str:
@@ -116,10 +116,10 @@ class PlanExecution(Advancing):
         ready, done, steps = self._ready, self._done, self._steps
         while self._left and (ready or self._collect(box)):
             index = ready.popleft()
-            if done[index] == FAR or not self._do(index, box):
+            if done[index] == UNBOUNDED or not self._do(index, box):
                 continue
             ready.extend(steps[index].wakes)
-            if done[index] == FAR:
+            if done[index] == UNBOUNDED:
                 self._left -= 1
             else:
                 ready.append(index)
@@ -132,7 +132,7 @@ class PlanExecution(Advancing):
         """What has come for it. Raises CollectiveMismatchError where that was of a different call."""
         if self._box is None:
             layout = self._layout
-            self._box = self._transport.mailbox.enter(self._key, layout.signature, self.poke, layout.takers)
+            self._box = self._transport.mailbox.enter(self._key, layout.signature, self.notify, layout.takers)
         if self._box.refused is not None:
             raise self._box.refused.again()
         return self._box
@@ -158,7 +158,7 @@ class PlanExecution(Advancing):
     def _do(self, index: int, box: Box) -> bool:
         """Does one chunk of an action; False when it has to wait."""
         waits = self._steps[index].waits
-        limit = bound(waits, self._done) if waits else FAR
+        limit = bound(waits, self._done) if waits else UNBOUNDED
         if limit <= 0:
             return False
         task = self._tasks[index]
@@ -185,7 +185,7 @@ class PlanExecution(Advancing):
         if first < last:
             start, data = task.region.start, self._workspace.array(task.region)
             ferry.lift(task.region.item, data, start + first, start + last)
-        self._done[index] = FAR if last == count else last
+        self._done[index] = UNBOUNDED if last == count else last
         return self._done[index] > first
 
     def _send(self, index: int, action: Send, box: Box, limit: int) -> bool:
@@ -196,25 +196,25 @@ class PlanExecution(Advancing):
             return False
         if outgoing.done == outgoing.count:
             del self._outgoing[index]
-            self._done[index] = FAR
+            self._done[index] = UNBOUNDED
         else:
             self._done[index] = outgoing.done
         return True
 
-    def _message(self, index: int, action: Send) -> Outgoing:
+    def _message(self, index: int, action: Send) -> OutgoingMessage:
         layout = self._layout
         spec, values = self._workspace.outgoing(action.region)
         peer, codec = layout.ranks[action.peer], layout.rules.codec
         if codec is None or not values.size:
             header = Header(action.slot, layout.signature, spec.dtype, spec.shape, values.nbytes)
-            return Outgoing(peer, header, values)
+            return OutgoingMessage(peer, header, values)
         total = codec.encoded_bytes(values.size)
         header = Header(action.slot, layout.signature, DType.UINT8, (total,), total)
         return self._encoded(index, peer, header, values, codec)
 
-    def _encoded(self, index: int, peer: int, header: Header, values: Any, codec: Codec) -> Encoded:
+    def _encoded(self, index: int, peer: int, header: Header, values: Any, codec: Codec) -> EncodedMessage:
         """A message in the codec's bytes."""
-        return Encoded(peer, header, values, codec, partial(self._workspace.encoded, index))
+        return EncodedMessage(peer, header, values, codec, partial(self._workspace.encoded, index))
 
     def _has_room(self) -> None:
         # For the driver, which has nothing else to do: the lane's writer, who tells this, is to write what is there.
@@ -236,7 +236,7 @@ class PlanExecution(Advancing):
         queue.popleft()
         if first < last:
             self._workspace.accept(task, self._dtype(frame), first, self._part(frame, start, last, first, last))
-        self._done[index] = FAR if frame.offset + len(frame.payload) == frame.header.total else last
+        self._done[index] = UNBOUNDED if frame.offset + len(frame.payload) == frame.header.total else last
         return True
 
     def _reduce(self, index: int, task: Reduce, box: Box, limit: int) -> bool:
@@ -259,7 +259,7 @@ class PlanExecution(Advancing):
             if end == last and queue:
                 queue.popleft()
         self._workspace.reduce(task, parts, first, last)
-        self._done[index] = FAR if last == self._workspace.elements(task) else last
+        self._done[index] = UNBOUNDED if last == self._workspace.elements(task) else last
         return True
 
     def _extent(self, task: Take | Reduce, frame: Frame) -> tuple[int, int]:
@@ -302,7 +302,7 @@ class PlanExecution(Advancing):
         if last > limit:
             return False
         self._workspace.apply(index, first, last)
-        self._done[index] = FAR if last == count else last
+        self._done[index] = UNBOUNDED if last == count else last
         return True
 
     def _due(self) -> list[int]:
@@ -313,7 +313,7 @@ class PlanExecution(Advancing):
         layout = self._layout
         due = set()
         for index, task in enumerate(self._tasks):
-            if self._done[index] == FAR:
+            if self._done[index] == UNBOUNDED:
                 continue
             if index in self._outgoing and isinstance(task, Send):
                 due.add(layout.ranks[task.peer])
@@ -340,7 +340,7 @@ class PlanExecution(Advancing):
             if answer is None:
                 parts.append(f"rank {rank} (no answer yet)")
             elif answer.standing == ABSENT:
-                parts.append(absent(rank, answer.last_signature, answer.last_number))
+                parts.append(describe_absent(rank, answer.last_signature, answer.last_number))
             else:
                 parts.append(f"rank {rank} (is in it too)")
         if self.ferry is not None and not self.ferry.has_landed:
@@ -348,7 +348,7 @@ class PlanExecution(Advancing):
         return f"{self.label} waits for {', '.join(parts) or 'its own lane'}"
 
     def timeout_error(self) -> FerroError:
-        return overdue(self, self._describe, barrier=self._layout.rules.call.operation is Operation.BARRIER)
+        return deadline_error(self, self._describe, barrier=self._layout.rules.call.operation is Operation.BARRIER)
 
     def leave(self) -> None:
         if self._box is not None:

@@ -2,10 +2,11 @@
 
 Idea. To the executor an array that still comes down from a GPU is one more action (`Land`) that fills it from the first element
 to the last, and one whose results go up is one more (`Lift`) that reads them. So what follows from the plan for messages
-(flow.py) orders these as well: the first chunk is sent while later ones still come down, and a slice that is finished goes up
-while others are on the wire. The actions only say how far things are. The copies themselves are the driver's, which looks at
-the GPU whenever it looks at the operation, so threads that bring messages never wait for one. It looks often as long as
-something comes down; then whoever brings news wakes it, as without a GPU, and what can go up meanwhile it finds now and then.
+(dependencies.py) orders these as well: the first chunk is sent while later ones still come down, and a slice that is finished
+goes up while others are on the wire. The actions only say how far things are. The copies themselves are the driver's, which
+looks at the GPU whenever it looks at the operation, so threads that bring messages never wait for one. It looks often as long
+as something comes down; then whoever brings news wakes it, as without a GPU, and what can go up meanwhile it finds now and
+then.
 
 A result that takes the place of an input, as a sum does, lies where that came down: nobody else needs it any more.
 """
@@ -21,9 +22,9 @@ from ferrorpc.arrays.device import Device, is_host
 from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.arrays.staging import Ascent, Descent
 from ferrorpc.collectives.algorithms.plan import Buffer, Region, Send
-from ferrorpc.collectives.flow import FAR
+from ferrorpc.collectives.dependencies import UNBOUNDED
 from ferrorpc.collectives.fusion import Land, Lift, Task
-from ferrorpc.collectives.polling import Watching
+from ferrorpc.collectives.polling import DevicePolling
 from ferrorpc.collectives.workspace import Rules, Workspace
 from ferrorpc.types import TensorSpec
 
@@ -89,7 +90,7 @@ class Ferry:
         self._is_over = False
         self._in_place = in_place
         self._descents = descents = {item: each for item, each in enumerate(self.sources) if isinstance(each, Descent)}
-        self.polling = Watching(lambda: not _have_landed(descents))
+        self.polling = DevicePolling(lambda: not _have_landed(descents))
         self._ascents = {item: each for item, each in enumerate(self.targets or ()) if isinstance(each, Ascent)}
 
     @property
@@ -127,10 +128,10 @@ class Ferry:
                 self.position += 1
 
     def landed(self, item: int) -> int:
-        """How many elements of an input are here; FAR when all are."""
+        """How many elements of an input are here; UNBOUNDED when all are."""
         descent = self._descents.get(item)
         if descent is None or descent.is_complete:
-            return FAR
+            return UNBOUNDED
         return descent.here // descent.data.itemsize
 
     @property
@@ -213,8 +214,8 @@ def ferried(tasks: tuple[Task, ...], in_items: int) -> tuple[Task, ...]:
 def _apart(regions: list[Region]) -> list[Region]:
     """The regions themselves where no two have elements in common, else one that covers them."""
     ordered = sorted(regions, key=lambda region: region.start)
-    ends = [FAR if region.stop is None else region.stop for region in ordered]
+    ends = [UNBOUNDED if region.stop is None else region.stop for region in ordered]
     if all(region.start >= end for region, end in zip(ordered[1:], ends, strict=False)):
         return ordered
     stop = max(ends)
-    return [Region(Buffer.OUT, ordered[0].item, ordered[0].start, None if stop == FAR else stop)]
+    return [Region(Buffer.OUT, ordered[0].item, ordered[0].start, None if stop == UNBOUNDED else stop)]

@@ -1,9 +1,9 @@
-"""The actions that bring a sum together become one, so that its parts are read once and no accumulator is needed.
+"""Fuses the actions that compute one reduced region into a single task, so that its operands are read once.
 
-Idea. What the direct algorithms do at an owner, load or receive the first part, fold the others in, finish, goes through the
-accumulator once for every rank. Once a chunk of every part is here, a kernel does all of it in one pass, in the same order and
-with the same bits. The price is that chunks of fast ranks wait for that of the slowest, which they do anyway unless that is the
-last to be folded in.
+Idea. The direct algorithms load or receive the first operand, fold in the others and finish, so the accumulator is read and
+written once for every rank. Once a chunk of every operand is here, one kernel does all of that in one pass, in the same order
+and with the same bits. The price is that chunks of fast ranks wait for that of the slowest; they would anyway, unless the
+slowest rank is the last to be folded.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""How long a collective takes by its plans: every message of every rank followed chunk by chunk, under a cost table's figures.
+"""Predicts how long a collective takes, by following every message of every rank chunk by chunk under a cost table.
 
-A message keeps its sender's link for `message_seconds`, then each of its chunks for beta times its bytes; a chunk begins to
-arrive alpha after it began to leave, as soon as the receiver's link is free, and keeps that as long as the sender's. Folding
-takes gamma times the bytes. Where the table says how many processors all ranks share, whatever keeps a link or a kernel keeps
-one of them too: on few processors it is the work of all ranks together that takes its time, and not the longest way.
+A message occupies its sender's link for `message_seconds`, then for beta times the bytes of each of its chunks. A chunk begins
+to arrive alpha after it began to leave, as soon as the receiver's link is free, and occupies that for as long as the sender's.
+Folding takes gamma times the bytes. Where the table says how many processors all ranks share, whatever occupies a link or a
+kernel occupies one of them too: on few processors the work of all ranks together takes its time, not the critical path.
 
-What depends on what is followed element by element, as the executor does it: a chunk is sent on as soon as its elements are
-final, so a chain streams, and a ring folds one chunk while it receives the next. Actions on no elements stand for an order in
-time. How steps wait for each other and for what they keep is in `steps`.
+Dependencies are followed element by element, as in the executor: a chunk is sent on as soon as its elements are final, so a
+chain streams, and a ring folds one chunk while it receives the next. Actions on no elements only order others in time. How
+steps wait for each other is in step_simulation.py.
 
-Exact under that model: dependencies, bytes, and what is shared. The model leaves out copies inside a rank, credit, caches, and
-whatever else runs on the processors.
+Under that model the prediction is exact: dependencies, bytes and shared resources. The model leaves out copies inside a rank,
+credit, caches, and whatever else runs on the processors.
 
-Beyond CHUNKS_MAX the closed form of the catalogue takes over (`select.seconds`). It knows the busiest rank only and waits
-for whole rounds, so it says more where rounds overlap and less where ranks wait for others that are as busy.
+Beyond CHUNKS_MAX the closed form is used (`select.seconds`). It knows only the busiest rank and waits for whole rounds, so it
+gives more where rounds overlap and less where ranks wait for others that are as busy.
 
 Cost: about 80 us for each chunk of each message.
 """
@@ -25,12 +25,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from ferrorpc.collectives.algorithms.algorithm import Algorithm
 from ferrorpc.collectives.algorithms.catalogue import CHUNK_BYTES
-from ferrorpc.collectives.algorithms.entry import Entry
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Fold, FoldOwn, FoldUnder, Plan, Quantise, Receive, Region, Send
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.contention import FOLDING, INWARDS, OUTWARDS, CollectiveTimeline, Step, Steps
 from ferrorpc.collectives.select import bytes_of, seconds
+from ferrorpc.collectives.step_simulation import FOLDING, INWARDS, OUTWARDS, CollectiveTimeline, Step, StepSimulation
 from ferrorpc.errors import UsageError
 from ferrorpc.wire.cost_table import Costs
 
@@ -54,7 +54,7 @@ class Prediction:
     seconds: float
     messages: float
     sent_bytes: float
-    steps: Steps | None
+    steps: StepSimulation | None
 
     def timeline(self, title: str) -> CollectiveTimeline:
         """What each lane does when. Chunks of one message that follow one another are one span.
@@ -69,7 +69,7 @@ class Prediction:
         return self.steps.timeline(title)
 
 
-def predict(entry: Entry, call: Call, size: int, costs: Costs) -> Prediction:
+def predict(entry: Algorithm, call: Call, size: int, costs: Costs) -> Prediction:
     """The time of one algorithm.
 
     Args:
@@ -81,7 +81,7 @@ def predict(entry: Entry, call: Call, size: int, costs: Costs) -> Prediction:
     if size * (messages + cost.sent_bytes / CHUNK_BYTES) > CHUNKS_MAX:
         return Prediction(entry.name, seconds(cost, size, costs), messages, cost.sent_bytes, None)
     ranks = [_Rank(rank, entry.build(_call_on(call, rank), rank, size), _call_on(call, rank)) for rank in range(size)]
-    steps = Steps(costs, size)
+    steps = StepSimulation(costs, size)
     _lower(entry.name, ranks, steps)
     return Prediction(
         entry.name, steps.run(), max(rank.messages for rank in ranks), max(rank.sent_bytes for rank in ranks), steps
@@ -95,7 +95,7 @@ def _call_on(call: Call, rank: int) -> Call:
     return call
 
 
-def _lower(name: str, ranks: list[_Rank], steps: Steps) -> None:
+def _lower(name: str, ranks: list[_Rank], steps: StepSimulation) -> None:
     """Turns all plans into steps, each listed after those it needs."""
     flying: Flying = {}
     waiting = ranks
@@ -145,9 +145,9 @@ class _Rank:
         self._counts |= {(Buffer.WORK, item): count for item, count in enumerate(plan.work_items)}
         self._fence: tuple[int, ...] = ()
         self._since: list[int] = []
-        """Steps since the last action that moved nothing, that one's included."""
+        """StepSimulation since the last action that moved nothing, that one's included."""
 
-    def advance(self, steps: Steps, flying: Flying) -> bool:
+    def advance(self, steps: StepSimulation, flying: Flying) -> bool:
         """Turns into steps what it can; False when that was nothing."""
         began = self.at
         for action in self.plan.actions[began:]:
@@ -168,7 +168,7 @@ class _Rank:
 
     def _add(
         self,
-        steps: Steps,
+        steps: StepSimulation,
         lane: int | None,
         took: float,
         needs: Iterable[int],
@@ -184,7 +184,7 @@ class _Rank:
         """What an action needs only for its place in time: all before it where it moves nothing, else the last of those."""
         return self._fence if region.start != region.stop else tuple(self._since)
 
-    def _send(self, steps: Steps, action: Send) -> list[_Chunk]:
+    def _send(self, steps: StepSimulation, action: Send) -> list[_Chunk]:
         start, stop = self._bounds(action.region)
         itemsize = self._work_itemsize if action.region.buffer is Buffer.WORK else self._itemsize
         costs = steps.costs
@@ -201,7 +201,7 @@ class _Rank:
         self.messages += 1
         return chunks
 
-    def _take(self, steps: Steps, action: Receive | Fold | FoldUnder, chunks: list[_Chunk]) -> None:
+    def _take(self, steps: StepSimulation, action: Receive | Fold | FoldUnder, chunks: list[_Chunk]) -> None:
         region, costs = action.region, steps.costs
         if region.stop is None:
             self._counts[region.buffer, region.item] = chunks[-1].stop
@@ -220,7 +220,7 @@ class _Rank:
                 made = self._add(steps, None, 0.0, (made, *before, *after), action.peer)
             self._write(region, first, last, (made,))
 
-    def _compute(self, steps: Steps, action: Action) -> None:
+    def _compute(self, steps: StepSimulation, action: Action) -> None:
         """What a rank does alone: only folding its own array takes time."""
         if isinstance(action, Quantise | Send):
             return

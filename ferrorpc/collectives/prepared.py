@@ -1,4 +1,4 @@
-"""A call with its plan, ready to be run again and again: what runs it is chosen by where the arrays of each run are."""
+"""A call prepared with its plan. Where the arrays of a run are (host or GPU) decides what runs the plan."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from ferrorpc.collectives import on_device
 from ferrorpc.collectives.algorithms.plan import Plan
 from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.dependencies import in_place
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.executor import Layout, PlanExecution
 from ferrorpc.collectives.ferry import FerriedWorkspace, ferried, ferry_for
-from ferrorpc.collectives.flow import in_place
 from ferrorpc.collectives.fusion import fused
 from ferrorpc.collectives.workspace import Workspace
 from ferrorpc.guard import Guard

@@ -1,9 +1,9 @@
-"""Who advances executions: the caller's thread for a blocking call, one progress thread for all asynchronous ones.
+"""Drives executions: the caller's thread for a blocking call, one progress thread for all asynchronous ones.
 
-Both do the same. They advance, and park until the execution is woken, its generation ends, or a timer is due: after
-PROBE_SECONDS without progress the peers waited on are asked where they stand, after EXPLAIN_SECONDS the wait is explained in
-the log, and at the deadline the operation fails. A failure is reported first, and what is raised is the first cause that
-the coordinator kept, so that every rank raises the same.
+Both do the same. They advance an execution, and park until it is woken, its generation ends, or a timer is due. After
+PROBE_SECONDS without progress the peers waited for are asked where they are, after EXPLAIN_SECONDS the wait is explained in the
+log, and at the deadline the operation fails. A failure is reported first. What is raised is the first cause that the
+coordinator kept, so every rank raises the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VERDICT_SECONDS: Final = 1.5
 _log = logging.getLogger("ferrorpc.collectives")
 
 
-class Patience:
+class WaitTimers:
     """When the next timer of a waiting execution is due, and what it does."""
 
     __slots__ = ("_execution", "_explain_at", "_probe_at", "_step")
@@ -106,7 +106,7 @@ def drive(execution: Execution, abort: Callable[[FerroError], None]) -> list[np.
     try:
         guard.latch.check()
         if execution.polling is not None:
-            if not execution.polling.briefly(iter(execution.advance, True)):
+            if not execution.polling.spin(iter(execution.advance, True)):
                 _poll(execution, parker)
         elif not execution.advance():
             execution.attend()
@@ -133,7 +133,7 @@ def _first_cause(guard: Guard, error: FerroError, abort: Callable[[FerroError], 
 
 def _wait(execution: Execution, parker: Parker) -> None:
     latch = execution.guard.latch
-    patience = Patience(execution)
+    patience = WaitTimers(execution)
     ticket = latch.watch(parker.unpark)
     try:
         while True:
@@ -151,7 +151,7 @@ def _wait(execution: Execution, parker: Parker) -> None:
 
 def _poll(execution: Execution, parker: Parker) -> None:
     clock, latch = execution.guard.clock, execution.guard.latch
-    patience = Patience(execution)
+    patience = WaitTimers(execution)
     ticket = latch.watch(parker.unpark)
     position, moved_at = execution.position, clock.now()
     try:
@@ -205,7 +205,7 @@ class _Entry:
         self.abort = abort
         self.convert = convert
         self.work = work
-        self.patience = Patience(execution)
+        self.patience = WaitTimers(execution)
         self.over = False
         self.queued = False
         self.scheduled = False

@@ -1,4 +1,4 @@
-"""The arrays of one running plan, and what its actions do to them. Knows nothing of messages."""
+"""The arrays of one running plan, and the arithmetic of its actions. Messages are the executor's part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers pass to a group's operations, checked before anything is sent."""
+"""Checks the arguments of a group's operations before anything is sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from ferrorpc.arrays.base import Kind, View
 from ferrorpc.arrays.kinds import NUMPY, copy_of, kind_of, spec_of, split, view
-from ferrorpc.collectives.endpoints import rank_of
+from ferrorpc.collectives.ranks_and_tags import rank_of
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.operations.results import NOTHING, Into, IntoList, IntoWhole, New, NewList, Result
 from ferrorpc.types import TensorSpec
@@ -77,7 +77,7 @@ class Arguments:
         """Reads an array or a number. Raises as `arrays.kinds.view`."""
         return view(x, self._near)
 
-    def parcel(self, x: Any) -> View:
+    def view_to_send(self, x: Any) -> View:
         """As `view`, for an array that is sent by itself. Raises UsageError where no frame can describe it."""
         found = view(x, self._near)
         check_sendable((found.spec,))

@@ -1,7 +1,7 @@
-"""From checked arrays to a running operation and back: what every operation of a group has in common.
+"""Starts the operations of a group and returns their results: what all operations have in common.
 
-A call is prepared once per signature and cached; a later one is look up, number, run. A group lives here through open ->
-broken (its generation ended: the latch holds the first cause) -> closed.
+A call is prepared once per signature and cached; a later one is looked up, numbered and run. The life of a group is kept here:
+open -> broken (its generation ended: the latch holds the first cause) -> closed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Final, TypeAlias
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import copy_of
 from ferrorpc.backends.base import Backend
-from ferrorpc.collectives.advancing import Advancing
 from ferrorpc.collectives.call import Call
-from ferrorpc.collectives.execution import Bare, Execution, Prepared, as_it_is
+from ferrorpc.collectives.event_driven import EventDrivenExecution
+from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared, return_execution
 from ferrorpc.collectives.progress import verdict
 from ferrorpc.errors import FerroError, GroupAbortedError, GroupClosedError
 from ferrorpc.guard import FOREVER, Guard
@@ -154,7 +154,7 @@ class Dispatch:
         self.run(execution)
         return result.of(execution)
 
-    def ran(self, bare: Bare, execution: Execution) -> bool:
+    def ran(self, bare: PointerAllReduce, execution: Execution) -> bool:
         """Whether an execution was complete as soon as it was launched. It is then not timed: the host has not waited."""
         if self.telemetry is not None:
             return False
@@ -219,7 +219,7 @@ class Dispatch:
         self._note(execution.label)
         ended = self._observed(execution)
         if result.on_device:
-            work = self.backend.submit(execution, as_it_is)
+            work = self.backend.submit(execution, return_execution)
             work.bring = result.of
             work.hand_over = hand_over
             work.settle = self._settle
@@ -239,7 +239,7 @@ class Dispatch:
 
         An error is not raised here: the driver's next `advance` raises it.
         """
-        if not isinstance(execution, Advancing):
+        if not isinstance(execution, EventDrivenExecution):
             return False
         execution.wake = _nobody
         try:

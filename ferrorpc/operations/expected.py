@@ -1,7 +1,7 @@
-"""A recv in two: its place in the queue is taken now, and its caller's own thread waits when it needs the array.
+"""A recv in two steps: it takes its place in the queue at once, and the caller waits later, when it needs the array.
 
-In between, whichever thread brings chunks lays them out, so a message is mostly here when it is wanted, and no thread is woken
-for it but the one that waits.
+In between, the threads that receive chunks copy them to their place. So most of a message is usually here when it is needed,
+and no thread is woken for it except the one that waits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the results of an operation go, and what its caller gets: the arrays of `out`, or new ones of the kind that went in."""
+"""What an operation returns: the arrays of `out`, or new ones of the kind that was passed in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams: operations apart from program order, numbered by what they mean."""
+"""Streams: operations outside of program order, whose numbers their user gives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Stream:
 
     def __init__(self, dispatch: Dispatch, channels: int | None) -> None:
         self._dispatch = dispatch
-        self._given = Arguments(dispatch.backend.capabilities.device_arrays)
+        self._arguments = Arguments(dispatch.backend.capabilities.device_arrays)
         self._number = dispatch.open_stream(channels)
         arena = dispatch.backend.arena
         self._unordered = channels is None and arena is not None
@@ -63,13 +63,13 @@ class Stream:
         algorithm: str | None = None,
     ) -> Work[Any]:
         """As `ProcessGroup.all_reduce(async_op=True)`."""
-        source, chosen = self._given.view(x), ReduceOp.named(op)
+        source, chosen = self._arguments.view(x), ReduceOp.named(op)
         specs = (source.spec,)
         return self._start(
             (Operation.ALL_REDUCE, specs, chosen, None, wire, algorithm),
             lambda: Call(Operation.ALL_REDUCE, specs, chosen, None, wire, algorithm),
             [source],
-            self._given.one_result(out, source.kind, source.spec, [source]),
+            self._arguments.one_result(out, source.kind, source.spec, [source]),
             number,
             timeout,
         )
@@ -77,23 +77,23 @@ class Stream:
     def broadcast(self, x: Any, number: int, *, root: int, timeout: float | None = None) -> Work[Any]:
         """As `ProcessGroup.broadcast(x, out=x, async_op=True)`: x is read on rank `root` and written on the others."""
         rank = self._dispatch.backend.rank
-        source = self._given.view(x)
+        source = self._arguments.view(x)
         sources = [source] if rank == root else []
         specs = tuple([each.spec for each in sources])
         return self._start(
             (Operation.BROADCAST, specs, root),
             lambda: Call(Operation.BROADCAST, specs, root=root),
             sources,
-            self._given.one_result(x, kind_of(x), source.spec, sources),
+            self._arguments.one_result(x, kind_of(x), source.spec, sources),
             number,
             timeout,
         )
 
     def all_gather(self, x: Any, number: int, *, timeout: float | None = None) -> Work[Any]:
         """As `ProcessGroup.all_gather(async_op=True)`."""
-        source = self._given.view(x)
+        source = self._arguments.view(x)
         specs = (source.spec,)
-        result = self._given.list_result(None, source.kind, self._dispatch.backend.size, [source])
+        result = self._arguments.list_result(None, source.kind, self._dispatch.backend.size, [source])
         return self._start(
             (Operation.ALL_GATHER, specs), lambda: Call(Operation.ALL_GATHER, specs), [source], result, number, timeout
         )

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrorpc.collectives.algorithms.cut import alone, others, slices
+from ferrorpc.collectives.algorithms.partition import copy_plan, others, slices
 from ferrorpc.collectives.algorithms.plan import (
     Action,
     Buffer,
@@ -49,7 +49,7 @@ _RESULTS = 1
 def all_reduce_one_shot(count: int, rank: int, size: int) -> Plan:
     """Everyone sends everything to everyone and reduces it all."""
     if size == 1:
-        return alone("one_shot")
+        return copy_plan("one_shot")
     if count == 0:
         return Plan("one_shot", ())
     own = Region(Buffer.IN, 0, 0, count)
@@ -68,7 +68,7 @@ def all_reduce_two_shot(count: int, rank: int, size: int, *, compressed: bool = 
             ranks end with the same bits.
     """
     if size == 1:
-        return alone("two_shot")
+        return copy_plan("two_shot")
     cuts = slices(count, size)
     start, stop = cuts[rank]
     actions: list[Action] = [
@@ -90,7 +90,7 @@ def all_reduce_two_shot(count: int, rank: int, size: int, *, compressed: bool = 
 def reduce(count: int, rank: int, size: int, root: int) -> Plan:
     """Everyone sends everything to the root, which reduces it."""
     if size == 1:
-        return alone("direct")
+        return copy_plan("direct")
     own = Region(Buffer.IN, 0, 0, count)
     if rank != root:
         return Plan("direct", (Send(root, _PARTS, own),) if count else (), out_items=0)
@@ -105,7 +105,7 @@ def reduce(count: int, rank: int, size: int, root: int) -> Plan:
 def reduce_scatter(counts: Sequence[int], rank: int, size: int) -> Plan:
     """Part r of everyone goes to rank r, which reduces it. `counts`: elements of each part, the same on all ranks."""
     if size == 1:
-        return alone("direct")
+        return copy_plan("direct")
     actions: list[Action] = [
         Send(peer, _PARTS, Region(Buffer.IN, peer, 0, counts[peer])) for peer in others(rank, size) if counts[peer]
     ]
@@ -163,7 +163,7 @@ def broadcast(rank: int, size: int, root: int) -> Plan:
 def broadcast_two_shot(count: int, rank: int, size: int, root: int) -> Plan:
     """The root's array of `count` elements: everyone else gets one slice, and sends it to everyone else."""
     if size == 1:
-        return alone("two_shot")
+        return copy_plan("two_shot")
     receivers = others(root, size)
     pieces = [(peer, cut) for peer, cut in zip(receivers, slices(count, size - 1), strict=True) if _holds(cut)]
     if rank == root:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrorpc.collectives.algorithms.cut import slices
+from ferrorpc.collectives.algorithms.partition import slices
 from ferrorpc.collectives.algorithms.plan import (
     Action,
     Buffer,
@@ -32,7 +32,7 @@ from ferrorpc.collectives.algorithms.plan import (
     Region,
     Send,
 )
-from ferrorpc.collectives.algorithms.tree import family
+from ferrorpc.collectives.algorithms.tree import parent_and_children
 
 _PARTS = 0
 """The slot of what a rank gives to the holder of a shard on its host."""
@@ -134,7 +134,7 @@ def broadcast(count: int, rank: int, layout: Layout, root: int) -> Plan:
     if place < layout.shards and _holds(cuts[place]):
         shard = Region(source, 0, *cuts[place])
         column = layout.column(place)
-        parent, children = family(here, len(layout.members), origin)
+        parent, children = parent_and_children(here, len(layout.members), origin)
         if parent is not None:
             actions.append(Receive(column[parent], _ACROSS, shard))
         elif rank != root:

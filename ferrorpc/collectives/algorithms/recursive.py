@@ -13,19 +13,19 @@ power of two, two more rounds, one of them with a fold.
 
 from __future__ import annotations
 
-from ferrorpc.collectives.algorithms.cube import FIRST_ROUND, HAND_BACK, HAND_OVER, Cube, hand_over
-from ferrorpc.collectives.algorithms.cut import alone
+from ferrorpc.collectives.algorithms.hypercube import FIRST_ROUND, HAND_BACK, HAND_OVER, Hypercube, hand_over
+from ferrorpc.collectives.algorithms.partition import copy_plan
 from ferrorpc.collectives.algorithms.plan import Action, Buffer, Finish, Fold, FoldUnder, Load, Plan, Region, Send
 
 
 def all_reduce(count: int, rank: int, size: int) -> Plan:
     """Any number of ranks; every rank ends with the same bits."""
     if size == 1:
-        return alone("recursive_doubling")
+        return copy_plan("recursive_doubling")
     if count == 0:
         return Plan("recursive_doubling", ())
     own, total, result = (Region(buffer, 0, 0, count) for buffer in (Buffer.IN, Buffer.WORK, Buffer.OUT))
-    cube = Cube(size)
+    cube = Hypercube(size)
     place = cube.place(rank)
     if place is None:
         return Plan("recursive_doubling", hand_over(rank, own, result))

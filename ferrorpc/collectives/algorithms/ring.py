@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrorpc.collectives.algorithms.cut import alone, slices
+from ferrorpc.collectives.algorithms.partition import copy_plan, slices
 from ferrorpc.collectives.algorithms.plan import (
     Action,
     Buffer,
@@ -37,7 +37,7 @@ from ferrorpc.collectives.algorithms.plan import (
 def all_reduce(count: int, rank: int, size: int) -> Plan:
     """A turn that reduces slices and a turn that hands them round."""
     if size == 1:
-        return alone("ring")
+        return copy_plan("ring")
     cuts = slices(count, size)
     parts = [Region(Buffer.IN, 0, *cut) for cut in cuts]
     results = [Region(Buffer.OUT, 0, *cut) for cut in cuts]
@@ -55,7 +55,7 @@ def all_reduce(count: int, rank: int, size: int) -> Plan:
 def reduce_scatter(counts: Sequence[int], rank: int, size: int) -> Plan:
     """The first turn alone, on given parts. `counts`: elements of each part, the same on all ranks."""
     if size == 1:
-        return alone("ring")
+        return copy_plan("ring")
     parts = [Region(Buffer.IN, item, 0, count) for item, count in enumerate(counts)]
     actions = _reduce_turn(parts, Region(Buffer.OUT, 0, 0, counts[rank]), rank, size)
     return Plan("ring", tuple(actions), work_items=(max(counts),))

@@ -34,7 +34,7 @@ from ferrorpc.collectives.algorithms.plan import (
     Region,
     Send,
 )
-from ferrorpc.collectives.algorithms.symbols import Run, Strip, Term, aligned, fold, length
+from ferrorpc.collectives.algorithms.symbolic import Run, SymbolicArray, Term, aligned, fold, length
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import UsageError
 
@@ -54,7 +54,7 @@ class _Rank:
     """One rank on its way through its plan."""
 
     plan: Plan
-    strips: dict[tuple[Buffer, int], Strip]
+    strips: dict[tuple[Buffer, int], SymbolicArray]
     compresses: bool
     heard: set[int]
     eager_items: int
@@ -81,7 +81,7 @@ class _Rank:
             raise _Unsound(f"{region} is written, which belongs to the caller")
         if region.buffer is Buffer.WORK and (Buffer.WORK, region.item) not in self.strips:
             raise _Unsound(f"{region} has no room")
-        strip = self.strips.setdefault((region.buffer, region.item), Strip())
+        strip = self.strips.setdefault((region.buffer, region.item), SymbolicArray())
         if region.stop is None:
             strip.become(piece)
             return
@@ -144,14 +144,14 @@ def formulas(calls: Sequence[Call], plans: Sequence[Plan]) -> list[list[list[tup
         _advance_all(ranks)
     except _Unsound as problem:
         raise UsageError(str(problem)) from None
-    strips = [[rank.strips.get((Buffer.OUT, item), Strip()) for item in range(rank.plan.out_items)] for rank in ranks]
+    strips = [[rank.strips.get((Buffer.OUT, item), SymbolicArray()) for item in range(rank.plan.out_items)] for rank in ranks]
     return [
         [[(count, term.text if term else "") for count, _, term in strip.cut(0, len(strip))] for strip in results]
         for results in strips
     ]
 
 
-def held_up(calls: Sequence[Call], plans: Sequence[Plan], late: int) -> list[int]:
+def blocked_by(calls: Sequence[Call], plans: Sequence[Plan], late: int) -> list[int]:
     """The other ranks that cannot finish before rank `late` has entered: they need what it brings, or its credit."""
     ranks = _ranks(calls, plans, in_place=False)
     _advance_all(ranks, {late})
@@ -181,12 +181,12 @@ def _ranks(calls: Sequence[Call], plans: Sequence[Plan], in_place: bool) -> list
 
 
 def _rank(number: int, call: Call, plan: Plan, in_place: bool, itemsize: int) -> _Rank:
-    strips: dict[tuple[Buffer, int], Strip] = {}
+    strips: dict[tuple[Buffer, int], SymbolicArray] = {}
     for item, spec in enumerate(call.inputs):
         count = math.prod(spec.shape)
-        strips[Buffer.IN, item] = Strip([(count, 0, Term(f"x{number}", (number,), item))])
+        strips[Buffer.IN, item] = SymbolicArray([(count, 0, Term(f"x{number}", (number,), item))])
     for item, count in enumerate(plan.work_items):
-        strips[Buffer.WORK, item] = Strip([(count, 0, None)])
+        strips[Buffer.WORK, item] = SymbolicArray([(count, 0, None)])
     if in_place and call.inputs:
         brought = number if call.operation is Operation.REDUCE_SCATTER else 0
         strips[Buffer.OUT, 0] = strips[Buffer.IN, brought]
@@ -256,7 +256,7 @@ def _wrong_results(calls: Sequence[Call], number: int, rank: _Rank, rank_order: 
         yield f"rank {number} has {rank.plan.out_items} results, not {len(expected)}"
     for item, (source, source_item) in enumerate(expected):
         where = f"rank {number}, result {item}"
-        strip = rank.strips.get((Buffer.OUT, item), Strip())
+        strip = rank.strips.get((Buffer.OUT, item), SymbolicArray())
         count = math.prod(calls[source or 0].inputs[source_item].shape)
         if len(strip) != count:
             yield f"{where} has {len(strip)} elements, not {count}"
@@ -304,7 +304,7 @@ def _wrong(run: Run, source: int | None, item: int, position: int, size: int, ra
 
 
 def _disagreements(ranks: Sequence[_Rank]) -> Iterator[str]:
-    results = [rank.strips.get((Buffer.OUT, 0), Strip()) for rank in ranks]
+    results = [rank.strips.get((Buffer.OUT, 0), SymbolicArray()) for rank in ranks]
     first = results[0].cut(0, len(results[0]))
     for number, result in enumerate(results):
         for (_, _, own), (_, _, other) in aligned(first, result.cut(0, len(result))):

@@ -1,13 +1,13 @@
 """all_reduce in shared memory, in rank order: every rank folds the others' arrays where they lie.
 
-Idea. A small array (`select` says how small) is copied by everyone into its slot, and everyone folds all of them into its own
+Idea. A small array (`select` has the limit) is copied by every rank to its slot, and every rank folds all of them into its own
 result: one wait. A large one is cut into chunks that fit the cache, and each chunk into a slice a rank: stage a chunk, fold
 one's own slice of it, copy the others' slices. The ring holds two chunks, so that staging runs ahead of copying. An array that
-lies in the segment already (`group.empty`) is not staged but read in place, and a result that is written to such an array is
-copied from there; such an operation ends when the others have read what they need, because the caller may then write to its
-arrays again. An array that comes down from a device is staged as it comes, and a result that goes there goes up chunk by chunk.
+lies in the segment already (`group.empty`) is not staged but read in place, and a result written to such an array is copied
+from there. Such an operation ends when the others have read what they need, because the caller may then write to its arrays
+again. An array on a GPU is staged as its chunks arrive on the host, and a result for a GPU is copied there chunk by chunk.
 
-Source. The symmetric and the distributed form of DeepSpeed's all_reduce for CPUs (2024); chunking, reading in place and the
+Source. The symmetric and the distributed form of DeepSpeed's all_reduce for CPUs (2024). Chunking, reading in place and the
 fixed order of the fold are added here.
 
 Cost, in bytes that a rank moves for n bytes on p ranks: one_shot n to stage and p n to fold; two_shot 2 n (p-1)/p to stage and
@@ -20,9 +20,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from ferrorpc.collectives.algorithms.cut import slices
+from ferrorpc.collectives.algorithms.partition import slices
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.board import LEFT, REDUCED, RESULT, RING, SIGNATURE, SOURCE, STAGED, Array, Channel
+from ferrorpc.collectives.arena.control_blocks import LEFT, REDUCED, RESULT, RING, SIGNATURE, SOURCE, STAGED, Array, Channel
 from ferrorpc.collectives.arena.execution import ArenaExecution, Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared, fold_of
 from ferrorpc.collectives.call import Call
@@ -53,26 +53,26 @@ class OneShot(ArenaPrepared):
     def steps(
         self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
     ) -> Steps:
-        line, done, digest = channel.line, base | 1, self._digest
-        in_doubt = False
+        block, done, digest = channel.block, base | 1, self._digest
+        checks_pending = False
         if not channel.is_free(before):
             yield from channel.enter(before)
         stage, sources = self._views.get(channel) or self._look(channel)
         source = inputs[0]
         stage[...] = source if self._is_flat else source.reshape(-1)
         if channel.signed != digest:
-            in_doubt = self.sign(channel)
-        line[STAGED] = done
+            checks_pending = self.sign(channel)
+        block[STAGED] = done
         for other in channel.others:
             while other[STAGED] < done:
                 yield done
             if other[SIGNATURE] != digest:
                 raise self.mismatch(channel, base)
-        if in_doubt:
+        if checks_pending:
             channel.bank.settle()
         results = outputs or self.room(None)
         self._fold(sources, results[0] if self._is_flat else results[0].reshape(-1))
-        line[LEFT] = done
+        block[LEFT] = done
         return None if outputs else (results, self.specs)
 
     def _look(self, channel: Channel) -> tuple[Array, list[Array]]:
@@ -127,10 +127,10 @@ class TwoShot(ArenaPrepared):
         yield from channel.enter(before)
         results = self.room(outputs)
         run = _TwoShotRun(self, channel, inputs[0].reshape(-1), results[0].reshape(-1))
-        line, chunks = channel.line, self.chunks
+        block, chunks = channel.block, self.chunks
         self.sign(channel)
         yield from self._landed(ferry, 0)
-        staged = line[STAGED] = base + (chunks if run.source_offset else run.stage(0))
+        staged = block[STAGED] = base + (chunks if run.source_offset else run.stage(0))
         for chunk in range(chunks):
             passed = base + chunk + 1
             yield from channel.await_others(STAGED, passed)
@@ -138,15 +138,15 @@ class TwoShot(ArenaPrepared):
                 self.compare(channel, base)
                 run.look()
             run.reduce(chunk)
-            line[REDUCED] = passed
+            block[REDUCED] = passed
             if staged == passed < base + chunks:
                 if chunk:
                     yield from channel.await_others(LEFT, passed - 1)
                 yield from self._landed(ferry, chunk + 1)
-                staged = line[STAGED] = base + run.stage(chunk + 1)
+                staged = block[STAGED] = base + run.stage(chunk + 1)
             yield from channel.await_others(REDUCED, passed)
             run.copy(chunk)
-            line[LEFT] = passed
+            block[LEFT] = passed
             if ferry is not None:
                 ferry.lift(0, results[0], chunk * self.chunk, min((chunk + 1) * self.chunk, self.count))
         if run.is_read_in_place:
@@ -170,12 +170,12 @@ class _TwoShotRun:
     """
 
     def __init__(self, prepared: TwoShot, channel: Channel, source: Array, result: Array) -> None:
-        locate = channel.bank.board.memory.own.locate
+        locate = channel.bank.control.memory.own.locate
         self.source_offset, result_offset = locate(source) or 0, locate(result) or 0
         self.is_read_in_place = bool(self.source_offset or result_offset)
         if not (self.source_offset and result_offset):
             channel.widen(RING_CHUNKS * CHUNK_BYTES)
-        channel.line[SOURCE], channel.line[RESULT] = self.source_offset, result_offset
+        channel.block[SOURCE], channel.block[RESULT] = self.source_offset, result_offset
         self._prepared = prepared
         self._channel = channel
         self._rank = prepared.arena.rank
@@ -188,10 +188,10 @@ class _TwoShotRun:
     def look(self) -> None:
         """Finds the others' arrays, once they have staged. For each: elements, and whether they are those of a ring."""
         channel, prepared = self._channel, self._prepared
-        for peer, line in enumerate(channel.others):
-            for places, offset in ((self._sources, line[SOURCE]), (self._results, line[RESULT])):
+        for peer, block in enumerate(channel.others):
+            for places, offset in ((self._sources, block[SOURCE]), (self._results, block[RESULT])):
                 nbytes = prepared.count * prepared.storage.itemsize if offset else RING_CHUNKS * CHUNK_BYTES
-                place = prepared.part(channel, peer, offset or line[RING], nbytes)
+                place = prepared.part(channel, peer, offset or block[RING], nbytes)
                 places.append((place.view(prepared.storage), not offset))
         self._sources.insert(self._rank, (self._source, False))
 

@@ -1,11 +1,11 @@
-"""The shared-memory operations of one group: which of its operations runs on which channel, and what a peer may ask of them."""
+"""The shared-memory operations of one group: the channels they run on, and the answers to peers' probes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from ferrorpc.collectives.arena.board import CHUNK_BITS, STAGED, TEXT, Bank, Board
+from ferrorpc.collectives.arena.control_blocks import CHUNK_BITS, STAGED, TEXT, Bank, ControlBlocks
 from ferrorpc.transports.base import Transport
 from ferrorpc.transports.mailbox import Entered
 from ferrorpc.wire.frames import Key
@@ -18,7 +18,7 @@ class Arena:
     """Shared-memory operations of one group, all of whose ranks are neighbours.
 
     Args:
-        board: this rank's board in this generation.
+        control: this rank's control in this generation.
         transport: lanes to the same ranks, by which those who are waited for are asked where they stand.
         group: the group's id.
         ranks: world rank of each group rank.
@@ -27,19 +27,19 @@ class Arena:
 
     def __init__(
         self,
-        board: Board,
+        control: ControlBlocks,
         transport: Transport,
         group: int,
         ranks: Sequence[int],
         describe: Callable[[list[int]], str],
     ) -> None:
-        self.board = board
+        self.control = control
         self.transport = transport
         self.describe = describe
-        self.polling = board.polling
+        self.polling = control.polling
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
-        self.rank = self.ranks.index(board.rank)
+        self.rank = self.ranks.index(control.rank)
         self._group = group
         self._channels = {0: PROGRAM_CHANNELS}
         self._banks: dict[int, Bank] = {}
@@ -52,7 +52,7 @@ class Arena:
         """This rank starts no operation there any more: its memory is given back in time. May be called by a finaliser."""
         bank = self._banks.get(stream)
         if bank is not None:
-            self.board.let_go(bank)
+            self.control.let_go(bank)
 
     def close(self) -> None:
         """This rank starts no operation of this group any more."""
@@ -64,7 +64,7 @@ class Arena:
         found = self._banks.get(stream)
         if found is None:
             channels = self._channels.get(stream, PROGRAM_CHANNELS)
-            found = self._banks[stream] = self.board.bank(self._group, stream, self.ranks, channels)
+            found = self._banks[stream] = self.control.bank(self._group, stream, self.ranks, channels)
         return found
 
     def entered(self, key: Key) -> Entered:
@@ -75,8 +75,8 @@ class Arena:
         bank = self._banks.get(key.stream)
         if bank is None:
             return Entered(None, 0, "")
-        ticket, signature = bank.latest(self.board.rank)
-        line = bank.channels[key.number % len(bank.channels)].line
-        known = line[STAGED] >> CHUNK_BITS == key.number + 1
-        text = self.board.read_text(self.board.rank, line[TEXT]) if known else None
+        ticket, signature = bank.latest(self.control.rank)
+        block = bank.channels[key.number % len(bank.channels)].block
+        known = block[STAGED] >> CHUNK_BITS == key.number + 1
+        text = self.control.read_text(self.control.rank, block[TEXT]) if known else None
         return Entered(text, max(ticket - 1, 0), signature)

@@ -1,17 +1,17 @@
-"""Everything but all_reduce in shared memory: those who have something for others lay it out, those who need it read it.
+"""Everything but all_reduce and barrier in shared memory: senders publish their parts, receivers read them.
 
-Idea. Each rank that brings something lays out a *table*, one entry for each part: where it lies, dtype, shape. Parts follow.
-Where all of it fits the channel's slot, it goes there, and since slots do not move and tables repeat, nothing has to be worked
-out again. Else it goes into the ring: small parts as a whole, large ones in *rounds*, a chunk of each part in every round. The
-ring has SLOTS chunks of a part, which stay in the processor's cache, so an owner is ahead of its readers by that many rounds
-and then waits for them; and what lies in the segment already (`group.empty`) is not staged but read in place, and the operation
-then ends only when all readers have left. Whoever needs parts waits for their owners one by one, and copies or folds them.
+Idea. Each rank that sends something publishes a *table* with an entry for each part: where it lies, dtype, shape. The parts
+follow. If everything fits the channel's slot, it goes there; slots do not move and tables repeat, so nothing is computed again
+in the next call. Otherwise it goes to the ring: small parts whole, large ones in *rounds*, a chunk of each part in every round.
+The ring holds SLOTS chunks of a part, which stay in the processor's cache: an owner runs ahead of its readers by that many
+rounds, then waits for them. What lies in the segment already (`group.empty`) is not staged but read in place, and the operation
+then ends only when all readers have left. A receiver waits for the owners of its parts one by one, and copies or folds them.
 
-Source. One-sided publication as in Open MPI's components for XPMEM; the message-free counterpart of the direct algorithms in
-algorithms/direct.py, with the same results bit for bit. Rounds are to it what chunks are to the large all_reduce.
+Source. One-sided publication as in Open MPI's components for XPMEM. It is the shared-memory counterpart of the direct
+algorithms in algorithms/direct.py, with the same results bit for bit. Rounds correspond to the chunks of the large all_reduce.
 
-Cost, in bytes that a rank moves: what it brings to others once to stage (not at all in registered memory), what it needs
-once to copy or fold. Memory beyond the arrays: the ring, about RING_BYTES (among dozens of ranks SLOTS small chunks for each).
+Cost, in bytes that a rank moves: what it sends once to stage (nothing in registered memory), what it receives once to copy or
+fold. Memory beyond the arrays: the ring, about RING_BYTES (among dozens of ranks SLOTS small chunks for each).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.board import (
+from ferrorpc.collectives.arena.control_blocks import (
     CHUNK_BITS,
     LEFT,
     RING,
@@ -36,9 +36,9 @@ from ferrorpc.collectives.arena.board import (
     Wait,
     words_of,
 )
-from ferrorpc.collectives.arena.doubts import UnreadCalls
 from ferrorpc.collectives.arena.execution import Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared, fold_of
+from ferrorpc.collectives.arena.signature_check import SignatureCheck
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CodecError
 from ferrorpc.types import DType, TensorSpec
@@ -211,15 +211,15 @@ class Exchange(ArenaPrepared):
     def steps(
         self, channel: Channel, before: int, base: int, inputs: Sequence[Array], outputs: Sequence[Array] | None
     ) -> Steps:
-        line, digest, done = channel.line, self._digest, base | self.chunks
+        block, digest, done = channel.block, self._digest, base | self.chunks
         if not channel.is_free(before):
             yield from channel.enter(before)
         staged, must_stay = self._lay_out(channel, inputs) if self._brings else ((), False)
         self.sign(channel)
         bank = channel.bank
         if self._unread:
-            bank.doubts.append(UnreadCalls(channel, self._unread, base, (digest, self._text), self.signature))
-        line[STAGED] = base + 1
+            bank.pending_checks.append(SignatureCheck(channel, self._unread, base, (digest, self._text), self.signature))
+        block[STAGED] = base + 1
         found = yield from self._found(channel, base, inputs)
         specs = [part.spec for part in found] if self._fold is None else self.specs
         results = [self.room_for(item, spec, outputs) for item, spec in enumerate(specs)]
@@ -228,14 +228,14 @@ class Exchange(ArenaPrepared):
             yield from self._in_rounds(channel, base, staged, found, flat)
         else:
             self._take([part.elements for part in found], flat)
-        line[STAGED] = line[LEFT] = done
+        block[STAGED] = block[LEFT] = done
         if must_stay:
             yield from channel.await_others(LEFT, done)
         # What was read in place from a rank that failed meanwhile may not be what it brought: its line says so.
         for other in channel.others:
             while other[STAGED] < 0:
                 yield done
-        if bank.doubts:
+        if bank.pending_checks:
             bank.settle()
         return results, specs
 
@@ -264,15 +264,15 @@ class Exchange(ArenaPrepared):
         results: Sequence[Array],
     ) -> Wait:
         """Lays out and takes round after round. The first is laid out already, everywhere."""
-        line = channel.line
+        block = channel.block
         self._land(found, results, 0)
         for number in range(1, max(part.rounds for part in (*found, *(part for _, part in staged)))):
-            line[LEFT] = base + number
+            block[LEFT] = base + number
             if number >= SLOTS and staged:
                 yield from channel.await_others(LEFT, base + number + 1 - SLOTS, self._reader_places)
             for source, part in staged:
                 _stage(source, part, number)
-            line[STAGED] = base + number + 1
+            block[STAGED] = base + number + 1
             yield from channel.await_others(STAGED, base + number + 1, self._owner_places)
             self._land(found, results, number)
 
@@ -303,11 +303,11 @@ class Exchange(ArenaPrepared):
             seat.front[...] = seat.table
             for item, place in seat.stages:
                 place[...] = inputs[item].reshape(-1)
-            channel.line[SOURCE] = seat.start
+            channel.block[SOURCE] = seat.start
             return (), False
-        locate = channel.bank.board.memory.own.locate
+        locate = channel.bank.control.memory.own.locate
         channel.widen(self._room_bytes)
-        ring, start = channel.ring, channel.line[RING]
+        ring, start = channel.ring, channel.block[RING]
         table = words_of(ring[: len(self._table) * 8])
         table[:] = self._table
         staged, must_stay = [], False
@@ -326,13 +326,13 @@ class Exchange(ArenaPrepared):
                 _stage(source, part, 0)
             else:
                 place[...] = source
-        channel.line[SOURCE] = start
+        channel.block[SOURCE] = start
         return staged, must_stay
 
     def _sit(self, channel: Channel) -> _Seat:
         """Where this call's small parts lie in the slot of a channel."""
         slot = channel.slots[self.arena.rank]
-        start = channel.bank.board.memory.own.locate(slot)
+        start = channel.bank.control.memory.own.locate(slot)
         if start is None:
             raise AssertionError("a slot lies in its rank's segment")
         table = np.array(self._table)

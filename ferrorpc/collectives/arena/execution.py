@@ -1,4 +1,4 @@
-"""A running shared-memory operation. Nobody can wake it: its driver polls it (`Execution.polling`)."""
+"""A running shared-memory operation. Nobody wakes it: its driver polls it (`Execution.polling`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Generator, Sequence
 from typing import TypeAlias
 
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.board import STAGED, Array, Channel
+from ferrorpc.collectives.arena.control_blocks import STAGED, Array, Channel
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.execution import Execution, absent, overdue
+from ferrorpc.collectives.execution import Execution, deadline_error, describe_absent
 from ferrorpc.collectives.ferry import Ferry
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
@@ -93,8 +93,8 @@ class ArenaExecution(Execution):
         peers = channel.bank.peers
         if not channel.others:
             return [peer for peer in peers if channel.bank.latest(peer)[0] == 0]
-        furthest = max(line[STAGED] for line in (channel.line, *channel.others))
-        absent = [peer for peer, other in zip(peers, channel.others, strict=True) if other[STAGED] < channel.line[STAGED]]
+        furthest = max(block[STAGED] for block in (channel.block, *channel.others))
+        absent = [peer for peer, other in zip(peers, channel.others, strict=True) if other[STAGED] < channel.block[STAGED]]
         behind = [peer for peer, other in zip(peers, channel.others, strict=True) if other[STAGED] < furthest]
         return absent or behind or list(peers)
 
@@ -115,11 +115,11 @@ class ArenaExecution(Execution):
             if ticket > self._key.number:
                 parts.append(f"rank {rank} (is in it too)")
             else:
-                parts.append(absent(rank, signature if ticket else "", ticket - 1))
+                parts.append(describe_absent(rank, signature if ticket else "", ticket - 1))
         return f"{self.label} waits for {', '.join(parts)}"
 
     def timeout_error(self) -> FerroError:
-        return overdue(self, self._arena.describe, barrier=self._call.operation is Operation.BARRIER)
+        return deadline_error(self, self._arena.describe, barrier=self._call.operation is Operation.BARRIER)
 
     def finish(self) -> None:
         self._steps.close()

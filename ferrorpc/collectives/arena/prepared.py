@@ -1,4 +1,4 @@
-"""What the shared-memory algorithms have in common: a call laid out for a group whose ranks all share memory."""
+"""The base of the shared-memory algorithms: a call prepared for a group whose ranks all share memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from ferrorpc.arrays.device import is_host
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.arena.board import CHUNK_BITS, POISONED, SIGNATURE, STAGED, TEXT, Array, Bank, Channel
-from ferrorpc.collectives.arena.doubts import mismatch
+from ferrorpc.collectives.arena.control_blocks import CHUNK_BITS, POISONED, SIGNATURE, STAGED, TEXT, Array, Bank, Channel
 from ferrorpc.collectives.arena.execution import ArenaExecution, Steps
+from ferrorpc.collectives.arena.signature_check import mismatch
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.ferry import home
@@ -39,8 +39,8 @@ class ArenaPrepared(Prepared):
         self.signature = call.signature
         self.runs = 0
         """How many turns it took; no operation has the time to count bytes."""
-        self._digest, self._text = arena.board.sign(self.signature)
-        arena.board.calls.add(self)
+        self._digest, self._text = arena.control.sign(self.signature)
+        arena.control.calls.add(self)
         self.specs: list[TensorSpec] = []
 
     @abstractmethod
@@ -56,7 +56,7 @@ class ArenaPrepared(Prepared):
 
     def __del__(self) -> None:
         if self.runs:
-            self.arena.board.calls.forget(self)
+            self.arena.control.calls.forget(self)
 
     @abstractmethod
     def steps(
@@ -123,11 +123,11 @@ class ArenaPrepared(Prepared):
         """
         if channel.signed == self._digest:
             return False
-        channel.line[SIGNATURE], channel.line[TEXT] = self._digest, self._text
+        channel.block[SIGNATURE], channel.block[TEXT] = self._digest, self._text
         channel.signed = self._digest
-        if channel.bank.doubts:
+        if channel.bank.pending_checks:
             channel.bank.settle()
-        return bool(channel.bank.doubts)
+        return bool(channel.bank.pending_checks)
 
     def compare(self, channel: Channel, base: int) -> None:
         """Raises CollectiveMismatchError where a peer that has staged is in another call."""
@@ -154,12 +154,12 @@ class ArenaPrepared(Prepared):
         Args:
             base: of this operation's progress words; the channel's latest may be a later one, which waits for its turn.
         """
-        board, ticket = self.arena.board, base >> CHUNK_BITS
-        signatures = {board.rank: self.signature}
+        control, ticket = self.arena.control, base >> CHUNK_BITS
+        signatures = {control.rank: self.signature}
         for peer, other in zip(channel.bank.peers, channel.others, strict=True):
             is_behind = POISONED < other[STAGED] < ticket << CHUNK_BITS
             if other[SIGNATURE] != self._digest and not is_behind:
-                signatures[peer] = board.read_text(peer, other[TEXT])
+                signatures[peer] = control.read_text(peer, other[TEXT])
         return mismatch(signatures, ticket - 1)
 
 

@@ -1,4 +1,4 @@
-"""Which calls run in shared memory, and by which algorithm."""
+"""Selects the calls that run in shared memory, and their algorithm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 from ferrorpc.collectives.arena.all_reduce import OneShot, TwoShot
 from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.barrier import Barrier
-from ferrorpc.collectives.arena.board import SLOT_BYTES
+from ferrorpc.collectives.arena.control_blocks import SLOT_BYTES
 from ferrorpc.collectives.arena.exchange import Exchange
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.call import Call, Operation

@@ -7,7 +7,7 @@ import pytest
 
 from ferrorpc.collectives.arena import exchange
 from ferrorpc.collectives.arena.arena import PROGRAM_CHANNELS
-from ferrorpc.collectives.arena.board import RING, SLOT_BYTES
+from ferrorpc.collectives.arena.control_blocks import RING, SLOT_BYTES
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
 from ferrorpc.collectives.arena.select import prepare
 from ferrorpc.collectives.call import Call, Operation
@@ -78,8 +78,8 @@ def test_the_largest_that_fits_a_slot_needs_no_ring_and_one_byte_more_does():
             ]
             results = run(world, [laid_out(world, rank, call) for rank, call in enumerate(calls)], [[array], []], number)
             assert results[1][0].tobytes() == array.tobytes()
-            line = world.arenas[0].bank(0).channels[number % PROGRAM_CHANNELS].line
-            assert bool(line[RING]) == bool(ring)
+            block = world.arenas[0].bank(0).channels[number % PROGRAM_CHANNELS].block
+            assert bool(block[RING]) == bool(ring)
 
 
 def test_what_a_rank_remembers_of_others_is_what_they_say_now():

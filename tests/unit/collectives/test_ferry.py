@@ -7,8 +7,8 @@ import numpy as np
 from ferrorpc.collectives.algorithms import direct
 from ferrorpc.collectives.algorithms.plan import Buffer, Copy, Plan, Receive, Region, Send
 from ferrorpc.collectives.call import Operation
+from ferrorpc.collectives.dependencies import UNBOUNDED, bound, dependencies_of
 from ferrorpc.collectives.ferry import ferried, ferry_for
-from ferrorpc.collectives.flow import FAR, bound, steps_of
 from ferrorpc.collectives.fusion import Land, Lift, fused
 
 COUNT = 90
@@ -37,7 +37,7 @@ def test_parts_that_overlap_go_up_as_one() -> None:
 
 def test_a_send_goes_as_far_as_has_landed_and_a_part_goes_up_as_far_as_it_is_written() -> None:
     tasks = ferried(fused(direct.all_reduce_two_shot(COUNT, 0, 3)), 1)
-    steps = steps_of(tasks, Operation.ALL_REDUCE, 0)
+    steps = dependencies_of(tasks, Operation.ALL_REDUCE, 0)
     done = [0] * len(tasks)
     sends = [index for index, task in enumerate(tasks) if isinstance(task, Send) and task.region.buffer is Buffer.IN]
     starts = {index: tasks[index].region.start for index in sends}
@@ -45,7 +45,7 @@ def test_a_send_goes_as_far_as_has_landed_and_a_part_goes_up_as_far_as_it_is_wri
     assert {starts[index]: bound(steps[index].waits, done) for index in sends} == {30: 20, 60: 0}
     receive = next(index for index, task in enumerate(tasks) if isinstance(task, Receive) and task.region.start == 60)
     lift = next(index for index, task in enumerate(tasks) if isinstance(task, Lift) and task.region.start == 60)
-    done[0], done[receive] = FAR, 7
+    done[0], done[receive] = UNBOUNDED, 7
     assert bound(steps[lift].waits, done) == 7
-    done[receive] = FAR
-    assert bound(steps[lift].waits, done) == FAR
+    done[receive] = UNBOUNDED
+    assert bound(steps[lift].waits, done) == UNBOUNDED

@@ -10,7 +10,7 @@ import pytest
 
 from ferrorpc.backends.simulated import SimulatedBackend
 from ferrorpc.collectives.algorithms.catalogue import CATALOGUE
-from ferrorpc.collectives.announced import prepare
+from ferrorpc.collectives.announced_broadcast import prepare
 from ferrorpc.collectives.call import Call, Operation
 from ferrorpc.errors import CollectiveMismatchError, CollectiveTimeoutError, TensorMismatchError
 from ferrorpc.guard import Guard

@@ -18,7 +18,7 @@ from ferrorpc.collectives.progress import drive
 from ferrorpc.guard import Latch
 from ferrorpc.operations.dispatch import PREPARED_CALLS, Dispatch
 from ferrorpc.testing import ManualClock, run_world
-from tests.unit.collectives.test_advancing import Counting
+from tests.unit.collectives.test_event_driven import Counting
 
 
 def test_the_calls_prepared_last_are_kept_and_no_more_of_them_than_a_program_needs() -> None:

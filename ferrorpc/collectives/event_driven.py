@@ -1,12 +1,13 @@
-"""Executions that whoever brings them news advances, such as a stream's reader that has a chunk.
+"""Executions that are advanced by the thread that brings an event, such as the reader of a stream that has received a chunk.
 
-Their driver is a thread that sleeps. To wake it for every chunk would cost two changes of threads each, more than most
-chunks take to be folded in; so it sleeps until the operation is over, and the thread that has the news does what it allows.
-The driver is woken where a full lane has room again, for several chunks at a time: the lane's writer has to write, not to copy
-the next chunks. Many threads may have news at once: one takes the turn, the others leave a flag and go. None waits for another.
+The driver of such an execution sleeps until the operation is complete. Waking it for every chunk would cost two context
+switches each, more than most chunks take to be folded. So the thread with the event advances the execution itself. The driver
+is woken earlier only when a full lane has room again, once for several chunks: the lane's writer should write rather than copy
+the next chunks. Several threads may have events at once: one advances the execution, the others set a flag and return. No
+thread waits for another.
 
-Advancing one execution can be news for another of the same thread (where ranks share a process, its message arrives there on
-the same stack). Such news is kept until the first is done with, so that it cannot pile up calls.
+Advancing one execution can cause an event of another on the same thread: where ranks share a process, its message arrives on
+the same stack. Such events are queued until the first execution has been advanced, so that calls do not nest without bound.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from ferrorpc.types import TensorSpec
 class _Thread(threading.local):
     """What one thread is at."""
 
-    agenda: deque[Advancing] | None = None
+    agenda: deque[EventDrivenExecution] | None = None
     """Executions it is to advance; None while it advances none."""
 
 
 _thread = _Thread()
 
 
-class Advancing(Execution):
-    """An execution with a turn. Subclasses say in `step` what can be done, and give out `poke` to those who may have news.
+class EventDrivenExecution(Execution):
+    """An execution with a turn. Subclasses say in `step` what can be done, and give out `notify` to those who may have news.
 
     Args:
         ferry: carries its arrays where some are on a device. A GPU wakes nobody, so its driver looks again and again.
@@ -89,7 +90,7 @@ class Advancing(Execution):
 
     def _driven_on(self) -> bool:
         self._driven = True
-        self.poke()
+        self.notify()
         self._driven = False
         # Whoever ended it while the driver was here had nobody to wake.
         if not self._ended:
@@ -98,7 +99,7 @@ class Advancing(Execution):
             raise self._failure
         return True
 
-    def poke(self) -> None:
+    def notify(self) -> None:
         """There may be news. Called from any thread, once the first `advance` has begun; it never blocks."""
         self._news = True
         if _thread.agenda is not None:

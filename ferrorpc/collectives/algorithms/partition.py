@@ -1,4 +1,4 @@
-"""Cutting arrays and ordering peers: the two small things every algorithm needs."""
+"""Slices of arrays and the order of peers, which every algorithm needs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def others(rank: int, size: int) -> list[int]:
     return [(rank + step) % size for step in range(1, size)]
 
 
-def alone(algorithm: str) -> Plan:
+def copy_plan(algorithm: str) -> Plan:
     """What a group of one does with its single array, in any operation: the result is a copy, bit for bit."""
     return Plan(algorithm, (Copy(Region(Buffer.IN), Region(Buffer.OUT)),))

@@ -1,4 +1,4 @@
-"""One algorithm for one operation, as the catalogue lists it."""
+"""One algorithm for one operation: how it is planned, what it costs, and in which order it folds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Algorithm:
     """One algorithm for one operation.
 
     Attributes:

@@ -1,13 +1,13 @@
-"""Operations in which a rank has not looked at the call of a peer that nobody else compares with its own.
+"""Deferred signature checks, for peers whose calls no reader compares with this rank's.
 
-Idea. Whoever reads what a peer brought compares their calls. The root of a broadcast or scatter reads nobody, and a rank that
-brings something to the root of a gather or reduce does not read the root. If the other one reads nothing either, as where one
-broadcasts to the other and that one reduces to it, both go on, and each has lost what the other sent. So such a rank notes its
-call in its line, and compares its peers' notes with its own when they have come so far: at the end of the operation, at the
-beginning of the stream's next ones and the end of those that wait for everybody, or when it enters the channel again.
+Idea. A rank that reads what a peer brought compares their calls. But the root of a broadcast or scatter reads nobody, and a
+rank that only sends to the root of a gather or reduce does not read the root. If the peer reads nothing either (one broadcasts
+to the other, which reduces to it), both continue, and each has lost what the other sent. So such a rank notes its call in its
+control block, and later compares its peers' notes with its own: at the end of the operation, at the beginning of the stream's
+next ones and the end of those that wait for everybody, or when it enters the channel again.
 
-A peer that has made no note reads this rank, and finds the difference itself. Two notes are enough for a channel: a peer cannot
-be further than in the operation after the one that this rank has left there last.
+A peer without a note reads this rank, and finds the difference itself. A channel needs only two notes: a peer cannot be further
+than the operation after the one that this rank has left last on it.
 
 Cost: three words for an operation that only sends, and nothing for any other.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ferrorpc.collectives.arena.board import CHUNK_BITS, NOTES, STAGED, Channel
+from ferrorpc.collectives.arena.control_blocks import CHUNK_BITS, NOTES, STAGED, Channel
 from ferrorpc.errors import CollectiveMismatchError
 
 _TICKET: Final = 0
@@ -24,14 +24,14 @@ _DIGEST: Final = 1
 _TEXT: Final = 2
 
 
-class UnreadCalls:
+class SignatureCheck:
     """One operation, and the peers whose calls have not been compared with this rank's.
 
     Args:
         channel: where it runs; its line has no newer note yet.
         peers: their places among the others of the channel.
         base: of the operation's progress words.
-        signed: the call's hash, and where it is spelled out (`Board.sign`).
+        signed: the call's hash, and where it is spelled out (`ControlBlocks.sign`).
         signature: the call in words.
     """
 
@@ -41,10 +41,10 @@ class UnreadCalls:
         self._base = base
         self._digest = signed[0]
         self._signature = signature
-        line, note = channel.line, NOTES[channel.noted % len(NOTES)]
+        block, note = channel.block, NOTES[channel.noted % len(NOTES)]
         channel.noted += 1
-        line[note + _DIGEST], line[note + _TEXT] = signed
-        line[note + _TICKET] = base >> CHUNK_BITS
+        block[note + _DIGEST], block[note + _TEXT] = signed
+        block[note + _TICKET] = base >> CHUNK_BITS
 
     @property
     def is_over(self) -> bool:
@@ -58,18 +58,18 @@ class UnreadCalls:
             CollectiveMismatchError: of this operation, which may be long over here.
         """
         channel, ticket = self._channel, self._base >> CHUNK_BITS
-        board, differing = channel.bank.board, {}
+        control, differing = channel.bank.control, {}
         for peer in tuple(self._peers):
-            line = channel.others[peer]
-            if line[STAGED] <= self._base:
+            block = channel.others[peer]
+            if block[STAGED] <= self._base:
                 continue
             self._peers.discard(peer)
-            note = next((note for note in NOTES if line[note + _TICKET] == ticket), None)
-            if note is not None and line[note + _DIGEST] != self._digest:
+            note = next((note for note in NOTES if block[note + _TICKET] == ticket), None)
+            if note is not None and block[note + _DIGEST] != self._digest:
                 rank = channel.bank.peers[peer]
-                differing[rank] = board.read_text(rank, line[note + _TEXT])
+                differing[rank] = control.read_text(rank, block[note + _TEXT])
         if differing:
-            raise mismatch({board.rank: self._signature} | differing, ticket - 1)
+            raise mismatch({control.rank: self._signature} | differing, ticket - 1)
 
 
 def mismatch(signatures: dict[int, str], number: int) -> CollectiveMismatchError:

@@ -1,15 +1,15 @@
-"""Where ranks of one host tell each other how far they are: words in memory that only their owner writes.
+"""Control blocks in shared memory, in which the ranks of one host tell each other how far they are. Only the owner writes one.
 
-Every rank has a *line* of words for each channel of each stream of each group, in its own segment. Peers map it for reading and
-poll it. Progress words only grow, so whoever reads an old value waits a little longer and nothing worse; and since x86-64 keeps
-stores in order, a reader that sees a word sees all that was written before it.
+Every rank has a *control block* of words for each channel of each stream of each group, in its own segment. Peers map it for
+reading and poll it. Progress words only grow, so a reader of an old value just waits a little longer. x86-64 keeps stores in
+order, so a reader that sees a word sees everything that was written before it.
 
-A *channel* runs one operation at a time; a stream has several, and operation `number` uses channel `number % channels`. So
-operations of different channels overtake each other, and one that comes back to a channel waits until every rank has left
-the one before it there.
+A *channel* runs one operation at a time. A stream has several; operation `number` uses channel `number % channels`. So
+operations of different channels may overtake each other, and an operation waits until every rank has left the previous one on
+its channel.
 
 Idea. Single-writer flags whose values only grow, instead of states that are set and reset, as in Open MPI's xhc component
-(Katevenis and Ploumidis, 2022) and MPICH's release-gather (Jain et al., 2018): nothing has to be cleaned up after an operation.
+(Katevenis and Ploumidis, 2022) and MPICH's release-gather (Jain et al., 2018): nothing has to be reset after an operation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Place: TypeAlias = tuple[Array, Array]
 Wait: TypeAlias = Generator[int, None, None]
 """Yields for as long as it has to wait, each time how far its rank is."""
 
-LINE_WORDS: Final = 16
+BLOCK_WORDS: Final = 16
 """Two cache lines, because processors fetch them in pairs."""
 STAGED: Final = 0
 """How many chunks of the operation this rank has put where others can read them; POISONED after a failure."""
@@ -55,9 +55,9 @@ RESULT: Final = 7
 """Where its result lies; 0: it comes through the ring."""
 
 NOTES: Final = (8, 11)
-"""Where notes of calls stand that only send (`doubts`): of each a ticket, a hash, and where it is spelled out."""
+"""Where notes of calls stand that only send (`pending_checks`): of each a ticket, a hash, and where it is spelled out."""
 
-LINE_BYTES: Final = LINE_WORDS * 8
+BLOCK_BYTES: Final = BLOCK_WORDS * 8
 SLOT_BYTES: Final = 128 << 10
 """Every channel has a slot of this size for small arrays; it never moves."""
 
@@ -89,7 +89,7 @@ class Memory(Protocol):
         """The whole segment of a world rank as bytes; only one's own can be written."""
 
 
-class Board:
+class ControlBlocks:
     """This rank's lines, and the way to those of the others. One per generation.
 
     Lines stay where they are until its end, so that a peer never takes something else for one. The larger memory of a stream
@@ -145,14 +145,14 @@ class Board:
                 f"rank {self.rank} has opened {count} streams and subgroups in this generation, and there is room for no more",
                 hint="keep subgroups and streams instead of making new ones",
             )
-        lines_offset, lines = self.allocate(channels * LINE_BYTES)
-        lines[:] = 0
+        blocks_offset, blocks = self.allocate(channels * BLOCK_BYTES)
+        blocks[:] = 0
         slots_offset, slots = self.allocate(channels * SLOT_BYTES)
         entry = 1 + count * _ENTRY_WORDS
-        for word, value in enumerate((_signed(group), stream, lines_offset, slots_offset)):
+        for word, value in enumerate((_signed(group), stream, blocks_offset, slots_offset)):
             directory[entry + word] = value
         directory[0] = count + 1
-        return lines, slots
+        return blocks, slots
 
     def allocate(self, nbytes: int) -> tuple[int, Array]:
         """New memory in this rank's segment: its offset and bytes, free again when nothing refers to them any more."""
@@ -168,8 +168,8 @@ class Board:
         directory, wanted = _directory(memory), (_signed(stream[0]), stream[1])
         for entry in range(1, 1 + min(directory[0], DIRECTORY_ENTRIES) * _ENTRY_WORDS, _ENTRY_WORDS):
             if (directory[entry], directory[entry + 1]) == wanted:
-                lines, slots = directory[entry + 2], directory[entry + 3]
-                return memory[lines : lines + channels * LINE_BYTES], memory[slots : slots + channels * SLOT_BYTES]
+                blocks, slots = directory[entry + 2], directory[entry + 3]
+                return memory[blocks : blocks + channels * BLOCK_BYTES], memory[slots : slots + channels * SLOT_BYTES]
         return None
 
     def sign(self, text: str) -> tuple[int, int]:
@@ -209,8 +209,8 @@ class Viewer(Protocol):
         """Drops them."""
 
 
-class Doubt(Protocol):
-    """An operation whose call has not been compared with everybody's yet (`doubts`)."""
+class PendingCheck(Protocol):
+    """An operation whose call has not been compared with everybody's yet (`pending_checks`)."""
 
     @property
     def is_over(self) -> bool:
@@ -254,37 +254,39 @@ class Bank:
     """The channels of one stream.
 
     Attributes:
-        board: what it belongs to.
+        control: what it belongs to.
         peers: world ranks of the others, in group order.
         memories: their segments, in the same order.
         channels: in order.
-        doubts: operations whose calls have not been compared with everybody's yet.
+        pending_checks: operations whose calls have not been compared with everybody's yet.
     """
 
-    def __init__(self, board: Board, stream: tuple[int, int], ranks: Sequence[int], channels: int, own: Place) -> None:
-        self.board = board
-        self.peers = tuple(rank for rank in ranks if rank != board.rank)
-        self.memories = [board.memory.memory(peer) for peer in self.peers]
+    def __init__(
+        self, control: ControlBlocks, stream: tuple[int, int], ranks: Sequence[int], channels: int, own: Place
+    ) -> None:
+        self.control = control
+        self.peers = tuple(rank for rank in ranks if rank != control.rank)
+        self.memories = [control.memory.memory(peer) for peer in self.peers]
         self.channels = [Channel(self, number) for number in range(channels)]
-        self.doubts: list[Doubt] = []
+        self.pending_checks: list[PendingCheck] = []
         self._stream = stream
         self._ranks = tuple(ranks)
-        self._places = {board.rank: own}
+        self._places = {control.rank: own}
         for channel in self.channels:
-            channel.line = _line(own, channel.number)
+            channel.block = _block(own, channel.number)
 
     def meet(self) -> Wait:
         """Waits until every peer has opened this stream, then gives the channels everyone's lines and slots."""
         for peer in self.peers:
             while peer not in self._places:
-                place = self.board.find(peer, self._stream, len(self.channels))
+                place = self.control.find(peer, self._stream, len(self.channels))
                 if place is None:
                     yield 0
                 else:
                     self._places[peer] = place
         for channel in self.channels:
             channel.slots = [_slot(self._places[rank], channel.number) for rank in self._ranks]
-            channel.others = [_line(self._places[peer], channel.number) for peer in self.peers]
+            channel.others = [_block(self._places[peer], channel.number) for peer in self.peers]
 
     def fold(self) -> bool:
         """Gives back slots and rings, unless somebody is in an operation that this rank has started here. Whether it did.
@@ -293,7 +295,7 @@ class Bank:
         """
         if not all(channel.is_free(channel.last) for channel in self.channels):
             return False
-        self._places[self.board.rank] = self._places[self.board.rank][0], _NOTHING
+        self._places[self.control.rank] = self._places[self.control.rank][0], _NOTHING
         for channel in self.channels:
             channel.slots, channel.ring = [], _NOTHING
             for viewer in list(channel.viewers):
@@ -306,12 +308,12 @@ class Bank:
         Raises:
             CollectiveMismatchError: a peer was in another call.
         """
-        for doubt in tuple(self.doubts):
+        for doubt in tuple(self.pending_checks):
             doubt.settle()
             if doubt.is_over:
                 with contextlib.suppress(ValueError):  # another thread has taken it off already
-                    self.doubts.remove(doubt)
-        if self.doubts:
+                    self.pending_checks.remove(doubt)
+        if self.pending_checks:
             for channel in self.channels:
                 channel.signed = 0
 
@@ -320,9 +322,9 @@ class Bank:
         place = self._places.get(peer)
         if place is None:
             return 0, ""
-        line = max((_line(place, channel.number) for channel in self.channels), key=lambda line: line[STAGED])
-        ticket = line[STAGED] >> CHUNK_BITS
-        return (ticket, self.board.read_text(peer, line[TEXT])) if ticket > 0 else (0, "")
+        block = max((_block(place, channel.number) for channel in self.channels), key=lambda block: block[STAGED])
+        ticket = block[STAGED] >> CHUNK_BITS
+        return (ticket, self.control.read_text(peer, block[TEXT])) if ticket > 0 else (0, "")
 
 
 class Channel:
@@ -334,15 +336,15 @@ class Channel:
         others: the peers' words, in the order of `bank.peers`; empty until they have been met.
         slots: everyone's memory for small arrays, in group order, the own one included; empty until then, too.
         last: the value that LEFT will have when the latest operation started here is over.
-        signed: the hash that stands in the line; 0: the next operation must sign, and settle doubts.
+        signed: the hash that stands in the line; 0: the next operation must sign, and settle pending_checks.
         noted: how many notes of calls this rank has made.
         ring: own memory for what others cannot read in place.
         viewers: calls that keep views of `slots`.
     """
 
-    __slots__ = ("bank", "last", "line", "noted", "number", "others", "ring", "signed", "slots", "viewers")
+    __slots__ = ("bank", "block", "last", "noted", "number", "others", "ring", "signed", "slots", "viewers")
 
-    line: Words
+    block: Words
 
     def __init__(self, bank: Bank, number: int) -> None:
         self.bank = bank
@@ -357,7 +359,7 @@ class Channel:
 
     def is_free(self, before: int) -> bool:
         """Whether every rank, this one included, has left the operation that ended with this value of LEFT."""
-        if self.line[LEFT] < before or not self.others:
+        if self.block[LEFT] < before or not self.others:
             return False
         for other in self.others:  # noqa: SIM110  a generator for all() would cost every operation as much as its flags
             if other[LEFT] < before:
@@ -380,16 +382,16 @@ class Channel:
     def widen(self, nbytes: int) -> None:
         """Makes the ring at least so large. Only after `enter`."""
         if self.ring.size < nbytes:
-            offset, self.ring = self.bank.board.allocate(nbytes)
-            self.line[RING] = offset
+            offset, self.ring = self.bank.control.allocate(nbytes)
+            self.block[RING] = offset
 
     def poison(self) -> None:
         """This rank's operation failed: what it staged may change from now on, so nobody may rely on it any more."""
-        self.line[STAGED] = POISONED
+        self.block[STAGED] = POISONED
 
 
-def _line(place: Place, channel: int) -> Words:
-    return words_of(place[0][channel * LINE_BYTES : (channel + 1) * LINE_BYTES])
+def _block(place: Place, channel: int) -> Words:
+    return words_of(place[0][channel * BLOCK_BYTES : (channel + 1) * BLOCK_BYTES])
 
 
 def _slot(place: Place, channel: int) -> Array:

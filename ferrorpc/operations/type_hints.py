@@ -1,7 +1,7 @@
-"""What type checkers are told of the operations: arrays come back as what they went in, by `async_op` at once or as a Work.
+"""The types of the operations for type checkers: an array comes back as its own type, at once or, with `async_op`, as a Work.
 
-An `Array` comes back in its own type: NumPy's with its dtype, torch's, CuPy's. A NumPy scalar
-and whatever else is `Readable` comes back as a NumPy array.
+An `Array` comes back in its own type: NumPy's with its dtype, torch's, CuPy's. A NumPy scalar, or anything else that is
+`Readable`, comes back as a NumPy array.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Operations whose size only the root knows, where that decides what is done: it is announced first.
+"""Broadcasts that begin with a notice, because the algorithm depends on a size that only the root knows.
 
-A notice goes down a binomial tree. Small arrays travel in it, and the operation is over as soon as a broadcast could be. Of
-larger ones it brings dtype and shape; then every rank knows the same, chooses the same algorithm for that size, and goes on
-with its plan under the same key: the notice has a slot of its own, and what comes early waits in the mailbox.
+The notice travels down a binomial tree. A small array travels in the notice itself, so the operation takes no longer than a
+plain broadcast. For a larger one the notice holds dtype and shape. Then every rank knows the size, selects the same algorithm,
+and continues with its plan under the same key. The notice has a slot of its own; messages that arrive early wait in the
+mailbox.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from ferrorpc.arrays.device import is_host
 from ferrorpc.collectives import select
 from ferrorpc.collectives.algorithms import tree
 from ferrorpc.collectives.algorithms.plan import Plan
-from ferrorpc.collectives.basis import Basis
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.ferry import ferry_for, home
-from ferrorpc.collectives.select import ANYWHERE, bytes_of
+from ferrorpc.collectives.select import DEFAULT_TUNING, bytes_of
+from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import DType, TensorSpec
@@ -36,21 +37,23 @@ _KNOWN_MAX: Final = 64
 Array = np.ndarray[Any, Any]
 
 
-def prepare(call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared], basis: Basis = ANYWHERE) -> Prepared:
+def prepare(
+    call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared], tuning: Tuning = DEFAULT_TUNING
+) -> Prepared:
     """A call validated and laid out, after a notice where it needs one.
 
     Args:
         run: prepares one call with one plan.
-        basis: what the choice rests on.
+        tuning: what the choice rests on.
 
     Raises:
         UsageError, TensorMismatchError: as `select.plan_for`.
     """
-    call = basis.applied(call)
+    call = tuning.applied(call)
     select.check(call)
-    if not select.is_announced(call, size, basis):
-        return run(call, select.plan_for(call, rank, size, basis))
-    return AnnouncedPrepared(call, rank, size, run, basis)
+    if not select.is_announced(call, size, tuning):
+        return run(call, select.plan_for(call, rank, size, tuning))
+    return AnnouncedPrepared(call, rank, size, run, tuning)
 
 
 class AnnouncedPrepared(Prepared):
@@ -59,10 +62,10 @@ class AnnouncedPrepared(Prepared):
     Args:
         call: as this rank made it: only the root brings an array.
         run: prepares one call with one plan.
-        basis: what the choice rests on.
+        tuning: what the choice rests on.
     """
 
-    def __init__(self, call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared], basis: Basis) -> None:
+    def __init__(self, call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared], tuning: Tuning) -> None:
         if call.root is None:
             raise AssertionError(f"{call.operation.value} was called without a root")
         self.is_root = rank == call.root
@@ -71,7 +74,7 @@ class AnnouncedPrepared(Prepared):
         self._rank = rank
         self._size = size
         self._run = run
-        self._basis = basis
+        self._tuning = tuning
         self._known: dict[TensorSpec, Prepared] = {}
         inputs = tuple(TensorSpec(DType.UINT8, (notice.size_bytes(spec),)) for spec in call.inputs) if self.is_root else ()
         self.opening = run(replace(call, inputs=inputs), tree.broadcast(rank, size, call.root, NOTICE_SLOT))
@@ -83,7 +86,7 @@ class AnnouncedPrepared(Prepared):
             if len(self._known) >= _KNOWN_MAX:
                 self._known.clear()
             call = replace(self.call, inputs=(spec,))
-            found = self._known[spec] = self._run(call, select.plan_for(call, self._rank, self._size, self._basis))
+            found = self._known[spec] = self._run(call, select.plan_for(call, self._rank, self._size, self._tuning))
         return found
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:

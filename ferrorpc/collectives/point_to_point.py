@@ -1,8 +1,8 @@
 """send and recv as executions, over a transport with a mailbox.
 
-Messages to one rank with one tag are received in the order of the calls. That is the order in which they begin to leave: a send
-waits in a line until the first chunk of the one before it is on its lane, which keeps the order. So neither side has to
-remember anything of a tag for which nothing is under way, and a job may use a fresh one for each message.
+Messages to one rank with one tag are received in the order of the send calls. To keep that order, a send waits in a queue until
+the first chunk of the previous one is on its lane. So neither side keeps any state for a tag without messages in flight, and a
+job may use a new tag for each message.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ferrorpc.collectives.advancing import Advancing
+from ferrorpc.collectives.dependencies import UNBOUNDED
+from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.ferry import ferry_for
-from ferrorpc.collectives.flow import FAR
-from ferrorpc.collectives.outgoing import Outgoing
+from ferrorpc.collectives.outgoing_message import OutgoingMessage
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, TensorMismatchError
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
@@ -29,7 +29,7 @@ from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
 Array = np.ndarray[Any, Any]
 
 
-class Lines:
+class SendQueues:
     """The sends of one group that have not begun to leave, in a line for each (target, tag)."""
 
     def __init__(self) -> None:
@@ -56,35 +56,43 @@ class Lines:
             if following is None:
                 del self._waiting[send.way]
         if following is not None:
-            following.woken()
+            following.notify_if_driven()
 
 
-class _Pairwise(Advancing):
+class _Pairwise(EventDrivenExecution):
     """An execution that is queued as soon as it is made, before a driver has it."""
 
-    def woken(self) -> None:
+    def notify_if_driven(self) -> None:
         """There is news. Before a driver has it nothing needs to be done: its first `advance` looks at everything."""
         if hasattr(self, "wake"):
-            self.poke()
+            self.notify()
 
 
 class SendExecution(_Pairwise):
     """One send. `peer` is a world rank; `data` may be on a device."""
 
     def __init__(
-        self, transport: Transport, group: int, lines: Lines, data: Any, spec: TensorSpec, peer: int, tag: int, guard: Guard
+        self,
+        transport: Transport,
+        group: int,
+        lines: SendQueues,
+        data: Any,
+        spec: TensorSpec,
+        peer: int,
+        tag: int,
+        guard: Guard,
     ) -> None:
         super().__init__(guard, ferry_for([data], None, 0))
         self._transport = transport
         self.way = peer, tag
         """Where it goes: its line."""
-        self._lines: Lines | None = lines
+        self._lines: SendQueues | None = lines
         """None once it has begun to leave."""
         self._peer = peer
         self._tag = tag
         self._box: Box | None = None
         here = data if self.ferry is None else self.ferry.inputs[0]
-        self._outgoing = Outgoing(peer, Header(tag, "send", spec.dtype, spec.shape, here.nbytes), here.reshape(-1))
+        self._outgoing = OutgoingMessage(peer, Header(tag, "send", spec.dtype, spec.shape, here.nbytes), here.reshape(-1))
         self._spec = spec
         self._key = Key(group, POINT_TO_POINT, lines.join(self))
 
@@ -98,10 +106,10 @@ class SendExecution(_Pairwise):
             return False
         if box is None:
             box = self._box = Box()
-            box.wake = self.poke
+            box.wake = self.notify
             self._transport.mailbox.start_sending(self._key, self._peer, self._tag, box)
         # Room is news for the driver, which has nothing else to do: the lane's writer, who tells it, is to write what is there.
-        limit = FAR if self.ferry is None else self.ferry.landed(0)
+        limit = UNBOUNDED if self.ferry is None else self.ferry.landed(0)
         while outgoing.send(self._transport, self._key, box, limit, self.wake):
             self._begun()
             if outgoing.done == outgoing.count:
@@ -155,7 +163,7 @@ class RecvExecution(_Pairwise):
         self._taken = np.empty(0, np.uint8)
         """The bytes of `out`, of which the first `_received` are here."""
         self._received = -1
-        self._post: Post | None = Post(self.woken)
+        self._post: Post | None = Post(self.notify_if_driven)
         transport.mailbox.post(group, peer, tag, self._post)
 
     @property

@@ -1,8 +1,8 @@
-"""The hypercube that recursive algorithms walk through, for any number of ranks.
+"""The hypercube of the recursive algorithms, for any number of ranks.
 
-A cube of 2^k ranks exchanges along one axis after another. Where p is no power of two, the first 2(p - 2^k) ranks pair up
-beforehand: the odd one of each pair hands its array to the even one, which stands for both, and gets the result back in the
-end. So places of the cube cover contiguous runs of ranks, in order.
+A hypercube of 2^k ranks exchanges along one axis after another. Where p is no power of two, the first 2(p - 2^k) ranks pair up
+beforehand: the odd rank of each pair sends its array to the even one, which represents both, and receives the result at the
+end. So places of the hypercube cover contiguous runs of ranks, in order.
 
 Source. Rabenseifner, "Optimization of Collective Reduction Operations", 2004.
 """
@@ -19,7 +19,7 @@ FIRST_ROUND = 2
 """The first slot that is free for the exchanges of the cube."""
 
 
-class Cube:
+class Hypercube:
     """Who takes part, in a group of `size` ranks.
 
     Attributes:

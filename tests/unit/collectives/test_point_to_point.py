@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.collectives.pairwise import Lines, SendExecution
+from ferrorpc.collectives.point_to_point import SendExecution, SendQueues
 from ferrorpc.errors import CollectiveTimeoutError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import run_world
@@ -50,7 +50,7 @@ class Lane(Transport):
 class Sender:
     def __init__(self, room: int) -> None:
         self.lane = Lane(room)
-        self.lines = Lines()
+        self.lines = SendQueues()
 
     def call(self, number: int, tag: int = 0, size: int = 1) -> SendExecution:
         data = np.full(size, number, np.uint8)

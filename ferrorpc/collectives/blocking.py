@@ -1,9 +1,8 @@
-"""Collectives over nothing but a backend's own blocking send and recv, so that a third party needs to write only those.
+"""Collectives over a backend's blocking send and recv, so that a third party needs to write nothing else.
 
-The same plans, another way to run them: sends go out on helper threads, one for each peer and to each in order (a backend's
-send may block until its peer receives), receives are blocking calls on the driver's thread. Every message has a tag of its
-own, made from the operation's key and the plan's slot. Such a backend runs one operation at a time, and cannot tell a
-mismatch from a delay.
+The plans are the same. Sends run on helper threads, one for each peer and in order, since a backend's send may block until its
+peer receives. Receives are blocking calls on the driver's thread. Every message has its own tag, made from the operation's key
+and the plan's slot. Such a backend runs one operation at a time, and cannot tell a mismatch from a delay.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ferrorpc.wire.frames import Key
 Array = np.ndarray[Any, Any]
 
 
-class PointToPoint(Protocol):
+class SendRecv(Protocol):
     """What is asked of a backend here: blocking send and recv between group ranks."""
 
     rank: int
@@ -45,15 +44,15 @@ class PointToPoint(Protocol):
         """As `Backend.recv`."""
 
 
-def relay_tag(key: Key, slot: int) -> int:
+def message_tag(key: Key, slot: int) -> int:
     """A tag that no other message between two ranks bears for a long time, apart from the users' own small ones."""
     return 1 << 62 | (key.stream & 0xFFFF) << 46 | (key.number & 0x3FFFFFFF) << 16 | (slot & 0xFFFF)
 
 
-class Courier:
+class SenderThreads:
     """Sends arrays to each peer in order, on a thread for each; the first failure is kept for the driver."""
 
-    def __init__(self, backend: PointToPoint, guard: Guard) -> None:
+    def __init__(self, backend: SendRecv, guard: Guard) -> None:
         self._backend = backend
         self._guard = guard
         self._lock = threading.Lock()
@@ -68,7 +67,7 @@ class Courier:
             start = peer not in self._queues
             self._queues.setdefault(peer, deque()).append((data, tag))
         if start:
-            self._guard.clock.start(lambda: self._run(peer), "ferrorpc-courier")
+            self._guard.clock.start(lambda: self._run(peer), "ferrorpc-senders")
 
     def _run(self, peer: int) -> None:
         while True:
@@ -92,10 +91,10 @@ class Courier:
             raise self.error
 
 
-class RelayExecution(Execution):
+class BlockingExecution(Execution):
     """What the executions of this file share: they block in `advance`, so there is nobody to ask and nothing to free."""
 
-    def __init__(self, backend: PointToPoint, guard: Guard, label: str, peers: Sequence[int]) -> None:
+    def __init__(self, backend: SendRecv, guard: Guard, label: str, peers: Sequence[int]) -> None:
         self.guard = guard
         self.results: list[Array] = []
         self.specs: list[TensorSpec] = []
@@ -133,24 +132,24 @@ class RelayExecution(Execution):
             raise self.timeout_error() from late
 
 
-class RelayPrepared(Prepared):
+class BlockingPrepared(Prepared):
     """A call with its plan, to be run over `backend.send` and `backend.recv`."""
 
-    def __init__(self, backend: PointToPoint, call: Call, plan: Plan) -> None:
+    def __init__(self, backend: SendRecv, call: Call, plan: Plan) -> None:
         self.backend = backend
         self.call = call
         self.plan = plan
         self.rules = Rules(call, plan, plan.actions, backend.rank, backend.size)
 
     def start(self, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard) -> Execution:
-        return RelayCollective(self, key, inputs, outputs, guard)
+        return BlockingCollective(self, key, inputs, outputs, guard)
 
 
-class RelayCollective(RelayExecution):
+class BlockingCollective(BlockingExecution):
     """One run of a plan."""
 
     def __init__(
-        self, prepared: RelayPrepared, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard
+        self, prepared: BlockingPrepared, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard
     ) -> None:
         actions = prepared.plan.actions
         peers = {action.peer for action in actions if isinstance(action, Receive | Fold | FoldUnder)}
@@ -161,17 +160,17 @@ class RelayCollective(RelayExecution):
         self._workspace = Workspace(prepared.rules, inputs, outputs)
 
     def advance(self) -> bool:
-        courier = Courier(self._backend, self.guard)
+        senders = SenderThreads(self._backend, self.guard)
         for index, action in enumerate(self._actions):
-            if courier.error is not None:
-                raise courier.error
+            if senders.error is not None:
+                raise senders.error
             if isinstance(action, Send):
-                courier.send(self._message(index, action), action.peer, relay_tag(self._key, action.slot))
+                senders.send(self._message(index, action), action.peer, message_tag(self._key, action.slot))
             elif isinstance(action, Receive | Fold | FoldUnder):
                 self._take(action)
             else:
                 self._workspace.apply(index, 0, self._workspace.elements(action))
-        courier.drain()
+        senders.drain()
         self.results, self.specs = self._workspace.results
         return True
 
@@ -183,7 +182,7 @@ class RelayCollective(RelayExecution):
         return NUMPY.typed(values.copy().reshape(spec.shape), spec)
 
     def _take(self, action: Receive | Fold | FoldUnder) -> None:
-        data = self.receive(action.peer, relay_tag(self._key, action.slot))
+        data = self.receive(action.peer, message_tag(self._key, action.slot))
         spec = TensorSpec(dtype_of(data.dtype), data.shape)
         self._workspace.expect(action.region, spec)
         flat = np.ascontiguousarray(data).reshape(-1).view(spec.dtype.storage)
@@ -193,10 +192,10 @@ class RelayCollective(RelayExecution):
         self._workspace.accept(action, dtype, 0, flat)
 
 
-class RelaySend(RelayExecution):
+class BlockingSend(BlockingExecution):
     """One blocking send."""
 
-    def __init__(self, backend: PointToPoint, data: Array, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> None:
+    def __init__(self, backend: SendRecv, data: Array, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> None:
         super().__init__(backend, guard, f"send({spec} to rank {backend.world_ranks[dst]}, tag={tag})", [dst])
         self._data = NUMPY.typed(data, spec)
         self._dst = dst
@@ -207,14 +206,12 @@ class RelaySend(RelayExecution):
         return True
 
 
-class RelayRecv(RelayExecution):
+class BlockingRecv(BlockingExecution):
     """One blocking recv."""
 
     timeout_breaks = False
 
-    def __init__(
-        self, backend: PointToPoint, src: int, tag: int, out: Array | None, spec: TensorSpec | None, guard: Guard
-    ) -> None:
+    def __init__(self, backend: SendRecv, src: int, tag: int, out: Array | None, spec: TensorSpec | None, guard: Guard) -> None:
         super().__init__(backend, guard, f"recv(from rank {backend.world_ranks[src]}, tag={tag})", [src])
         self._src = src
         self._tag = tag

@@ -1,8 +1,8 @@
-"""The shortest way for what is called most: blocking collectives of NumPy arrays, where ranks share memory.
+"""The fast path for the most frequent calls: blocking collectives of NumPy arrays, where ranks share memory.
 
-There an operation takes a few microseconds, which is what checking arguments in general and building an execution would
-cost again. So this remembers, for each operation, dtype, shape, root and operator, the prepared call, checks only what can
-differ between two calls, and builds what a wait needs only once it lasts. What it does not know it leaves to the general way.
+There an operation takes a few microseconds, and general argument checks and an execution object would cost as much again. So
+for each operation, dtype, shape, root and operator this caches the prepared call, checks only what can differ between two
+calls, and builds an execution only when the operation has to wait. Everything else is left to the general path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ferrorpc.wire.frames import Key
 
 Array = np.ndarray[Any, Any]
 
-GENERAL: Final = object()
+GENERAL_PATH: Final = object()
 """In the place of a result: the operation has not begun, and has to be gone about in the general way."""
 UNKNOWN: Final[Any] = object()
 """In the place of a prepared call, or of None: nothing was found out yet."""
@@ -36,7 +36,7 @@ REMEMBERED: Final = 256
 """Calls that are remembered; a program that makes more different ones takes the general way with the others."""
 
 
-class Shortcut:
+class FastPath:
     """For one group. Its operations are those of `Collectives`, without what would ask for the general way anyhow.
 
     Args:
@@ -49,7 +49,7 @@ class Shortcut:
         self._arena = arena
         self._rank, self._size = arena.rank, arena.size
         self._bank = arena.bank(0)
-        self._briefly: Callable[..., bool] = arena.polling.briefly
+        self._spin: Callable[..., bool] = arena.polling.spin
         self._latch = dispatch.backend.latch
         session = dispatch.backend.session
         self._activity = None if session is None else session.activity
@@ -65,72 +65,72 @@ class Shortcut:
         return True
 
     def all_reduce(self, x: Any, op: Any, out: Any) -> Any:
-        """The result, or GENERAL. What the others leave to functions is spelled out here: it is called most of all."""
+        """The result, or GENERAL_PATH. What the others leave to functions is spelled out here: it is called most of all."""
         if type(x) is not np.ndarray:
-            return GENERAL
+            return GENERAL_PATH
         key = x.dtype, x.shape, op
         try:
             prepared = self._known.get(key, UNKNOWN)
         except TypeError:  # an operator that cannot be hashed is none
-            return GENERAL
+            return GENERAL_PATH
         if prepared is UNKNOWN:
             prepared = self._learn(key, "all_reduce", (x,), None, op)
         if prepared is None:
-            return GENERAL
+            return GENERAL_PATH
         flags = x.flags
         if out is x:
             if not flags.carray:
-                return GENERAL
+                return GENERAL_PATH
         elif not flags.c_contiguous:
-            return GENERAL
+            return GENERAL_PATH
         elif out is None:
             out = np.empty(x.shape, x.dtype)
         elif not _takes(out, (x,), x):
-            return GENERAL
+            return GENERAL_PATH
         self._run(prepared, (x,), (out,))
         return out
 
     def reduce(self, x: Any, root: Any, op: Any, out: Any) -> Any:
-        """The result, None off the root, or GENERAL."""
+        """The result, None off the root, or GENERAL_PATH."""
         prepared = self._of(x, "reduce", root, op)
         if prepared is None:
-            return GENERAL
+            return GENERAL_PATH
         return self._one(prepared, (x,), x, out) if root == self._rank else self._none(prepared, x, out)
 
     def gather(self, x: Any, root: Any, out: Any) -> Any:
-        """The results, None off the root, or GENERAL."""
+        """The results, None off the root, or GENERAL_PATH."""
         prepared = self._of(x, "gather", root, None)
         if prepared is None:
-            return GENERAL
+            return GENERAL_PATH
         return self._all(prepared, (x,), out) if root == self._rank else self._none(prepared, x, out)
 
     def broadcast(self, x: Any, root: Any, out: Any) -> Any:
-        """The result, or GENERAL."""
+        """The result, or GENERAL_PATH."""
         if root == self._rank:
             prepared = self._of(x, "broadcast", root, None)
-            return GENERAL if prepared is None else self._one(prepared, (x,), x, out)
-        return self._from_root("broadcast", root, out) if x is None or x is out else GENERAL
+            return GENERAL_PATH if prepared is None else self._one(prepared, (x,), x, out)
+        return self._from_root("broadcast", root, out) if x is None or x is out else GENERAL_PATH
 
     def scatter(self, parts: Any, root: Any, out: Any) -> Any:
-        """The result, or GENERAL."""
+        """The result, or GENERAL_PATH."""
         if root == self._rank:
             return self._of_parts(parts, "scatter", root, None, out)
-        return self._from_root("scatter", root, out) if parts is None else GENERAL
+        return self._from_root("scatter", root, out) if parts is None else GENERAL_PATH
 
     def all_gather(self, x: Any, out: Any) -> Any:
-        """The results, or GENERAL."""
+        """The results, or GENERAL_PATH."""
         prepared = self._of(x, "all_gather", None, None)
-        return GENERAL if prepared is None else self._all(prepared, (x,), out)
+        return GENERAL_PATH if prepared is None else self._all(prepared, (x,), out)
 
     def reduce_scatter(self, parts: Any, op: Any, out: Any) -> Any:
-        """The result, or GENERAL."""
+        """The result, or GENERAL_PATH."""
         return self._of_parts(parts, "reduce_scatter", None, op, out)
 
     def all_to_all(self, parts: Any, out: Any) -> Any:
-        """The results, or GENERAL."""
+        """The results, or GENERAL_PATH."""
         inputs = self._split(parts)
         prepared = None if inputs is None else self._known_by("all_to_all", inputs, None, None)
-        return GENERAL if inputs is None or prepared is None else self._all(prepared, inputs, out)
+        return GENERAL_PATH if inputs is None or prepared is None else self._all(prepared, inputs, out)
 
     # By what a rank brings. `prepared` is None where that takes the general way.
 
@@ -143,7 +143,7 @@ class Shortcut:
         """Of which this rank keeps one."""
         inputs = self._split(parts)
         prepared = None if inputs is None else self._known_by(name, inputs, root, op)
-        return GENERAL if inputs is None or prepared is None else self._one(prepared, inputs, inputs[self._rank], out)
+        return GENERAL_PATH if inputs is None or prepared is None else self._one(prepared, inputs, inputs[self._rank], out)
 
     def _split(self, parts: Any) -> Sequence[Array] | None:
         if type(parts) is np.ndarray:
@@ -156,10 +156,10 @@ class Shortcut:
         return parts
 
     def _from_root(self, name: str, root: Any, out: Any) -> Any:
-        """The result, which only the root knows, or GENERAL."""
+        """The result, which only the root knows, or GENERAL_PATH."""
         prepared = self._known_by(name, (), root, None)
         if prepared is None or not (out is None or _takes(out, (), None)):
-            return GENERAL
+            return GENERAL_PATH
         (result,), (spec,) = self._outcome(prepared, (), None if out is None else (out,))
         if out is None:
             return given_back(NUMPY, result, spec)
@@ -171,25 +171,25 @@ class Shortcut:
 
     def _none(self, prepared: ArenaPrepared, x: Array, out: Any) -> Any:
         if out is not None and out is not x:
-            return GENERAL
+            return GENERAL_PATH
         self._run(prepared, (x,), None)
         return None
 
     def _one(self, prepared: ArenaPrepared, inputs: Sequence[Array], like: Array, out: Any) -> Any:
-        """An array as `like`, or GENERAL."""
+        """An array as `like`, or GENERAL_PATH."""
         if out is None:
             return self._outcome(prepared, inputs, None)[0][0]
         if not _takes(out, inputs, like):
-            return GENERAL
+            return GENERAL_PATH
         self._run(prepared, inputs, (out,))
         return out
 
     def _all(self, prepared: ArenaPrepared, inputs: Sequence[Array], out: Any) -> Any:
-        """An array from every rank, or GENERAL."""
+        """An array from every rank, or GENERAL_PATH."""
         if out is None:
             return self._outcome(prepared, inputs, None)[0]
         if not _takes(out, inputs, None) or not out.ndim or out is inputs[0]:
-            return GENERAL
+            return GENERAL_PATH
         targets = split(out, self._size)
         results, specs = self._outcome(prepared, inputs, targets)
         for result, target in zip(results, targets, strict=True):
@@ -221,7 +221,7 @@ class Shortcut:
         if found is not None:
             steps = _kept(steps, found)
         try:
-            if self._briefly(steps):
+            if self._spin(steps):
                 return
         except BaseException as error:  # noqa: BLE001  the general way reports it and raises the first cause
             steps = _failed(error)

@@ -1,4 +1,4 @@
-"""One message on its way out, chunk by chunk, as far as its data, its receiver's credit and its lane permit."""
+"""Sends one message chunk by chunk, as far as its data, the receiver's credit and the lane allow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CODED_VALUES: Final = CHUNK_BYTES // 4
 Array = np.ndarray[Any, Any]
 
 
-class Outgoing:
+class OutgoingMessage:
     """A message whose bytes are those of an array.
 
     Args:
@@ -67,7 +67,7 @@ class Outgoing:
         return self.values[first:last].view(np.uint8)
 
 
-class Encoded(Outgoing):
+class EncodedMessage(OutgoingMessage):
     """A message in a codec's bytes: runs of CODED_VALUES elements, each encoded by itself, one after the other.
 
     Args:

@@ -1,8 +1,8 @@
-"""The steps of a collective in time: what waits for what, and who has to wait for a lane or for a processor.
+"""Simulates the steps of a collective in time: which wait for each other, for a link, or for a processor.
 
-Each rank has three *lanes*: its link outwards, its link inwards, and the kernel that folds; each does one thing at a time.
-Where the ranks share the processors of one host, each step keeps one of these as well: a rank that could go on waits for one.
-First come, first served, at lanes and at processors; ties go by the order of the list.
+Each rank has three *lanes*: its outgoing link, its incoming link, and its reduction kernel. A lane does one step at a time.
+Where the ranks share the processors of one host, each running step also occupies one processor. Lanes and processors are
+granted first come, first served; ties are broken by the order of the list.
 
 Cost: about 20 us a step.
 """
@@ -62,7 +62,7 @@ class Step(NamedTuple):
         return 3 * self.rank + (self.lane or 0)
 
 
-class Steps:
+class StepSimulation:
     """All steps of all ranks, in an order in which each stands after those it needs, and when they run."""
 
     def __init__(self, costs: Costs, size: int) -> None:
@@ -81,7 +81,7 @@ class Steps:
         ready = [0.0] * len(self.all)
         starts = self.starts = [0.0] * len(self.all)
         queue = [(0.0, _READY, index) for index, count in enumerate(waits) if not count]
-        room = _Room(self.all, 3 * self.size, self.costs.processors)
+        room = _Resources(self.all, 3 * self.size, self.costs.processors)
         last = 0.0
         while queue:
             now, what, index = heappop(queue)
@@ -139,7 +139,7 @@ class Steps:
         return CollectiveTimeline(lanes, placed, title)
 
 
-class _Room:
+class _Resources:
     """Who is on each lane, who waits there, and who has a lane and waits for a processor."""
 
     def __init__(self, steps: list[Step], lanes: int, processors: int | None) -> None:

@@ -1,13 +1,13 @@
-"""Which actions of a plan wait for which, element by element.
+"""Which actions of a plan depend on which, element by element.
 
-A plan's actions mean what they do when done in order. Done in any other order they mean the same as long as no two of them
-that touch the same element, one of them writing it, change places there. Actions go through their regions from the first
-element to the last, so how far one has come is one number, and it bounds what the others may do. This is what lets an
-executor send the first chunk of a slice on while its later chunks still arrive, and what a plan need not say itself.
+A plan means what its actions do in order. Another order gives the same result as long as no two actions that touch the same
+element, at least one of them writing it, are swapped for that element. Actions process their regions from the first element to
+the last, so the progress of an action is one number, and it bounds what the others may do. That lets the executor send the
+first chunk of a slice on while later chunks still arrive, without the plan having to say so.
 
-OUT may be the memory of IN where a call works in place, so there the two count as one array.
+OUT may be the memory of IN where a call works in place, so the two then count as one array.
 
-Cost: each action waits at most for the last that wrote each of its elements and for those that read them since.
+Cost: each action depends at most on the last writer of each of its elements and on those that have read them since.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ferrorpc.collectives.algorithms.plan import Buffer, Copy, Finish, FoldOwn, 
 from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.fusion import Lift, Reduce, Task
 
-FAR: Final = 1 << 62
+UNBOUNDED: Final = 1 << 62
 """More elements than any array has: how far a complete action has come, and where arrays of unknown size end."""
 
 Place: TypeAlias = tuple[Buffer, int]
@@ -50,8 +50,8 @@ class Step(NamedTuple):
 
 
 def bound(waits: tuple[Wait, ...], done: list[int]) -> int:
-    """Up to which element of its region an action may go; `done`: how many elements each action has done, FAR when all."""
-    furthest = FAR
+    """The element up to which an action may go. `done`: elements that each action has done, UNBOUNDED when complete."""
+    furthest = UNBOUNDED
     for action, first, low, high, start in waits:
         position = first + done[action]
         if position < high:
@@ -61,7 +61,7 @@ def bound(waits: tuple[Wait, ...], done: list[int]) -> int:
     return furthest
 
 
-def steps_of(tasks: Sequence[Task], operation: Operation, rank: int) -> tuple[Step, ...]:
+def dependencies_of(tasks: Sequence[Task], operation: Operation, rank: int) -> tuple[Step, ...]:
     """The steps of a rank's part in an operation, one for each of its actions, in their order."""
     strips: dict[Place, _Strip] = {}
     own = in_place(operation, rank)
@@ -96,7 +96,7 @@ def in_place(operation: Operation, rank: int) -> Place | None:
 
 def _whole(index: int) -> Wait:
     """Nothing may be done before action `index` is complete."""
-    return Wait(index, -FAR, 0, 0, 0)
+    return Wait(index, -UNBOUNDED, 0, 0, 0)
 
 
 def _touched(action: Task) -> Iterator[tuple[Region, bool]]:
@@ -135,11 +135,11 @@ class _Strip:
     """One array, as runs of elements."""
 
     def __init__(self) -> None:
-        self._runs: list[_Run] = [_Run(0, FAR, None, ())]
+        self._runs: list[_Run] = [_Run(0, UNBOUNDED, None, ())]
 
     def touch(self, index: int, region: Region, writes: bool) -> list[Wait]:
         """Action `index` reads or writes a region; what it has to wait for. Several overlaps with one action become one."""
-        low, high = region.start, FAR if region.stop is None else region.stop
+        low, high = region.start, UNBOUNDED if region.stop is None else region.stop
         own = _Touch(index, low)
         extents: dict[_Touch, tuple[int, int]] = {}
         runs: list[_Run] = []

@@ -1,8 +1,8 @@
-"""The shortest way for what is called most on a GPU: all_reduce of a plain array, where the backend takes addresses.
+"""The fast path for the most frequent call on a GPU: all_reduce of a plain array, where the backend takes addresses.
 
-The GPU needs a few microseconds for a small one, and its host should not take longer than that to ask for it. So this
-remembers for each dtype, shape and operator what the general way has found out, and checks only what can differ between two
-calls. What it does not know it leaves to the general way.
+A small all_reduce takes the GPU a few microseconds, and the host should not need longer to launch it. So for each dtype, shape
+and operator this caches what the general path has found out, and checks only what can differ between two calls. Everything else
+is left to the general path.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, Final, NamedTuple
 from ferrorpc.arrays.base import Kind
 from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.execution import Bare
+from ferrorpc.collectives.execution import PointerAllReduce
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.dispatch import Dispatch
+from ferrorpc.operations.fast_path import GENERAL_PATH, REMEMBERED, UNKNOWN
 from ferrorpc.operations.results import Given
-from ferrorpc.operations.shortcut import GENERAL, REMEMBERED, UNKNOWN
 from ferrorpc.types import DType, ReduceOp
 from ferrorpc.wire.frames import Key
 
@@ -37,10 +37,10 @@ class Known(NamedTuple):
     kind: Kind
     dtype: DType
     size_bytes: int
-    bare: Bare
+    bare: PointerAllReduce
 
 
-class DeviceShortcut:
+class DeviceFastPath:
     """For one group.
 
     Args:
@@ -54,29 +54,29 @@ class DeviceShortcut:
         self._known: dict[tuple[Any, ...], Known | None] = {}
 
     def all_reduce(self, x: Any, op: Any, out: Any, async_op: bool, timeout: float | None) -> Any:
-        """As `Collectives.all_reduce`, or GENERAL."""
+        """As `Collectives.all_reduce`, or GENERAL_PATH."""
         try:
             key = type(x), x.dtype, x.shape, op
             known = self._known.get(key, UNKNOWN)
         except NOT_PLAIN:
-            return GENERAL
+            return GENERAL_PATH
         if known is UNKNOWN:
             known = self._learn(key, x, op)
         if known is None or (self._is_alone and not async_op):
-            return GENERAL
+            return GENERAL_PATH
         kind, dtype, size_bytes, bare = known
         source = target = kind.address(x)
         if not source:
-            return GENERAL
+            return GENERAL_PATH
         if out is None:
             out = kind.empty(x.shape, dtype)
             target = kind.address(out)
         elif out is not x:
             if type(out) is not key[0] or out.dtype != key[1] or out.shape != key[2]:
-                return GENERAL
+                return GENERAL_PATH
             target = kind.address(out)
             if not target or 0 < abs(target - source) < size_bytes:
-                return GENERAL
+                return GENERAL_PATH
         dispatch = self._dispatch
         dispatch.check_open()
         guard = dispatch.guard(seconds_of(timeout, dispatch.timeout))
@@ -98,7 +98,7 @@ class DeviceShortcut:
         prepared = self._dispatch.prepared(
             (Operation.ALL_REDUCE, (spec,), chosen, None, None, None), lambda: Call(Operation.ALL_REDUCE, (spec,), chosen)
         )
-        bare = prepared.bare(kind.staging.device) if spec.elements else None
+        bare = prepared.for_pointers(kind.staging.device) if spec.elements else None
         found = None if bare is None else Known(kind, spec.dtype, spec.nbytes, bare)
         self._known[key] = found
         return found

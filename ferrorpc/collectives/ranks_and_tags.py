@@ -1,4 +1,4 @@
-"""Whom a message is from and to, and its tag, as callers name them."""
+"""Checks the ranks and tags that callers pass."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Arrays of symbols: what a plan's arrays hold, told by how it came about instead of by numbers.
+"""Symbolic arrays for the validator: what the elements of a plan's arrays are computed from, instead of their values.
 
-A `Term` says of neighbouring elements whose parts they hold and in which order these were folded. A `Strip` is an array as runs
-of such elements, so arrays of any length cost no more than the number of cuts in them.
+A `Term` says which ranks' elements were folded, and in which order. A `SymbolicArray` is an array as runs of neighbouring
+elements with one term each, so arrays of any length cost no more than the number of cuts in them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def length(piece: Sequence[Run]) -> int:
     return sum([run[0] for run in piece])
 
 
-class Strip:
+class SymbolicArray:
     """An array. Runs are found by bisection; what is written replaces only the runs it meets."""
 
     __slots__ = ("_ends", "_runs")
