@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.backends.base import Backend, Capabilities
-from ferrorpc.collectives.call import Call, Operation, example
+from ferrorpc.collectives.call import Operation, example
 from ferrorpc.coordination.base import Session, Store
 from ferrorpc.coordination.causes import replaced
 from ferrorpc.coordination.farewell import reason_of
@@ -167,7 +167,7 @@ class ProcessGroup(Collectives):
         self._subgroups += 1
         identity = f"{self._backend.group_id:x}/{self._subgroups}:{chosen}"
         note = f"subgroup of ranks {chosen}"
-        self._run((Operation.BARRIER, note), lambda: Call(Operation.BARRIER, note=note), [], NOTHING, False, timeout)
+        self._run(Operation.BARRIER, [], NOTHING, False, timeout, note=note)
         group_id = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=8).digest(), "little") or 1
         if self._rank not in chosen:
             self._backend.stay_out(chosen, group_id)

@@ -5,13 +5,13 @@ Each is declared twice: for type checkers (the overloads, with the types of type
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, Unpack, overload
 
 from numpy.typing import NDArray
 
 from ferrorpc.arrays.base import View
-from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.ranks_and_tags import rank_of
 from ferrorpc.errors import UsageError
 from ferrorpc.guard import seconds_of
@@ -80,7 +80,9 @@ class Collectives(PointToPoint):
                 return found
         source = self._arguments.view(x)
         result = self._arguments.one_result(out, source.kind, source.spec, [source])
-        return self._reduction(Operation.ALL_REDUCE, [source], op, None, wire, algorithm, result, async_op, timeout)
+        return self._run(
+            Operation.ALL_REDUCE, [source], result, async_op, timeout, op=ReduceOp.named(op), wire=wire, algorithm=algorithm
+        )
 
     @overload
     def reduce(
@@ -118,7 +120,17 @@ class Collectives(PointToPoint):
         root = rank_of(root, self._size, "root")
         source = self._arguments.view(x)
         result = self._arguments.one_result(out, source.kind, source.spec, [source]) if root == self._rank else no_result(out)
-        return self._reduction(Operation.REDUCE, [source], op, root, wire, algorithm, result, async_op, timeout)
+        return self._run(
+            Operation.REDUCE,
+            [source],
+            result,
+            async_op,
+            timeout,
+            op=ReduceOp.named(op),
+            root=root,
+            wire=wire,
+            algorithm=algorithm,
+        )
 
     @overload
     def reduce_scatter(
@@ -159,7 +171,9 @@ class Collectives(PointToPoint):
                 return found
         sources = self._arguments.parts(parts, self._size)
         result = self._arguments.one_result(out, sources[0].kind, sources[self._rank].spec, sources)
-        return self._reduction(Operation.REDUCE_SCATTER, sources, op, None, wire, algorithm, result, async_op, timeout)
+        return self._run(
+            Operation.REDUCE_SCATTER, sources, result, async_op, timeout, op=ReduceOp.named(op), wire=wire, algorithm=algorithm
+        )
 
     # Moves. PointToPoint describe themselves, so nobody needs to know in advance what arrives.
 
@@ -217,13 +231,13 @@ class Collectives(PointToPoint):
         root = rank_of(root, self._size, "root")
         if root != self._rank:
             result = self._arguments.one_result(out, kind_like(x, out), None, [])
-            return self._move(Operation.BROADCAST, [], root, result, async_op, timeout, algorithm)
+            return self._run(Operation.BROADCAST, [], result, async_op, timeout, root=root, algorithm=algorithm)
         if x is None:
             hint = "pass x on the root; the others may pass None"
             raise UsageError(f"rank {root} is the root of this broadcast, so x must be an array", hint=hint)
         source = self._arguments.view(x)
         result = self._arguments.one_result(out, source.kind, source.spec, [source])
-        return self._move(Operation.BROADCAST, [source], root, result, async_op, timeout, algorithm)
+        return self._run(Operation.BROADCAST, [source], result, async_op, timeout, root=root, algorithm=algorithm)
 
     @overload
     def gather(
@@ -268,7 +282,7 @@ class Collectives(PointToPoint):
         result = (
             self._arguments.list_result(out, sources[0].kind, self._size, sources) if root == self._rank else no_result(out)
         )
-        return self._move(Operation.GATHER, sources, root, result, async_op, timeout)
+        return self._run(Operation.GATHER, sources, result, async_op, timeout, root=root)
 
     @overload
     def scatter(
@@ -326,13 +340,13 @@ class Collectives(PointToPoint):
         if root != self._rank:
             first = next(iter(parts), None) if isinstance(parts, list | tuple) else parts
             result = self._arguments.one_result(out, kind_like(first, out), None, [])
-            return self._move(Operation.SCATTER, [], root, result, async_op, timeout)
+            return self._run(Operation.SCATTER, [], result, async_op, timeout, root=root)
         if parts is None:
             hint = "pass parts on the root, and None on the others"
             raise UsageError(f"rank {root} is the root of this scatter, so parts must be {self._size} arrays", hint=hint)
         sources = self._arguments.parts(parts, self._size)
         result = self._arguments.one_result(out, sources[0].kind, sources[root].spec, sources)
-        return self._move(Operation.SCATTER, sources, root, result, async_op, timeout)
+        return self._run(Operation.SCATTER, sources, result, async_op, timeout, root=root)
 
     @overload
     def all_gather(self, x: A, *, out: None = ..., async_op: Now = ..., **options: Unpack[Moving]) -> list[A]: ...
@@ -364,7 +378,7 @@ class Collectives(PointToPoint):
                 return found
         sources = [self._arguments.view(x)]
         result = self._arguments.list_result(out, sources[0].kind, self._size, sources)
-        return self._move(Operation.ALL_GATHER, sources, None, result, async_op, timeout, algorithm)
+        return self._run(Operation.ALL_GATHER, sources, result, async_op, timeout, algorithm=algorithm)
 
     @overload
     def all_to_all(
@@ -401,7 +415,7 @@ class Collectives(PointToPoint):
                 return found
         sources = self._arguments.parts(parts, self._size)
         result = self._arguments.list_result(out, sources[0].kind, self._size, sources)
-        return self._move(Operation.ALL_TO_ALL, sources, None, result, async_op, timeout, algorithm)
+        return self._run(Operation.ALL_TO_ALL, sources, result, async_op, timeout, algorithm=algorithm)
 
     @overload
     def barrier(self, timeout: float | None = ..., *, async_op: Now = ..., algorithm: str | None = ...) -> None: ...
@@ -416,65 +430,29 @@ class Collectives(PointToPoint):
         simple = timeout is None and algorithm is None and not async_op
         if simple and self._fast_path is not None and self._fast_path.barrier():
             return None
-        return self._move(Operation.BARRIER, [], None, NOTHING, async_op, timeout, algorithm)
+        return self._run(Operation.BARRIER, [], NOTHING, async_op, timeout, algorithm=algorithm)
 
     # What the operations share.
 
-    def _reduction(
-        self,
-        operation: Operation,
-        sources: list[View],
-        op: ReduceOp | str,
-        root: int | None,
-        wire: str | None,
-        algorithm: str | None,
-        result: Result,
-        async_op: bool,
-        timeout: float | None,
-    ) -> Any:
-        specs, chosen = tuple([source.spec for source in sources]), ReduceOp.named(op)
-        return self._run(
-            (operation, specs, chosen, root, wire, algorithm),
-            lambda: Call(operation, specs, chosen, root, wire, algorithm),
-            sources,
-            result,
-            async_op,
-            timeout,
-        )
-
-    def _move(
-        self,
-        operation: Operation,
-        sources: list[View],
-        root: int | None,
-        result: Result,
-        async_op: bool,
-        timeout: float | None,
-        algorithm: str | None = None,
-    ) -> Any:
-        specs = tuple([source.spec for source in sources])
-        return self._run(
-            (operation, specs, root, algorithm),
-            lambda: Call(operation, specs, root=root, algorithm=algorithm),
-            sources,
-            result,
-            async_op,
-            timeout,
-        )
-
     def _run(
         self,
-        signature: tuple[Hashable, ...],
-        call: Callable[[], Call],
+        operation: Operation,
         sources: list[View],
         result: Result,
         async_op: bool,
         timeout: float | None,
+        *,
+        op: ReduceOp | None = None,
+        root: int | None = None,
+        wire: str | None = None,
+        algorithm: str | None = None,
+        note: str = "",
     ) -> Any:
         dispatch = self._dispatch
         dispatch.check_open()
         seconds = seconds_of(timeout, dispatch.timeout)
-        prepared = dispatch.prepared(signature, call)
+        specs = tuple([source.spec for source in sources])
+        prepared = dispatch.prepared(operation, specs, op, root, wire, algorithm, note)
         if self._size == 1 and not async_op:
             return dispatch.alone(sources, result)
         execution = dispatch.start(prepared, sources, result, seconds)

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from ferrorpc.arrays.base import Kind
 from ferrorpc.arrays.kinds import kind_of
-from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.execution import PointerAllReduce
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.dispatch import Dispatch
@@ -95,9 +95,7 @@ class DeviceFastPath:
         if type(kind.empty((0,), spec.dtype)) is not key[0]:  # who has a class of his own may mean something by it
             return None
         self._dispatch.check_open()
-        prepared = self._dispatch.prepared(
-            (Operation.ALL_REDUCE, (spec,), chosen, None, None, None), lambda: Call(Operation.ALL_REDUCE, (spec,), chosen)
-        )
+        prepared = self._dispatch.prepared(Operation.ALL_REDUCE, (spec,), chosen)
         bare = prepared.for_pointers(kind.staging.device) if spec.elements else None
         found = None if bare is None else Known(kind, spec.dtype, spec.nbytes, bare)
         self._known[key] = found

@@ -16,7 +16,7 @@ from ferrorpc.arrays.kinds import NUMPY, given_back, split
 from ferrorpc.collectives.arena.arena import Arena
 from ferrorpc.collectives.arena.execution import ArenaExecution, Outcome, Steps
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
-from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.call import Operation
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.results import Into, IntoWhole
 from ferrorpc.types import DType, ReduceOp, TensorSpec
@@ -55,7 +55,7 @@ class FastPath:
         self._activity = None if session is None else session.activity
         self._observed = dispatch.telemetry is not None  # the general way tells of every operation
         self._known: dict[tuple[Any, ...], ArenaPrepared | None] = {}
-        self._barrier = None if self._observed else self._prepared(Call(Operation.BARRIER))
+        self._barrier = None if self._observed else self._prepared(Operation.BARRIER)
 
     def barrier(self) -> bool:
         """A barrier with the group's timeout; False where it has to be gone about in the general way."""
@@ -254,13 +254,18 @@ class FastPath:
         if self._dispatch.refuses or self._latch.cause is not None:
             self._dispatch.check_open()
         specs = tuple([TensorSpec(NATIVE[each.dtype], each.shape) for each in inputs])
-        call = Call(Operation(name), specs, None if op is None else ReduceOp.named(op), root)
-        found = self._known[key] = self._prepared(call)
+        found = self._known[key] = self._prepared(Operation(name), specs, None if op is None else ReduceOp.named(op), root)
         return found
 
-    def _prepared(self, call: Call) -> ArenaPrepared | None:
-        about = (call.root, None) if call.op is None else (call.op, call.root, None, None)
-        found = self._dispatch.prepared((call.operation, call.inputs, *about), lambda: call)
+    def _prepared(
+        self,
+        operation: Operation,
+        inputs: tuple[TensorSpec, ...] = (),
+        op: ReduceOp | None = None,
+        root: int | None = None,
+    ) -> ArenaPrepared | None:
+        """The prepared call; None where it does not run in shared memory."""
+        found = self._dispatch.prepared(operation, inputs, op, root)
         return found if isinstance(found, ArenaPrepared) else None
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from ferrorpc.arrays.base import View
 from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.call import Operation
 from ferrorpc.guard import Clock, seconds_of
 from ferrorpc.operations.arguments import Arguments
-from ferrorpc.operations.dispatch import Dispatch, Signature
+from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.results import Result
 from ferrorpc.types import ReduceOp
 from ferrorpc.work import Work
@@ -64,55 +62,40 @@ class Stream:
     ) -> Work[Any]:
         """As `ProcessGroup.all_reduce(async_op=True)`."""
         source, chosen = self._arguments.view(x), ReduceOp.named(op)
-        specs = (source.spec,)
-        return self._start(
-            (Operation.ALL_REDUCE, specs, chosen, None, wire, algorithm),
-            lambda: Call(Operation.ALL_REDUCE, specs, chosen, None, wire, algorithm),
-            [source],
-            self._arguments.one_result(out, source.kind, source.spec, [source]),
-            number,
-            timeout,
-        )
+        result = self._arguments.one_result(out, source.kind, source.spec, [source])
+        return self._start(Operation.ALL_REDUCE, [source], result, number, timeout, op=chosen, wire=wire, algorithm=algorithm)
 
     def broadcast(self, x: Any, number: int, *, root: int, timeout: float | None = None) -> Work[Any]:
         """As `ProcessGroup.broadcast(x, out=x, async_op=True)`: x is read on rank `root` and written on the others."""
-        rank = self._dispatch.backend.rank
         source = self._arguments.view(x)
-        sources = [source] if rank == root else []
-        specs = tuple([each.spec for each in sources])
-        return self._start(
-            (Operation.BROADCAST, specs, root),
-            lambda: Call(Operation.BROADCAST, specs, root=root),
-            sources,
-            self._arguments.one_result(x, kind_of(x), source.spec, sources),
-            number,
-            timeout,
-        )
+        sources = [source] if self._dispatch.backend.rank == root else []
+        result = self._arguments.one_result(x, kind_of(x), source.spec, sources)
+        return self._start(Operation.BROADCAST, sources, result, number, timeout, root=root)
 
     def all_gather(self, x: Any, number: int, *, timeout: float | None = None) -> Work[Any]:
         """As `ProcessGroup.all_gather(async_op=True)`."""
         source = self._arguments.view(x)
-        specs = (source.spec,)
         result = self._arguments.list_result(None, source.kind, self._dispatch.backend.size, [source])
-        return self._start(
-            (Operation.ALL_GATHER, specs), lambda: Call(Operation.ALL_GATHER, specs), [source], result, number, timeout
-        )
+        return self._start(Operation.ALL_GATHER, [source], result, number, timeout)
 
     def _start(
         self,
-        signature: Signature,
-        call: Callable[[], Call],
+        operation: Operation,
         sources: list[View],
         result: Result,
         number: int,
         timeout: float | None,
+        *,
+        op: ReduceOp | None = None,
+        root: int | None = None,
+        wire: str | None = None,
+        algorithm: str | None = None,
     ) -> Work[Any]:
         dispatch = self._dispatch
         dispatch.check_open()
         seconds = seconds_of(timeout, dispatch.timeout)
-        if self._unordered:
-            signature = (*signature, "unordered")
-        prepared = dispatch.prepared(signature, lambda: replace(call(), unordered=self._unordered))
+        specs = tuple([source.spec for source in sources])
+        prepared = dispatch.prepared(operation, specs, op, root, wire, algorithm, unordered=self._unordered)
         execution = dispatch.start(prepared, sources, result, seconds, stream=self._number, number=number)
         return dispatch.submit(execution, result)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
@@ -47,8 +47,8 @@ class General:
     def guard(self, seconds: float) -> Guard:
         return Guard(SYSTEM_CLOCK, self.backend.latch, seconds)
 
-    def prepared(self, signature: Any, call: Callable[[], Call]) -> ArenaPrepared:
-        found = prepare(self.arena, call())
+    def prepared(self, *fields: Any) -> ArenaPrepared:
+        found = prepare(self.arena, Call(*fields))
         assert found is not None
         self.alive.add(found)
         return found
