@@ -17,7 +17,7 @@ from ferrorpc.cli.table import table
 from ferrorpc.collectives.algorithms.algorithm import Algorithm
 from ferrorpc.collectives.algorithms.plan import Action, Fold, FoldUnder, Quantise, Receive, Send
 from ferrorpc.collectives.arena.select import explain as explain_in_memory
-from ferrorpc.collectives.call import Call, Operation, example
+from ferrorpc.collectives.call import Call, Operation, example, in_ranks
 from ferrorpc.collectives.predict import Prediction, predict
 from ferrorpc.collectives.select import explain, select
 from ferrorpc.collectives.tuning import Tuning, algorithm_names, parse_algorithms
@@ -104,9 +104,9 @@ class _Planned:
     def __init__(self, call: Call, ranks: int, size: str, tuning: Tuning) -> None:
         self.given, self.call, self.ranks, self.tuning = call, tuning.applied(call), ranks, tuning
         self.chosen = select(self.call, ranks, tuning)
-        self.title = f"{call.operation.value} by {self.chosen.name}, {size} on {ranks} ranks"
+        self.title = f"{call.operation.value} by {self.chosen.name}, {size} on {in_ranks(ranks)}"
         hosts = len(set(tuning.hosts))
-        self.heading = f"{call.operation.value}, {size} on {ranks} rank{'s' * (ranks > 1)} of {hosts} host{'s' * (hosts > 1)}"
+        self.heading = f"{call.operation.value}, {size} on {in_ranks(ranks)} of {hosts} host{'s' * (hosts > 1)}"
         shares = hosts == 1 < ranks and Config()["transport"] != "grpc"
         self.in_memory = explain_in_memory(self.call, ranks) if shares else None
         """How it runs where those of one host share memory, as they do unless told otherwise; None where it is messages."""
@@ -150,7 +150,7 @@ class _Planned:
             for entry, found in self.predictions
         ]
         text = table(header, rows, right=frozenset({"predicted", "messages", "MB sent"}))
-        return f"{text}\n*  the one that is chosen, whose steps are above; messages and MB are those of the busiest rank"
+        return f"{text}\n* the algorithm that is chosen, whose steps are above; messages and MB are those of the busiest rank"
 
     def figures(self) -> dict[str, Any]:
         """For programs."""

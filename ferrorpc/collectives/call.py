@@ -78,6 +78,11 @@ class Call:
         return f"{self.operation.value}({', '.join(facts)})"
 
 
+def in_ranks(size: int) -> str:
+    """A number of ranks in words, such as "1 rank"."""
+    return f"{size} rank{'s' * (size != 1)}"
+
+
 def example(operation: str, nbytes: int, size: int) -> Call:
     """A float32 call of so many bytes a rank, to explain or to predict.
 

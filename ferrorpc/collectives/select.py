@@ -24,7 +24,7 @@ from typing import Final
 
 from ferrorpc.collectives.algorithms.algorithm import Algorithm, Cost, Order
 from ferrorpc.collectives.algorithms.plan import Plan
-from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.call import Call, Operation, in_ranks
 from ferrorpc.collectives.tuning import Tuning, algorithm_names
 from ferrorpc.errors import TensorMismatchError, UsageError
 from ferrorpc.types import DType, refusal
@@ -124,17 +124,18 @@ def explain(call: Call, size: int, tuning: Tuning = DEFAULT_TUNING) -> str:
     nbytes = bytes_of(call)
     costs = tuning.costs(size)
     lines = [
-        f"{call.signature} on {size} ranks: {chosen.name}, {chosen.order.value}{_why(call, applied)}",
+        f"{call.signature} on {in_ranks(size)}: {chosen.name}, {chosen.order.value}{_why(call, applied)}",
         f"  by the cost table {tuning.table.name!r}: {costs}",
     ]
     for entry in sorted(tuning.algorithms_of(call.operation), key=lambda entry: seconds(entry.cost(size, nbytes), size, costs)):
         cost = entry.cost(size, nbytes)
-        mark = "*" if entry is chosen or entry.name == chosen.name else " "
+        mark = "*" if entry.name == chosen.name else " "
+        rounds = f"{cost.rounds:3g} round" + (", " if cost.rounds == 1 else "s,")
         lines.append(
-            f"  {mark} {entry.name:<18} {cost.rounds:3g} rounds, {cost.sent_bytes:12,.0f} bytes sent, "
+            f"  {mark} {entry.name:<18} {rounds} {cost.sent_bytes:12,.0f} bytes sent, "
             f"{cost.folded_bytes:12,.0f} folded: about {seconds(cost, size, costs) * 1e6:,.0f} us, {entry.order.value}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "  * the algorithm that is chosen"])
 
 
 def _why(call: Call, applied: Call) -> str:

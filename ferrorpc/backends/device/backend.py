@@ -37,7 +37,7 @@ from ferrorpc.backends.device.work import DeviceWork
 from ferrorpc.backends.message import MessageBackend
 from ferrorpc.collectives import select
 from ferrorpc.collectives.arena.arena import Arena
-from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.call import Call, Operation, in_ranks
 from ferrorpc.collectives.execution import Execution, PointerAllReduce, Prepared, return_execution
 from ferrorpc.collectives.progress import progress_of
 from ferrorpc.coordination.base import Session
@@ -147,7 +147,7 @@ class DeviceBackend(RawOperations, Backend):
     def explain_on_device(self, call: Call) -> str:
         """As `explain`, for arrays that go by the communicator. Raises as `prepare`."""
         self.prepare(call)
-        return f"{call.signature} on {self.size} ranks: {self._connector.explanation}"
+        return f"{call.signature} on {in_ranks(self.size)}: {self._connector.explanation}"
 
     def empty(self, spec: TensorSpec) -> np.ndarray[Any, Any]:
         return self.lanes.empty(spec)

@@ -10,7 +10,7 @@ from ferrorpc.collectives.arena.barrier import Barrier
 from ferrorpc.collectives.arena.control_blocks import SLOT_BYTES
 from ferrorpc.collectives.arena.exchange import Exchange
 from ferrorpc.collectives.arena.prepared import ArenaPrepared
-from ferrorpc.collectives.call import Call, Operation
+from ferrorpc.collectives.call import Call, Operation, in_ranks
 from ferrorpc.collectives.select import bytes_of, select
 
 FOLD_BYTES_MAX: Final = 1 << 20
@@ -40,7 +40,7 @@ def explain(call: Call, size: int) -> str | None:
     if call.operation is Operation.ALL_REDUCE:
         limit = one_shot_bytes_max(size)
         how = f"{'one_shot, up to' if bytes_of(call) <= limit else 'two_shot, above'} {limit >> 10} KiB"
-    return f"{call.signature} on {size} ranks: in shared memory, which all of them have; {how}"
+    return f"{call.signature} on {in_ranks(size)}: in shared memory, which all of them have; {how}"
 
 
 def one_shot_bytes_max(size: int) -> int:
