@@ -19,21 +19,21 @@ from ferrorpc.transports.shared_memory.hosts import Hosts
 from ferrorpc.transports.shared_memory.meeting import meet
 from ferrorpc.transports.shared_memory.transport import SharedMemoryTransport
 
-LAST_WORDS_SECONDS: Final = 0.5
-"""How long an ended generation may take to say goodbye before the next one is joined."""
+CLOSE_SECONDS: Final = 0.5
+"""How long the lanes of an ended generation may take to close before the next one is joined."""
 
 
 class GrpcBackend(MessageBackend):
     """One rank's backend in one generation. Made by every rank of it at the same time: ranks that share a host find each other.
 
     Args:
-        session: the line to the coordinator; its current membership is the generation.
+        session: with the coordinator; its current membership is the generation.
         server: this process's server for its peers, whose address the session announced when it joined. It outlives the
-            backend: whoever made it closes it.
+            backend: its creator closes it.
         path: how tensors travel: "auto" (through memory between ranks of one host, else over gRPC), "grpc", or
             "shared_memory" where all ranks must be on one host.
-        timeout: seconds an operation may take where none are given.
-        asked: algorithms for calls that name none.
+        timeout: default timeout of an operation, in seconds.
+        asked: algorithms for calls that name none (`Tuning.algorithms`).
 
     Raises:
         BackendUnavailableError: "shared_memory" was asked for on any rank, and not all ranks share it.
@@ -65,21 +65,21 @@ class GrpcBackend(MessageBackend):
         super().__init__(transport, session, timeout=timeout, control=control, basis=tuning)
         self._asked = asked
         session.activity.carry(partial(_traffic, transport, None if control is None else control.calls))
-        self._line = session
+        self._own_session = session
         self._server = server
         self._path = path
 
     def renew(self, timeout: float) -> GrpcBackend:
         """Closes this generation's streams, takes part in the next one and opens its, on the same server."""
-        self.transport.close(LAST_WORDS_SECONDS)
-        self._line.rejoin(timeout)
-        return GrpcBackend(self._line, self._server, path=self._path, timeout=self.timeout, asked=self._asked)
+        self.transport.close(CLOSE_SECONDS)
+        self._own_session.rejoin(timeout)
+        return GrpcBackend(self._own_session, self._server, path=self._path, timeout=self.timeout, asked=self._asked)
 
 
 def _traffic(transport: Transport, calls: Calls | None) -> dict[int, tuple[str, int]]:
-    """World rank of a peer -> (kind of the lane to it, payload bytes that it has had from this rank).
+    """World rank of a peer -> (kind of the lane to it, payload bytes that it has received from this rank).
 
-    The session asks beyond the end of the generation, whose memory must be free by then: nothing here refers to it.
+    The session calls it beyond the end of the generation, so nothing here may keep the generation's memory alive.
     """
     told = transport.traffic()
     taken = {} if calls is None else calls.taken_bytes()
@@ -87,6 +87,6 @@ def _traffic(transport: Transport, calls: Calls | None) -> dict[int, tuple[str, 
 
 
 def _host_of_each(hosts: Hosts) -> tuple[int, ...]:
-    """For each rank the number of its host."""
+    """The number of each rank's host."""
     number = {rank: place for place, ranks in enumerate(hosts) for rank in ranks}
     return tuple(number[rank] for rank in range(len(number)))

@@ -30,9 +30,9 @@ from ferrorpc.wire import notice
 from ferrorpc.wire.frames import Key
 
 NOTICE_SLOT: Final = 0xFFFF
-"""Beyond the slots of any plan."""
+"""Greater than the slots of every plan."""
 _KNOWN_MAX: Final = 64
-"""Plans for announced arrays that are kept."""
+"""How many plans for announced arrays are cached."""
 
 Array = np.ndarray[Any, Any]
 
@@ -40,11 +40,11 @@ Array = np.ndarray[Any, Any]
 def prepare(
     call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared], tuning: Tuning = DEFAULT_TUNING
 ) -> Prepared:
-    """A call validated and laid out, after a notice where it needs one.
+    """Validates a call and prepares its plan, with a notice first where it needs one.
 
     Args:
         run: prepares one call with one plan.
-        tuning: what the choice rests on.
+        tuning: what the selection depends on.
 
     Raises:
         UsageError, TensorMismatchError: as `select.plan_for`.
@@ -60,9 +60,9 @@ class AnnouncedPrepared(Prepared):
     """A broadcast that begins with a notice.
 
     Args:
-        call: as this rank made it: only the root brings an array.
+        call: as this rank made it: only the root has an array.
         run: prepares one call with one plan.
-        tuning: what the choice rests on.
+        tuning: what the selection depends on.
     """
 
     def __init__(self, call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared], tuning: Tuning) -> None:
@@ -79,8 +79,8 @@ class AnnouncedPrepared(Prepared):
         inputs = tuple(TensorSpec(DType.UINT8, (notice.size_bytes(spec),)) for spec in call.inputs) if self.is_root else ()
         self.opening = run(replace(call, inputs=inputs), tree.broadcast(rank, size, call.root, NOTICE_SLOT))
 
-    def known(self, spec: TensorSpec) -> Prepared:
-        """The call, now that all ranks know the array."""
+    def prepared_for(self, spec: TensorSpec) -> Prepared:
+        """The prepared call for an array whose dtype and shape all ranks know."""
         found = self._known.get(spec)
         if found is None:
             if len(self._known) >= _KNOWN_MAX:
@@ -94,7 +94,7 @@ class AnnouncedPrepared(Prepared):
 
 
 class AnnouncedExecution(Execution):
-    """The notice, then the array if it did not come along."""
+    """The notice, then the array unless it travelled in the notice."""
 
     def __init__(
         self, prepared: AnnouncedPrepared, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard
@@ -106,13 +106,13 @@ class AnnouncedExecution(Execution):
         self._key = key
         if prepared.is_inline:
             inputs = [home(each) for each in inputs]
-        # What is on a device is ordered after the stream of this thread, which may not be the one that goes on.
+        # Arrays on a device are ordered after the stream of this thread; another thread may run the second phase.
         self._ferry = ferry_for(inputs, outputs, 1)
         self._inputs: Sequence[Any] = inputs if self._ferry is None else self._ferry.sources
         self._outputs: Sequence[Any] | None = outputs if self._ferry is None else self._ferry.targets
         self.polling = None if self._ferry is None else self._ferry.polling
-        brought = [notice.pack(prepared.call.inputs[0], self._inputs[0])] if prepared.is_root else []
-        self._phases = [prepared.opening.start(key, brought, None, guard)]
+        packed = [notice.pack(prepared.call.inputs[0], self._inputs[0])] if prepared.is_root else []
+        self._phases = [prepared.opening.start(key, packed, None, guard)]
 
     @property
     def _phase(self) -> Execution:
@@ -129,12 +129,12 @@ class AnnouncedExecution(Execution):
                 return True
             spec, data = notice.unpack(phase.results[0])
             if data is not None:
-                self.results, self.specs = [self._kept(data)], [spec]
+                self.results, self.specs = [self._copied(data)], [spec]
                 return True
-            self._phases.append(self._prepared.known(spec).start(self._key, self._inputs, self._outputs, self.guard))
+            self._phases.append(self._prepared.prepared_for(spec).start(self._key, self._inputs, self._outputs, self.guard))
 
-    def _kept(self, data: Array) -> Array:
-        """The array in the caller's memory where that is on the host and fits, else in memory of its own."""
+    def _copied(self, data: Array) -> Array:
+        """The array in the caller's memory where that is on the host and fits, else a copy."""
         given: Array | None = self._outputs[0] if self._outputs and is_host(self._outputs[0]) else None
         if given is None or given.shape != data.shape or given.dtype != data.dtype:
             return data.copy()
@@ -143,7 +143,7 @@ class AnnouncedExecution(Execution):
 
     @property
     def position(self) -> int:  # type: ignore[override]
-        """As that of its phase."""
+        """That of the current phase, higher in the second."""
         return len(self._phases) + self._phase.position
 
     def arrive(self) -> None:

@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 
 class SendRecv(Protocol):
-    """What is asked of a backend here: blocking send and recv between group ranks."""
+    """What this module needs of a backend: blocking send and recv between group ranks."""
 
     rank: int
     size: int
@@ -45,24 +45,24 @@ class SendRecv(Protocol):
 
 
 def message_tag(key: Key, slot: int) -> int:
-    """A tag that no other message between two ranks bears for a long time, apart from the users' own small ones."""
+    """A tag that is not used again between two ranks for a long time, and never by callers, whose tags are smaller."""
     return 1 << 62 | (key.stream & 0xFFFF) << 46 | (key.number & 0x3FFFFFFF) << 16 | (slot & 0xFFFF)
 
 
 class SenderThreads:
-    """Sends arrays to each peer in order, on a thread for each; the first failure is kept for the driver."""
+    """Sends arrays to each peer in order, on one thread each. The first failure is kept for the driver."""
 
     def __init__(self, backend: SendRecv, guard: Guard) -> None:
         self._backend = backend
         self._guard = guard
         self._lock = threading.Lock()
         self._queues: dict[int, deque[tuple[Array, int]]] = {}
-        """What each peer is still to get; a peer is here as long as its thread runs."""
+        """What is still to be sent to each peer. A peer has an entry as long as its thread runs."""
         self._drained = guard.clock.parker()
         self.error: Exception | None = None
 
     def send(self, data: Array, peer: int, tag: int) -> None:
-        """Queues one array, which nobody may change any more."""
+        """Queues one array, which must not change any more."""
         with self._lock:
             start = peer not in self._queues
             self._queues.setdefault(peer, deque()).append((data, tag))
@@ -92,7 +92,7 @@ class SenderThreads:
 
 
 class BlockingExecution(Execution):
-    """What the executions of this file share: they block in `advance`, so there is nobody to ask and nothing to free."""
+    """The base of these executions. They block in `advance`, so there is nothing to probe and nothing to free."""
 
     def __init__(self, backend: SendRecv, guard: Guard, label: str, peers: Sequence[int]) -> None:
         self.guard = guard
@@ -110,7 +110,7 @@ class BlockingExecution(Execution):
         return [self._backend.world_ranks[peer] for peer in self._peers]
 
     def probe(self) -> None:
-        """A backend of send and recv cannot be asked where it stands."""
+        """Does nothing: a backend with only send and recv has no probes."""
 
     def explain(self) -> str:
         return f"{self._label} waits for ranks {self.waiting_on()}"
@@ -119,10 +119,10 @@ class BlockingExecution(Execution):
         return CollectiveTimeoutError(self.waiting_on(), f"after {self.guard.seconds:g} s, {self.explain()}")
 
     def finish(self) -> None:
-        """Nothing is held."""
+        """Does nothing: it holds nothing."""
 
     def receive(self, src: int, tag: int, out: Array | None = None) -> Array:
-        """A blocking recv until the deadline. Its timeout is one of ours, also where the backend raises a socket's."""
+        """A blocking recv until the deadline. A timeout of the backend's socket is raised as this operation's own."""
         remaining = max(0.0, self.guard.deadline - self.guard.clock.now())
         try:
             return self._backend.recv(src, tag, out=out, timeout=remaining)
@@ -133,7 +133,7 @@ class BlockingExecution(Execution):
 
 
 class BlockingPrepared(Prepared):
-    """A call with its plan, to be run over `backend.send` and `backend.recv`."""
+    """A call with its plan, run over `backend.send` and `backend.recv`."""
 
     def __init__(self, backend: SendRecv, call: Call, plan: Plan) -> None:
         self.backend = backend
@@ -175,7 +175,7 @@ class BlockingCollective(BlockingExecution):
         return True
 
     def _message(self, index: int, action: Send) -> Array:
-        """What a send carries, as an array that nobody changes any more."""
+        """The contents of a send, as an array that does not change any more."""
         spec, values = self._workspace.outgoing(action.region)
         if self._codec is not None and values.size:
             return self._workspace.encoded(index, 0, values.size)

@@ -26,20 +26,20 @@ from ferrorpc.types import TensorSpec
 
 
 class _Thread(threading.local):
-    """What one thread is at."""
+    """State of one thread."""
 
     agenda: deque[EventDrivenExecution] | None = None
-    """Executions it is to advance; None while it advances none."""
+    """Executions with events to process; None while the thread processes none."""
 
 
 _thread = _Thread()
 
 
 class EventDrivenExecution(Execution):
-    """An execution with a turn. Subclasses say in `step` what can be done, and give out `notify` to those who may have news.
+    """An execution that one thread at a time advances. Subclasses implement `step`, and register `notify` for events.
 
     Args:
-        ferry: carries its arrays where some are on a device. A GPU wakes nobody, so its driver looks again and again.
+        ferry: copies its arrays where some are on a device. A GPU wakes nobody, so the driver polls.
     """
 
     def __init__(self, guard: Guard, ferry: Ferry | None = None) -> None:
@@ -49,29 +49,29 @@ class EventDrivenExecution(Execution):
         self.device = None if ferry is None else ferry.device
         self.results: list[np.ndarray[Any, Any]] = []
         self.specs: list[TensorSpec] = []
-        self._turn = threading.Lock()
-        self._news = False
+        self._step_lock = threading.Lock()
+        self._event = False
         self._moved = False
         self._driven = False
         self._ended = False
-        self._told = False
+        self._has_woken = False
         self._finished = False
         self._failure: BaseException | None = None
 
     @abstractmethod
     def step(self) -> bool:
-        """Does what can be done without waiting; True when the operation is complete. Never called by two threads at once."""
+        """Does what can be done without waiting, on one thread at a time. Returns whether the operation is complete."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Frees what the operation held; called once, and nothing of it is called after."""
+        """Frees what the operation held. Called once, as the last call."""
 
     def advance(self) -> bool:
         ferry = self.ferry
         if ferry is None:
-            return self._driven_on()
+            return self._drive()
         ferry.land()
-        over = self._driven_on()
+        over = self._drive()
         ferry.rise()
         brought = ferry.brought(self.results) if over else None
         if brought is None:
@@ -81,18 +81,18 @@ class EventDrivenExecution(Execution):
 
     @property
     def position(self) -> int:  # type: ignore[override]
-        """How far its arrays have come from a device and there."""
+        """Progress of the copies from and to a device."""
         return 0 if self.ferry is None else self.ferry.position
 
     def arrive(self) -> None:
         if self.ferry is not None:
             self.ferry.arrive()
 
-    def _driven_on(self) -> bool:
+    def _drive(self) -> bool:
         self._driven = True
         self.notify()
         self._driven = False
-        # Whoever ended it while the driver was here had nobody to wake.
+        # A thread that ended it while the driver was here has not woken the driver.
         if not self._ended:
             return False
         if self._failure is not None:
@@ -100,49 +100,49 @@ class EventDrivenExecution(Execution):
         return True
 
     def notify(self) -> None:
-        """There may be news. Called from any thread, once the first `advance` has begun; it never blocks."""
-        self._news = True
+        """Reports an event. Called from any thread, once the first `advance` has begun. Never blocks."""
+        self._event = True
         if _thread.agenda is not None:
             _thread.agenda.append(self)
             return
         agenda = _thread.agenda = deque((self,))
         try:
             while agenda:
-                agenda.popleft()._attend()
+                agenda.popleft()._process_events()
         finally:
             _thread.agenda = None
 
-    def _attend(self) -> None:
-        """Takes the turn as long as there is news and nobody else has it. Whoever ends the operation wakes its driver."""
-        while self._news and self._turn.acquire(blocking=False):
+    def _process_events(self) -> None:
+        """Steps while there are events and no other thread does. The thread that ends the operation wakes its driver."""
+        while self._event and self._step_lock.acquire(blocking=False):
             try:
-                self._news = False
+                self._event = False
                 if not self._ended:
-                    self._take_turn()
+                    self._try_step()
             finally:
-                self._turn.release()
-        if self._ended and not self._driven and not self._told:
-            self._told = True
+                self._step_lock.release()
+        if self._ended and not self._driven and not self._has_woken:
+            self._has_woken = True
             self.wake()
 
-    def _take_turn(self) -> None:
+    def _try_step(self) -> None:
         self._moved = not self._driven
         try:
             self._ended = self.step()
-        except BaseException as error:  # noqa: BLE001  its driver raises it, whichever thread met it
+        except BaseException as error:  # noqa: BLE001  the driver raises it, whichever thread it occurred on
             self._failure = error
             self._ended = True
 
     def moved(self) -> bool:
-        """Whether anybody but the driver advanced it since this was last asked."""
+        """Whether another thread than the driver has advanced it since the last call."""
         moved, self._moved = self._moved, False
         return moved
 
     def finish(self) -> None:
-        with self._turn:
+        with self._step_lock:
             finished, self._finished = self._finished, True
-            self._ended = self._told = True
-        self._failure = None  # it refers to whom it was raised in: with this in a circle, arrays would outlive the operation
+            self._ended = self._has_woken = True
+        self._failure = None  # its traceback refers to this execution: a reference cycle would keep the arrays alive
         if not finished:
             self.leave()
             if self.ferry is not None:

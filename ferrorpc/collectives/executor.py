@@ -38,11 +38,11 @@ Array = np.ndarray[Any, Any]
 Take = Receive | Fold | FoldUnder
 
 _LOCAL_ELEMENTS: Final = CODED_VALUES
-"""Elements that an action without a message does at a time; a multiple of a codec's blocks."""
+"""Elements that an action without a message processes at a time; a multiple of a codec's blocks."""
 
 
 class Layout:
-    """A call's plan as one rank of a group runs it: its actions, and what hangs together with what.
+    """A call's plan as one rank of a group runs it: its tasks, and how they depend on each other and on messages.
 
     Args:
         ranks: world rank of each group rank.
@@ -56,9 +56,9 @@ class Layout:
         self.rules = Rules(call, plan, tasks, rank, len(ranks))
         self.steps = dependencies_of(tasks, call.operation, rank)
         self.sources = [_sources(task, ranks) for task in tasks]
-        """For each task the messages it awaits, as (world rank, slot)."""
+        """For each task, the messages it awaits, as (world rank, slot)."""
         self.takers = {place: index for index, places in enumerate(self.sources) for place in places}
-        """Which task awaits a message."""
+        """For each message, the index of the task that awaits it."""
         self.landing = [index for index, task in enumerate(tasks) if isinstance(task, Land)]
 
 
@@ -72,7 +72,7 @@ class PlanExecution(EventDrivenExecution):
     """One run of a prepared plan.
 
     Args:
-        describe: what is known of world ranks, in words; asked only when a deadline has passed.
+        describe: what is known of world ranks, as text; called only when a deadline has passed.
         workspace: the arrays.
     """
 
@@ -97,14 +97,14 @@ class PlanExecution(EventDrivenExecution):
         self._workspace = workspace
         self._box: Box | None = None
         self._done = [0] * count
-        """How many elements of its region each action has done; UNBOUNDED once it is complete."""
+        """How many elements of its region each task has done; UNBOUNDED once it is complete."""
         self._left = count
         self._ready = deque(range(count))
-        """Actions to look at."""
+        """Indices of tasks that may make progress."""
         self._room = False
-        """A lane that was full has room again."""
+        """Whether a lane that was full has room again."""
         self._credit = 0
-        """Grants that were there when sends were last looked at for that."""
+        """How many grants there were when sends were last tried after a grant."""
         self._outgoing: dict[int, OutgoingMessage] = {}
 
     @property
@@ -129,7 +129,7 @@ class PlanExecution(EventDrivenExecution):
         return True
 
     def _entered(self) -> Box:
-        """What has come for it. Raises CollectiveMismatchError where that was of a different call."""
+        """Its box in the mailbox. Raises CollectiveMismatchError where a message of a different call has arrived."""
         if self._box is None:
             layout = self._layout
             self._box = self._transport.mailbox.enter(self._key, layout.signature, self.notify, layout.takers)
@@ -138,7 +138,7 @@ class PlanExecution(EventDrivenExecution):
         return self._box
 
     def _collect(self, box: Box) -> bool:
-        """Gives what grants are asked for, and finds the actions for which there is news. False when there is none."""
+        """Grants credit, and finds the tasks that events concern. Returns whether there are any."""
         while box.ungranted:
             source, slot = box.ungranted.popleft()
             self._transport.grant(source, self._key, slot)
@@ -156,7 +156,7 @@ class PlanExecution(EventDrivenExecution):
         return bool(ready)
 
     def _do(self, index: int, box: Box) -> bool:
-        """Does one chunk of an action; False when it has to wait."""
+        """Does one chunk of a task. Returns False when it has to wait."""
         waits = self._steps[index].waits
         limit = bound(waits, self._done) if waits else UNBOUNDED
         if limit <= 0:
@@ -173,10 +173,10 @@ class PlanExecution(EventDrivenExecution):
         return self._compute(index, limit)
 
     def _carry(self, index: int, task: Land | Lift, limit: int) -> bool:
-        """Takes note of what has come down, or says what may go up."""
+        """Records what has been copied from a device, or allows copies to a device."""
         ferry, first = self.ferry, self._done[index]
         if ferry is None:
-            raise AssertionError(f"{self.label} has arrays on a device and nothing that carries them")
+            raise AssertionError(f"{self.label} has arrays on a device and no ferry")
         if isinstance(task, Land):
             self._done[index] = ferry.landed(task.region.item)
             return self._done[index] > first
@@ -217,7 +217,7 @@ class PlanExecution(EventDrivenExecution):
         return EncodedMessage(peer, header, values, codec, partial(self._workspace.encoded, index))
 
     def _has_room(self) -> None:
-        # For the driver, which has nothing else to do: the lane's writer, who tells this, is to write what is there.
+        # Left to the driver, which has nothing else to do: the lane's writer, which calls this, should write.
         self._room = True
         self.wake()
 
@@ -231,7 +231,7 @@ class PlanExecution(EventDrivenExecution):
         if first == 0:
             self._workspace.expect(task.region, _spec(frame))
         start, last = self._extent(task, frame)
-        if last > limit or (first < last and not self._risen(index, frame)):
+        if last > limit or (first < last and not self._is_usable(index, frame)):
             return False
         queue.popleft()
         if first < last:
@@ -240,7 +240,7 @@ class PlanExecution(EventDrivenExecution):
         return True
 
     def _reduce(self, index: int, task: Reduce, box: Box, limit: int) -> bool:
-        """The next elements of a reduction: those of which every message has brought a chunk."""
+        """The next elements of a reduction: those for which a chunk of every message is here."""
         queues = [box.frames.get(place) for place in self._layout.sources[index]]
         frames = [queue[0] for queue in queues if queue]
         if len(frames) < len(queues):
@@ -251,7 +251,7 @@ class PlanExecution(EventDrivenExecution):
                 self._workspace.expect(task.region, _spec(frame))
         extents = [self._extent(task, frame) for frame in frames]
         last = min(extent[1] for extent in extents)
-        if last > limit or not all(self._risen(index, frame) for frame in frames):
+        if last > limit or not all(self._is_usable(index, frame) for frame in frames):
             return False
         parts = []
         for frame, queue, (start, end) in zip(frames, queues, extents, strict=True):
@@ -263,7 +263,7 @@ class PlanExecution(EventDrivenExecution):
         return True
 
     def _extent(self, task: Take | Reduce, frame: Frame) -> tuple[int, int]:
-        """The elements of its message that a chunk holds."""
+        """The elements of its message that a chunk holds, as [first, last)."""
         size_bytes, codec = len(frame.payload), self._layout.rules.codec
         if codec is None or not size_bytes:
             itemsize = frame.header.dtype.itemsize
@@ -279,15 +279,15 @@ class PlanExecution(EventDrivenExecution):
         return start, start + count
 
     def _dtype(self, frame: Frame) -> DType:
-        """Of its values, once decoded."""
+        """The dtype of its values, once decoded."""
         return frame.header.dtype if self._layout.rules.codec is None else DType.FLOAT32
 
-    def _risen(self, index: int, frame: Frame) -> bool:
-        """Whether a chunk is where action `index` can take it."""
+    def _is_usable(self, index: int, frame: Frame) -> bool:
+        """Whether a chunk is where task `index` can use it."""
         return True
 
     def _part(self, frame: Frame, start: int, end: int, first: int, last: int) -> Array:
-        """Elements [first, last) of a chunk that holds [start, end): a view of what was received, or decoded from it."""
+        """Elements [first, last) of a chunk that holds [start, end): a view of the received bytes, or decoded from them."""
         codec = self._layout.rules.codec
         if codec is None:
             values = np.frombuffer(frame.payload, frame.header.dtype.storage)
@@ -296,7 +296,7 @@ class PlanExecution(EventDrivenExecution):
         return values[first - start : last - start]
 
     def _compute(self, index: int, limit: int) -> bool:
-        """The next elements of an action that needs no message: as many as a chunk holds, or all that are left."""
+        """The next elements of a task that needs no message: as many as a chunk holds, or all that are left."""
         count, first = self._workspace.elements(self._tasks[index]), self._done[index]
         last = min(first + _LOCAL_ELEMENTS, count)
         if last > limit:
@@ -306,7 +306,7 @@ class PlanExecution(EventDrivenExecution):
         return True
 
     def _due(self) -> list[int]:
-        """World ranks of the messages still to come, and of the grants and lanes that are waited for."""
+        """World ranks of the messages, grants and lanes that it waits for."""
         box = self._box
         if box is None:
             return []
@@ -353,10 +353,10 @@ class PlanExecution(EventDrivenExecution):
     def leave(self) -> None:
         if self._box is not None:
             self._transport.mailbox.leave(self._key)
-            # Nothing refers in a circle, so that its arrays are free at once.
+            # Without this reference cycle its arrays are freed at once.
             self._box = None
 
 
 def _spec(frame: Frame) -> TensorSpec:
-    """What a chunk's message is."""
+    """The dtype and shape of a chunk's message."""
     return TensorSpec(frame.header.dtype, frame.header.shape)

@@ -302,7 +302,7 @@ class DeviceExecution(PlanExecution):
     def _encoded(self, index: int, peer: int, header: Header, values: Any, codec: Codec) -> EncodedMessage:
         return DeviceOutgoing(self._workspace, index, peer, header, values, codec)
 
-    def _risen(self, index: int, frame: Frame) -> bool:
+    def _is_usable(self, index: int, frame: Frame) -> bool:
         if self._workspace.rise(frame):
             return True
         self._deferred.add(index)

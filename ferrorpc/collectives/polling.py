@@ -22,11 +22,11 @@ LOOKS: Final = 100
 NAP_SECONDS_MIN: Final = 50e-6
 NAP_SECONDS_MAX: Final = 4e-3
 NAP_SHARE: Final = 16
-"""A nap is this part of what has been waited so far."""
+"""A sleep lasts the time waited so far, divided by this."""
 
 
 class Polling:
-    """One rank's patience, which adapts to what it meets.
+    """Adaptive polling of shared memory for one rank.
 
     Args:
         ranks: how many ranks share this host.
@@ -37,7 +37,7 @@ class Polling:
         self._spins = self._spins_max
 
     def spin(self, steps: Iterable[object]) -> bool:
-        """Takes steps, one a look, until they end or patience does. Whether they ended."""
+        """Takes a step with each poll until they end or the budget is spent. Returns whether they ended."""
         left = self._spins
         for _ in steps:
             left -= 1
@@ -59,11 +59,11 @@ class Polling:
 
 
 class DevicePolling:
-    """Patience with a GPU, which wakes nobody. It is looked at again at once only while something is waited for that it does:
-    threads that bring what else is waited for need the interpreter meanwhile, and wake the driver.
+    """Polling of a GPU, at once only while the operation waits for the GPU. While it waits for messages, the threads that
+    receive them need the interpreter, and wake the driver.
 
     Args:
-        pending: whether the GPU is waited for.
+        pending: whether the operation waits for the GPU.
     """
 
     def __init__(self, pending: Callable[[], bool]) -> None:
@@ -81,10 +81,10 @@ class DevicePolling:
 
 
 def nap_seconds(waited_seconds: float, least_seconds: float = NAP_SECONDS_MIN) -> float:
-    """How long to sleep before the next look, after so long without progress."""
+    """How long to sleep before the next poll, after `waited_seconds` without progress."""
     return min(max(waited_seconds / NAP_SHARE, least_seconds), NAP_SECONDS_MAX)
 
 
 def _processors() -> int:
-    """How many this process may use; only Linux knows of a process's own."""
+    """How many processors this process may use; only Linux says that of a process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -26,7 +26,7 @@ class PlanPrepared(Prepared):
     Args:
         ranks: world rank of each group rank.
         rank: own group rank.
-        describe: what is known of world ranks, in words; asked only when a deadline has passed.
+        describe: what is known of world ranks, as text; called only when a deadline has passed.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PlanPrepared(Prepared):
 
     @cached_property
     def ferried(self) -> Layout:
-        """For arrays of which some are on a device."""
+        """The layout for runs with some arrays on a device."""
         tasks = ferried(self.layout.tasks, len(self.call.inputs))
         return Layout(self.call, self.plan, tasks, self.rank, self.layout.ranks)
 

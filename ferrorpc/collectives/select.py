@@ -33,20 +33,20 @@ from ferrorpc.wire.cost_table import Costs
 from ferrorpc.wire.notice import INLINE_BYTES
 
 RANK_ORDER_RANKS: Final = 16
-"""Largest group whose default keeps rank order; direct exchange opens p-1 streams a rank, which stops paying about here."""
+"""Largest group whose default keeps rank order. Direct exchange opens p-1 streams a rank, too many beyond about this."""
 
 REFERENCE: Final = Costs(
     alpha_seconds=90e-6, message_seconds=0.0, beta_seconds_per_byte=0.65e-9, gamma_seconds_per_byte=0.15e-9
 )
-"""What this library's gRPC lane once did between processes of one host. It decides on the order of summation, so changing it
-changes results of groups beyond RANK_ORDER_RANKS: that is a break, not a measurement."""
+"""Costs of the gRPC lane between processes of one host, as once measured. They decide the order of summation, so another value
+changes results of groups beyond RANK_ORDER_RANKS: an incompatible change."""
 
 DEFAULT_TUNING: Final = Tuning()
 """The packaged cost table, no algorithm requested, hosts unknown."""
 
 _REDUCTIONS: Final = (Operation.ALL_REDUCE, Operation.REDUCE, Operation.REDUCE_SCATTER)
 _DIRECT_NAMES: Final = ("direct", "one_shot", "two_shot")
-"""Algorithms in which a rank talks to all others."""
+"""Algorithms in which a rank exchanges messages with all others."""
 
 
 def plan_for(call: Call, rank: int, size: int, tuning: Tuning = DEFAULT_TUNING) -> Plan:
@@ -54,14 +54,14 @@ def plan_for(call: Call, rank: int, size: int, tuning: Tuning = DEFAULT_TUNING) 
 
     Raises:
         UsageError: no such algorithm for this operation, or none that works with the call's wire codec.
-        TensorMismatchError: the operator means nothing for the dtype, the codec needs another dtype, or the algorithm wants
+        TensorMismatchError: the operator is not defined for the dtype, the codec needs another dtype, or the algorithm needs
             arrays of one shape.
     """
     return select(call, size, tuning).build(call, rank, size)
 
 
 def is_announced(call: Call, size: int, tuning: Tuning = DEFAULT_TUNING) -> bool:
-    """Whether the root's array has to be announced first, because what is done depends on its size."""
+    """Whether the root's array has to be announced first, because the algorithm depends on its size."""
     if call.operation is not Operation.BROADCAST or size == 1:
         return False
     if call.algorithm is None:
@@ -72,8 +72,8 @@ def is_announced(call: Call, size: int, tuning: Tuning = DEFAULT_TUNING) -> bool
 def select(call: Call, size: int, tuning: Tuning = DEFAULT_TUNING) -> Algorithm:
     """The catalogue's entry for a call. Raises as `plan_for`.
 
-    All ranks of a reduction bring as many bytes, and those of a broadcast have been told, so the cheapest is taken. Other
-    moves may be uneven, so their choice must not depend on bytes: the first in the catalogue is taken.
+    All ranks of a reduction have equally many bytes, and those of a broadcast know the size, so the cheapest is taken.
+    Other moves may be uneven, so their choice must not depend on bytes: the first in the catalogue is taken.
     """
     check(call)
     candidates = _candidates(call, size, tuning)
@@ -87,9 +87,9 @@ def select(call: Call, size: int, tuning: Tuning = DEFAULT_TUNING) -> Algorithm:
 
 
 def seconds(cost: Cost, size: int, costs: Costs) -> float:
-    """Time the model gives to a collective of `size` ranks: the closed form of what `predict` follows chunk by chunk.
+    """The predicted time of a collective of `size` ranks, in closed form. (`predict` simulates it chunk by chunk.)
 
-    That of the busiest rank, or, where ranks share processors, that in which these can do the work of all, if it is longer.
+    It is the time of the busiest rank or, if longer, the time in which shared processors can do the work of all ranks.
     """
     messages = max(cost.rounds, cost.messages)
     folding = cost.folded_bytes * costs.gamma_seconds_per_byte
@@ -104,7 +104,7 @@ def seconds(cost: Cost, size: int, costs: Costs) -> float:
 
 
 def bytes_of(call: Call) -> int:
-    """Bytes of all arrays this rank brings."""
+    """Bytes of all input arrays of this rank."""
     return sum(spec.nbytes for spec in call.inputs)
 
 
@@ -118,7 +118,7 @@ def sent_bytes(call: Call, size: int) -> int:
 
 
 def explain(call: Call, size: int, tuning: Tuning = DEFAULT_TUNING) -> str:
-    """The choice for a call as messages, why, and what else there is: one line each."""
+    """The algorithm chosen for a call as messages, the reason, and the alternatives: one line each."""
     applied = tuning.applied(call)
     chosen = select(applied, size, tuning)
     nbytes = bytes_of(call)
@@ -155,11 +155,11 @@ def _candidates(call: Call, size: int, tuning: Tuning) -> list[Algorithm]:
     if call.wire is not None:
         return [entry for entry in entries if entry.compresses]
     if call.operation is Operation.BROADCAST and call.inputs and bytes_of(call) <= INLINE_BYTES:
-        return [entry for entry in entries if entry.name == "tree"]  # as notices travel, and it with its own
+        return [entry for entry in entries if entry.name == "tree"]  # it travels in its notice, down this tree
     if size <= RANK_ORDER_RANKS:
         return [entry for entry in entries if entry.order.is_canonical and not entry.needs_alike]
-    # Beyond, direct exchange opens too many streams; whatever else there is has fewer partners. Where hosts are must not
-    # decide on the order of summation.
+    # Beyond that, direct exchange opens too many streams, and all other algorithms have fewer partners. Which ranks share
+    # a host must not decide the order of summation.
     fewer = [
         entry
         for entry in entries
@@ -201,7 +201,7 @@ def _asked_for(call: Call, entries: tuple[Algorithm, ...]) -> list[Algorithm]:
 
 
 def check(call: Call) -> None:
-    """Refuses calls that mean nothing, whatever runs them. Raises as `plan_for`."""
+    """Refuses calls that are invalid whatever runs them. Raises as `plan_for`."""
     if call.op is not None and call.inputs:
         why_not = refusal(call.op, call.inputs[0].dtype)
         if why_not is not None:

@@ -25,7 +25,7 @@ from ferrorpc.work import Work
 
 
 class Collectives(PointToPoint):
-    """What all ranks of a group do together."""
+    """The collectives of a group."""
 
     # Reductions. The canonical result is the left fold in rank order; halves are added in float32 and rounded once.
 
@@ -65,7 +65,7 @@ class Collectives(PointToPoint):
         """x[0] op x[1] op ..., on every rank. All ranks bring the same dtype and shape.
 
         Args:
-            x: the array; it is written only when it is `out`.
+            x: the array; written only when it is `out`.
             op: sum, mean, product, min, max, band, bor or bxor.
             wire: "bf16", "f16" or "int8": compresses messages of float32 arrays; sums stay float32.
             algorithm: a name that `explain` lists; None chooses, up to 16 ranks one that adds in rank order.
@@ -175,7 +175,7 @@ class Collectives(PointToPoint):
             Operation.REDUCE_SCATTER, sources, result, async_op, timeout, op=ReduceOp.named(op), wire=wire, algorithm=algorithm
         )
 
-    # Moves. PointToPoint describe themselves, so nobody needs to know in advance what arrives.
+    # Moves. Messages describe themselves, so no rank needs to know in advance what arrives.
 
     @overload
     def broadcast(self, x: A, root: int = ..., *, out: A | None = ..., async_op: Now = ..., **options: Unpack[Moving]) -> A: ...

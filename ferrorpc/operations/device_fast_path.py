@@ -15,36 +15,36 @@ from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.execution import PointerAllReduce
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.dispatch import Dispatch
-from ferrorpc.operations.fast_path import GENERAL_PATH, REMEMBERED, UNKNOWN
-from ferrorpc.operations.results import Given
+from ferrorpc.operations.fast_path import CACHED_CALLS, GENERAL_PATH, UNKNOWN
+from ferrorpc.operations.results import DeviceResult
 from ferrorpc.types import DType, ReduceOp
 from ferrorpc.wire.frames import Key
 
 NOT_PLAIN: Final = (AttributeError, TypeError, RuntimeError)
-"""What reading `dtype` and `shape`, or hashing them, raises where the argument is no plain array."""
+"""Raised by reading or hashing `dtype` and `shape` if the argument is no plain array."""
 
 
 class Known(NamedTuple):
-    """What was found out about calls with arrays like this.
+    """What is known of calls with arrays of one type, dtype and shape.
 
     Attributes:
-        kind: theirs.
-        dtype: of their elements.
+        kind: of the arrays.
+        dtype: of the elements.
         size_bytes: of each.
-        bare: the prepared call.
+        prepared: the call.
     """
 
     kind: Kind
     dtype: DType
     size_bytes: int
-    bare: PointerAllReduce
+    prepared: PointerAllReduce
 
 
 class DeviceFastPath:
-    """For one group.
+    """The fast path of one group.
 
     Args:
-        dispatch: the general way.
+        dispatch: the general path.
     """
 
     def __init__(self, dispatch: Dispatch) -> None:
@@ -64,7 +64,7 @@ class DeviceFastPath:
             known = self._learn(key, x, op)
         if known is None or (self._is_alone and not async_op):
             return GENERAL_PATH
-        kind, dtype, size_bytes, bare = known
+        kind, dtype, size_bytes, prepared = known
         source = target = kind.address(x)
         if not source:
             return GENERAL_PATH
@@ -81,22 +81,22 @@ class DeviceFastPath:
         dispatch.check_open()
         guard = dispatch.guard(seconds_of(timeout, dispatch.timeout))
         place = Key(self._group_id, 0, dispatch.next_number())
-        execution = bare.start_at(place, source, target, (x, out), guard)
-        if not async_op and dispatch.ran(bare, execution):
+        execution = prepared.start_at(place, source, target, (x, out), guard)
+        if not async_op and dispatch.ran(prepared, execution):
             return out
-        return dispatch.finish(execution, Given(out), async_op)
+        return dispatch.finish(execution, DeviceResult(out), async_op)
 
     def _learn(self, key: tuple[Any, ...], x: Any, op: Any) -> Known | None:
-        """Prepares such a call the general way, and remembers it; None where the short way does not fit it."""
+        """Prepares a call by the general path and caches it; None where the fast path does not support it."""
         kind = kind_of(x)
-        if not kind.on_device or not kind.address(x) or not isinstance(op, str | ReduceOp) or len(self._known) >= REMEMBERED:
+        if not kind.on_device or not kind.address(x) or not isinstance(op, str | ReduceOp) or len(self._known) >= CACHED_CALLS:
             return None
         spec, chosen = kind.spec(x), ReduceOp.named(op)
-        if type(kind.empty((0,), spec.dtype)) is not key[0]:  # who has a class of his own may mean something by it
+        if type(kind.empty((0,), spec.dtype)) is not key[0]:  # a subclass may define its own behaviour
             return None
         self._dispatch.check_open()
         prepared = self._dispatch.prepared(Operation.ALL_REDUCE, (spec,), chosen)
-        bare = prepared.for_pointers(kind.staging.device) if spec.elements else None
-        found = None if bare is None else Known(kind, spec.dtype, spec.nbytes, bare)
+        on_pointers = prepared.for_pointers(kind.staging.device) if spec.elements else None
+        found = None if on_pointers is None else Known(kind, spec.dtype, spec.nbytes, on_pointers)
         self._known[key] = found
         return found

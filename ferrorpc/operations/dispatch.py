@@ -29,7 +29,7 @@ from ferrorpc.wire.frames import Key
 from ferrorpc.work import Work
 
 PREPARED_CALLS: Final = 1024
-"""How many prepared calls are kept. The oldest is dropped beyond that, and prepared again when it is next called."""
+"""How many prepared calls are cached. Beyond that the oldest is dropped."""
 
 
 class Dispatch:
@@ -37,7 +37,7 @@ class Dispatch:
 
     Args:
         backend: performs them.
-        timeout: seconds an operation may take where none are given.
+        timeout: default timeout of an operation, in seconds.
     """
 
     def __init__(self, backend: Backend, timeout: float) -> None:
@@ -45,26 +45,26 @@ class Dispatch:
         self.timeout = timeout
         self.closed = False
         self.refuses = False
-        """Whether no operation may begin: the group is closed, or its lanes are, after a reform() that failed."""
+        """Whether operations are refused: the group is closed, or a failed reform() has closed its lanes."""
         self._lock = threading.Lock()
         self._prepared: OrderedDict[tuple[Hashable, ...], Prepared] = OrderedDict()
         self._numbers = itertools.count(1)
         self._streams = 0
-        self._flying: dict[int, Work[Any]] = {}
+        self._in_flight: dict[int, Work[Any]] = {}
         """Works that are not done, by id. Shared without a lock: each use is one dict operation, which is atomic."""
         self._closing = GroupClosedError("the group was closed")
-        self._is_part = backend.group_id != 0
+        self._is_subgroup = backend.group_id != 0
         self._activity = None if backend.session is None else backend.session.activity
         self.telemetry = telemetry()
 
-    def close(self, told: GroupClosedError | None = None) -> None:
-        """No operation begins from now on. `told`: the error that callers get; None for the usual one."""
-        if told is not None:
-            self._closing = told
+    def close(self, error: GroupClosedError | None = None) -> None:
+        """Refuses operations from now on. `error`: the error that callers get; None for the usual one."""
+        if error is not None:
+            self._closing = error
         self.closed = self.refuses = True
 
     def give_up(self) -> None:
-        """No operation begins from now on: the lanes are closed for a reform(), and there is no next generation yet."""
+        """Refuses operations from now on: reform() has closed the lanes, and there is no next generation yet."""
         self.refuses = True
 
     @property
@@ -87,12 +87,12 @@ class Dispatch:
             )
 
     def end(self, cause: FerroError) -> None:
-        """Ends the generation on every rank. Returns once this rank knows, so that nothing of it begins later."""
+        """Ends the generation on every rank. Returns once this rank knows of it, so that no operation begins afterwards."""
         guard = self.guard(0.0)
         verdict(guard, cause, self.backend.abort, guard.clock.parker())
 
     def open_stream(self, channels: int | None) -> int:
-        """The number of a new stream. Ranks agree on it by opening streams in the same order."""
+        """Opens a stream and returns its number. Ranks agree on it by opening streams in the same order."""
         self.check_open()
         with self._lock:
             self._streams += 1
@@ -166,7 +166,8 @@ class Dispatch:
         return result.of(execution)
 
     def ran(self, bare: PointerAllReduce, execution: Execution) -> bool:
-        """Whether an execution was complete as soon as it was launched. It is then not timed: the host has not waited."""
+        """Whether an execution is launched already, so that the caller's stream is ordered after it. It is not timed then: the
+        host has not waited."""
         if self.telemetry is not None:
             return False
         try:
@@ -191,7 +192,7 @@ class Dispatch:
         except FerroError as error:
             failure = type(error).__name__
             error.see()
-            if self._is_part:
+            if self._is_subgroup:
                 raise self.located(error) from None
             raise
         except KeyboardInterrupt:
@@ -204,15 +205,15 @@ class Dispatch:
                 ended(failure)
 
     def _interrupted(self, execution: Execution) -> None:
-        """Ends the generation after a KeyboardInterrupt: the others would wait for this rank's part, which never comes."""
+        """Ends the generation after a KeyboardInterrupt: the peers would wait for this rank's part, which never comes."""
         if execution.timeout_breaks:
             rank = self.backend.world_ranks[self.backend.rank]
             self.end(GroupAbortedError(rank, f"KeyboardInterrupt during {execution.label}"))
 
     def _observed(self, execution: Execution) -> Callable[[str], None] | None:
         """Begins an operation's span where telemetry is on, and returns what ends it; None where it is off."""
-        tell = self.telemetry
-        if tell is None:
+        active = self.telemetry
+        if active is None:
             return None
         backend, session, label = self.backend, self.backend.session, execution.label
         generation = 1 if session is None else session.membership.assignment.generation
@@ -222,8 +223,8 @@ class Dispatch:
             "ferrorpc.size": backend.size,
             "ferrorpc.generation": generation,
         }
-        span, began = tell.begin(label, names), backend.clock.now()
-        return lambda failure: tell.end(span, label, backend.clock.now() - began, failure)
+        span, began = active.begin(label, names), backend.clock.now()
+        return lambda failure: active.end(span, label, backend.clock.now() - began, failure)
 
     def submit(self, execution: Execution, result: Result) -> Work[Any]:
         """A Work for the result; it is in flight until it is done."""
@@ -238,10 +239,10 @@ class Dispatch:
             work = self.backend.submit(execution, result.of)
         if ended is not None:
             work.on_done(lambda: ended(work.failure))
-        if self._is_part:
+        if self._is_subgroup:
             work.locate = self.located
         work.meter = self._activity
-        self._flying[id(work)] = work
+        self._in_flight[id(work)] = work
         work.on_done(lambda: self._landed(work))
         return work
 
@@ -252,14 +253,14 @@ class Dispatch:
         """
         if not isinstance(execution, EventDrivenExecution):
             return False
-        execution.wake = _nobody
+        execution.wake = _wake_nobody
         try:
             return execution.advance()
         except FerroError:
             return False
 
     def send(self, execution: Execution, async_op: bool) -> Any:
-        """As `finish`, but what the lane has room for is sent on the caller's thread: waking another costs more."""
+        """As `finish`, but sends on the caller's thread what the lane has room for: waking another thread costs more."""
         if not async_op or self.telemetry is not None or not self.begin(execution):
             return self.finish(execution, NOTHING, async_op)
         execution.finish()
@@ -268,7 +269,7 @@ class Dispatch:
         return work
 
     def alone(self, sources: Sequence[View], result: Result) -> Any:
-        """The result in a group of one: every operation gives back what it was given."""
+        """The result in a group of one: every operation returns its input."""
         self._note("a group of one")
         into_own = result.targets is not None
         arrays = [source.data if into_own or not source.borrowed else copy_of(source.data) for source in sources]
@@ -282,12 +283,12 @@ class Dispatch:
             self._activity.note(activity)
 
     def _landed(self, work: Work[Any]) -> None:
-        self._flying.pop(id(work), None)
+        self._in_flight.pop(id(work), None)
 
     def drain(self, until: float) -> bool:
         """Waits until nothing of this group is in flight. Returns False where clock time `until` came first."""
         parker = self.backend.clock.parker()
-        for work in list(self._flying.values()):
+        for work in list(self._in_flight.values()):
             work.on_done(parker.unpark)
             while not work.done():
                 if not parker.park(until) and not work.done():
@@ -304,11 +305,11 @@ class Dispatch:
             raise self.located(error) from None
 
     def located(self, error: BaseException) -> BaseException:
-        """An error as a subgroup raises it: the world rank it names gets its rank in the subgroup beside it."""
-        if self._is_part and isinstance(error, FerroError) and error.fields.get("rank") in self.backend.world_ranks:
+        """An error as a subgroup raises it: with the subgroup's rank beside the world rank that it names."""
+        if self._is_subgroup and isinstance(error, FerroError) and error.fields.get("rank") in self.backend.world_ranks:
             error.fields["group_rank"] = self.backend.world_ranks.index(error.fields["rank"])
         return error
 
 
-def _nobody() -> None:
-    """The wake of an execution that nobody drives yet."""
+def _wake_nobody() -> None:
+    """The wake of an execution without a driver."""

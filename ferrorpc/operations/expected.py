@@ -38,14 +38,14 @@ class Expected:
         return self._dispatch.finish(self._execution, New(NUMPY), False)
 
     def refuse(self, error: FerroError) -> None:
-        """What came is none of what was expected: ends the generation, with this cause on every rank."""
+        """The message is not the expected one: ends the generation, with this cause on every rank."""
         self._dispatch.end(error)
 
     @property
     def may_come(self) -> bool:
-        """Whether the generation goes on, so that a timeout was the caller's own."""
+        """Whether the generation continues, so that a timeout was the caller's own."""
         return self._execution.guard.latch.cause is None
 
     def forget(self) -> None:
-        """Nobody will take it: the message is for the next recv."""
+        """Gives up the place: the message is for the next recv."""
         self._execution.finish()

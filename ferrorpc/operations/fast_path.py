@@ -25,22 +25,22 @@ from ferrorpc.wire.frames import Key
 Array = np.ndarray[Any, Any]
 
 GENERAL_PATH: Final = object()
-"""In the place of a result: the operation has not begun, and has to be gone about in the general way."""
+"""Returned in place of a result: the operation has not begun, and must take the general path."""
 UNKNOWN: Final[Any] = object()
-"""In the place of a prepared call, or of None: nothing was found out yet."""
+"""In place of a prepared call or None: not in the cache."""
 NATIVE: Final = {dtype.storage: dtype for dtype in DType if dtype is not DType.BFLOAT16}
 """The dtypes that NumPy itself has."""
 REDUCING: Final = frozenset(("all_reduce", "reduce", "reduce_scatter"))
 ROOTED: Final = frozenset(("broadcast", "reduce", "gather", "scatter"))
-REMEMBERED: Final = 256
-"""Calls that are remembered; a program that makes more different ones takes the general way with the others."""
+CACHED_CALLS: Final = 256
+"""How many calls are cached. All others take the general path."""
 
 
 class FastPath:
-    """For one group. Its operations are those of `Collectives`, without what would ask for the general way anyhow.
+    """The fast path of one group. Its operations are those of `Collectives`, without the arguments it does not support.
 
     Args:
-        dispatch: the general way.
+        dispatch: the general path.
         arena: the group's.
     """
 
@@ -53,25 +53,25 @@ class FastPath:
         self._latch = dispatch.backend.latch
         session = dispatch.backend.session
         self._activity = None if session is None else session.activity
-        self._observed = dispatch.telemetry is not None  # the general way tells of every operation
+        self._observed = dispatch.telemetry is not None  # the general path reports every operation
         self._known: dict[tuple[Any, ...], ArenaPrepared | None] = {}
         self._barrier = None if self._observed else self._prepared(Operation.BARRIER)
 
     def barrier(self) -> bool:
-        """A barrier with the group's timeout; False where it has to be gone about in the general way."""
+        """A barrier with the group's timeout. Returns False if it must take the general path."""
         if self._barrier is None:
             return False
         self._run(self._barrier, (), None)
         return True
 
     def all_reduce(self, x: Any, op: Any, out: Any) -> Any:
-        """The result, or GENERAL_PATH. What the others leave to functions is spelled out here: it is called most of all."""
+        """The result, or GENERAL_PATH. As the most frequent call it has its steps inline."""
         if type(x) is not np.ndarray:
             return GENERAL_PATH
         key = x.dtype, x.shape, op
         try:
             prepared = self._known.get(key, UNKNOWN)
-        except TypeError:  # an operator that cannot be hashed is none
+        except TypeError:  # an operator that cannot be hashed is invalid
             return GENERAL_PATH
         if prepared is UNKNOWN:
             prepared = self._learn(key, "all_reduce", (x,), None, op)
@@ -132,7 +132,7 @@ class FastPath:
         prepared = None if inputs is None else self._known_by("all_to_all", inputs, None, None)
         return GENERAL_PATH if inputs is None or prepared is None else self._all(prepared, inputs, out)
 
-    # By what a rank brings. `prepared` is None where that takes the general way.
+    # By input. `prepared` is None for the general path.
 
     def _of(self, x: Any, name: str, root: Any, op: Any) -> ArenaPrepared | None:
         if type(x) is not np.ndarray or not x.flags.c_contiguous:
@@ -140,7 +140,7 @@ class FastPath:
         return self._known_by(name, (x,), root, op)
 
     def _of_parts(self, parts: Any, name: str, root: Any, op: Any, out: Any) -> Any:
-        """Of which this rank keeps one."""
+        """This rank's result of an operation on one part for each rank, or GENERAL_PATH."""
         inputs = self._split(parts)
         prepared = None if inputs is None else self._known_by(name, inputs, root, op)
         return GENERAL_PATH if inputs is None or prepared is None else self._one(prepared, inputs, inputs[self._rank], out)
@@ -156,7 +156,7 @@ class FastPath:
         return parts
 
     def _from_root(self, name: str, root: Any, out: Any) -> Any:
-        """The result, which only the root knows, or GENERAL_PATH."""
+        """The result off the root, which only the root describes, or GENERAL_PATH."""
         prepared = self._known_by(name, (), root, None)
         if prepared is None or not (out is None or _takes(out, (), None)):
             return GENERAL_PATH
@@ -167,7 +167,7 @@ class FastPath:
             return out
         return Into(out, None).give([result], [spec], prepared.signature)
 
-    # By what it gets.
+    # By result.
 
     def _none(self, prepared: ArenaPrepared, x: Array, out: Any) -> Any:
         if out is not None and out is not x:
@@ -176,7 +176,7 @@ class FastPath:
         return None
 
     def _one(self, prepared: ArenaPrepared, inputs: Sequence[Array], like: Array, out: Any) -> Any:
-        """An array as `like`, or GENERAL_PATH."""
+        """One result like `like`, or GENERAL_PATH."""
         if out is None:
             return self._outcome(prepared, inputs, None)[0][0]
         if not _takes(out, inputs, like):
@@ -185,7 +185,7 @@ class FastPath:
         return out
 
     def _all(self, prepared: ArenaPrepared, inputs: Sequence[Array], out: Any) -> Any:
-        """An array from every rank, or GENERAL_PATH."""
+        """A result from every rank, or GENERAL_PATH."""
         if out is None:
             return self._outcome(prepared, inputs, None)[0]
         if not _takes(out, inputs, None) or not out.ndim or out is inputs[0]:
@@ -198,7 +198,7 @@ class FastPath:
         return out
 
     def _outcome(self, prepared: ArenaPrepared, inputs: Sequence[Array], outputs: Sequence[Array] | None) -> Outcome:
-        """The results and what they are."""
+        """The results and their specs."""
         found: list[Outcome] = []
         self._run(prepared, inputs, outputs, found)
         return found[0]
@@ -216,33 +216,33 @@ class FastPath:
         number = dispatch.next_number()
         if self._activity is not None:
             self._activity.note(prepared.signature)
-        channel, before, base = prepared.turn(self._bank, number)
+        channel, before, base = prepared.claim(self._bank, number)
         steps = prepared.steps(channel, before, base, inputs, outputs)
         if found is not None:
             steps = _kept(steps, found)
         try:
             if self._spin(steps):
                 return
-        except BaseException as error:  # noqa: BLE001  the general way reports it and raises the first cause
+        except BaseException as error:  # noqa: BLE001  the general path reports it and raises the first cause
             steps = _failed(error)
         key = Key(dispatch.backend.group_id, 0, number)
         dispatch.run(ArenaExecution(self._arena, prepared.call, key, channel, steps, dispatch.guard(dispatch.timeout)))
 
     def _known_by(self, name: str, inputs: Sequence[Array], root: Any, op: Any) -> ArenaPrepared | None:
-        """The prepared call; None where it takes the general way."""
+        """The prepared call; None for the general path."""
         if root is not None and type(root) is not int:
             return None
         key = name, root, op, tuple([(each.dtype, each.shape) for each in inputs])
         try:
             found = self._known.get(key, UNKNOWN)
-        except TypeError:  # a root or an operator that cannot be hashed is none
+        except TypeError:  # a root or an operator that cannot be hashed is invalid
             return None
         return self._learn(key, name, inputs, root, op) if found is UNKNOWN else found
 
     def _learn(
         self, key: tuple[Any, ...], name: str, inputs: Sequence[Array], root: int | None, op: Any
     ) -> ArenaPrepared | None:
-        if self._observed or len(self._known) >= REMEMBERED:
+        if self._observed or len(self._known) >= CACHED_CALLS:
             return None
         if name in ROOTED and (root is None or not 0 <= root < self._size):
             return None
@@ -270,8 +270,8 @@ class FastPath:
 
 
 def _takes(out: Any, inputs: Sequence[Array], like: Array | None) -> bool:
-    """Whether results can be written to `out` as they are: of the form of `like`, where that is known, and in no memory that is
-    read, save one array in its own place.
+    """Whether results can be written straight to `out`: it has dtype and shape of `like`, where that is known, and shares no
+    memory with the inputs, except as a single input that is reduced in place.
     """
     if type(out) is not np.ndarray:
         return False

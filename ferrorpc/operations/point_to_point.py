@@ -21,11 +21,11 @@ from ferrorpc.work import Work
 
 
 class PointToPoint:
-    """What two ranks of a group do.
+    """send and recv of a group.
 
     Args:
         backend: performs the operations.
-        timeout: seconds an operation may take where none are given.
+        timeout: default timeout of an operation, in seconds.
     """
 
     def __init__(self, backend: Backend, timeout: float) -> None:
@@ -51,7 +51,7 @@ class PointToPoint:
     def send(self, x: Any, dst: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
         """Sends an array to rank `dst`. Returns, or the Work is done, when x may be changed again; receipt is not implied.
 
-        Of a message beyond 4 MiB the rest waits until rank `dst` is in its recv. So where two ranks exchange arrays, each
+        The part of a message beyond 4 MiB is sent only once rank `dst` is in its recv. So where two ranks exchange arrays, each
         sends with `async_op=True`, receives, and then waits.
 
         Raises:

@@ -18,10 +18,10 @@ from ferrorpc.work import Work
 
 
 class Stream:
-    """Operations that ranks may start in different orders, because each has a number that says which it is.
+    """Operations that ranks may start in different orders, because each has a number of its own.
 
-    For data parallelism and others that know, without counting, which operation of one rank belongs to which of another.
-    Made by `ProcessGroup.stream`. Every operation takes a number, from 0, that is used once on every rank; those of the same
+    For data parallelism and other callers that know which operations of the ranks belong together. Made by
+    `ProcessGroup.stream`. Every operation takes a number, from 0, that is used once on every rank; operations with the same
     number belong together.
     """
 
@@ -36,7 +36,7 @@ class Stream:
 
     @property
     def number(self) -> int:
-        """Of this stream: the same on every rank, and no other stream of the group has it."""
+        """The number of this stream: the same on every rank, and unique in the group."""
         return self._number
 
     @property
@@ -101,7 +101,7 @@ class Stream:
 
 
 def _let_go(arena: weakref.ref[Arena], stream: int) -> None:
-    """A finaliser: it must not keep the arena, from which its stream may be reached."""
+    """A finaliser. It must not keep the arena alive, from which its stream may be reachable."""
     found = arena()
     if found is not None:
         found.let_go(stream)

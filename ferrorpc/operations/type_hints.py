@@ -14,7 +14,7 @@ from ferrorpc.types import ReduceOp
 
 
 class Array(Protocol):
-    """What NumPy, CuPy and torch arrays have in common; JAX's, which cannot be written, are no such arrays."""
+    """What NumPy, CuPy and torch arrays have in common. JAX arrays, which cannot be written, are not included."""
 
     @property
     def shape(self) -> Any:
@@ -29,29 +29,29 @@ class Array(Protocol):
 
 
 class ReadThroughDLPack(Protocol):
-    """An array of any library that speaks DLPack."""
+    """An array of any library that supports DLPack."""
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         """The array as a capsule."""
 
     def __dlpack_device__(self) -> Any:
-        """Where it lies."""
+        """The device it is on."""
 
 
 class Timed(TypedDict, total=False):
-    """What every operation takes."""
+    """Options of every operation."""
 
     timeout: float | None
 
 
 class Moving(Timed, total=False):
-    """What operations take that have several algorithms."""
+    """Options of operations with several algorithms."""
 
     algorithm: str | None
 
 
 class Reducing(Moving, total=False):
-    """What reductions take."""
+    """Options of reductions."""
 
     wire: str | None
 

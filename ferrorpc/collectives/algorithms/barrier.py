@@ -19,14 +19,14 @@ _NOWHERE = Region(Buffer.OUT, 0, 0, 0)
 
 
 def direct(rank: int, size: int) -> Plan:
-    """Everyone tells everyone."""
+    """Every rank sends to every other."""
     actions: list[Action] = [Send(peer, 0, _NOTHING) for peer in others(rank, size)]
     actions += [Receive(peer, 0, _NOWHERE) for peer in others(rank, size)]
     return Plan("direct", tuple(actions), out_items=0)
 
 
 def dissemination(rank: int, size: int) -> Plan:
-    """Word spreads by doubling distances."""
+    """Every rank sends over doubling distances."""
     actions: list[Action] = []
     for step in range((size - 1).bit_length()):
         distance = 1 << step

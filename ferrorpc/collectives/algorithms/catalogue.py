@@ -24,7 +24,7 @@ from ferrorpc.collectives.algorithms.algorithm import Algorithm, Cost, Order
 from ferrorpc.collectives.call import Call, Operation
 
 CHUNK_BYTES: Final = 1 << 20
-"""What passes through a chain at a time: the executor's chunk (a test holds the two equal)."""
+"""The executor's chunk, which is what passes through a chain at a time (a test holds the two equal)."""
 
 
 def _count(call: Call) -> int:
@@ -47,7 +47,7 @@ def _log2(size: int) -> int:
 
 
 def _share(size: int) -> float:
-    """What is not one's own."""
+    """The share of an array that the other ranks own."""
     return (size - 1) / size
 
 
@@ -65,7 +65,7 @@ def _rabenseifner_cost(size: int, nbytes: int) -> Cost:
 
 
 def _rooted_cost(size: int, nbytes: int) -> Cost:
-    """The root exchanges as many bytes with everyone else."""
+    """The root exchanges `nbytes` with every other rank."""
     there = size - 1
     return Cost(1, there * nbytes, messages=there, all_messages=there, all_bytes=there * nbytes)
 
@@ -76,7 +76,7 @@ def _tree_cost(size: int, nbytes: int) -> Cost:
 
 
 def _tree_all_reduce_cost(size: int, nbytes: int) -> Cost:
-    """Up, and down again: the root's link is as busy inwards as it is outwards later."""
+    """Up the tree and down again: the root receives as much as it sends later."""
     rounds, edges = _log2(size), size - 1
     return Cost(2 * rounds, rounds * nbytes, rounds * nbytes, all_messages=2 * edges, all_bytes=2 * edges * nbytes)
 
@@ -103,7 +103,7 @@ def _broadcast_two_shot_cost(size: int, nbytes: int) -> Cost:
 
 
 def _scatter_all_gather_cost(size: int, nbytes: int) -> Cost:
-    """Down the tree each slice passes about half of its levels; round the ring each goes to everyone."""
+    """Each slice passes about half of the tree's levels, then goes round the ring to every rank."""
     others, depth = size - 1, _log2(size)
     return Cost(
         depth + others,
@@ -114,7 +114,7 @@ def _scatter_all_gather_cost(size: int, nbytes: int) -> Cost:
 
 
 def _bruck_all_to_all_cost(size: int, nbytes: int) -> Cost:
-    """A block takes a trip for every bit set in its number."""
+    """A block is sent once for every bit set in its number."""
     return Cost(_log2(size), nbytes / size * sum(block.bit_count() for block in range(size)))
 
 
@@ -291,10 +291,10 @@ CATALOGUE: Final[dict[Operation, tuple[Algorithm, ...]]] = {
 
 
 def algorithms_of(operation: Operation, hosts: Sequence[object] = ()) -> tuple[Algorithm, ...]:
-    """The algorithms of an operation; those that follow the host layout too, where one is known.
+    """The algorithms of an operation, including the hierarchical ones where the hosts are known.
 
     Args:
-        hosts: for each group rank a value that says its host; () when that is not known.
+        hosts: the host of each group rank, as any value; () when that is not known.
     """
     layout = hierarchical.Layout(hosts) if hosts else None
     if layout is None or not layout.is_worth_it:

@@ -12,18 +12,18 @@ from __future__ import annotations
 from ferrorpc.collectives.algorithms.plan import Action, Receive, Region, Send
 
 HAND_OVER = 0
-"""The slot in which the odd rank of a pair hands its array over."""
+"""The slot in which the odd rank of a pair sends its array."""
 HAND_BACK = 1
-"""The slot in which it gets the result."""
+"""The slot in which it receives the result."""
 FIRST_ROUND = 2
-"""The first slot that is free for the exchanges of the cube."""
+"""The first slot for the exchanges of the hypercube."""
 
 
 class Hypercube:
-    """Who takes part, in a group of `size` ranks.
+    """The hypercube of a group of `size` ranks.
 
     Attributes:
-        steps: axes of the cube, k.
+        steps: its axes, k.
         count: its places, 2^k.
     """
 
@@ -37,7 +37,7 @@ class Hypercube:
         return rank < self._paired
 
     def place(self, rank: int) -> int | None:
-        """The place of a rank; None for one that its even neighbour stands for."""
+        """The place of a rank; None for one that its even neighbour represents."""
         if rank >= self._paired:
             return rank - self._paired // 2
         return None if rank % 2 else rank // 2
@@ -48,5 +48,5 @@ class Hypercube:
 
 
 def hand_over(rank: int, own: Region, result: Region) -> tuple[Action, ...]:
-    """What a rank does that has no place of its own."""
+    """The actions of a rank without a place."""
     return (Send(rank - 1, HAND_OVER, own), Receive(rank - 1, HAND_BACK, result))

@@ -1,8 +1,8 @@
-"""Recursive doubling: exchange everything with a partner at distance 1, 2, 4, ...; after log2(p) rounds all have all.
+"""Recursive doubling: exchange everything with a partner at distance 1, 2, 4, ...; log2(p) rounds complete the result.
 
 Idea. After round k every rank holds the reduction of its block of 2^k ranks. Both partners compute lower op upper, so they hold
-the same bits, and in the end everyone does. Where p is no power of two, the first 2(p - 2^k) ranks pair up beforehand: the
-odd one of each pair hands its array to the even one and gets the result back at the end. Partial results cover contiguous
+the same bits, and in the end all ranks do. Where p is no power of two, the first 2(p - 2^k) ranks pair up beforehand: the
+odd one of each pair sends its array to the even one and receives the result at the end. Partial results cover contiguous
 runs of ranks, in order, but this is no left fold: (x0 op x1) op (x2 op x3).
 
 Source. Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.

@@ -1,10 +1,9 @@
-"""Ring: every rank talks to its two neighbours only, and slices travel round.
+"""Ring: every rank exchanges messages with its two neighbours only, and slices travel round.
 
-Idea. Cut the array into p slices. Slice c sets out from rank c+1 and visits every rank, which folds its own part in, until it
-arrives, complete, at rank c. A second turn brings every complete slice to everyone. Each link carries the fewest bytes
-possible and nobody receives from more than one peer at a time, which is what large groups and narrow links need; the price
-is 2(p-1) rounds. The fold of slice c runs x_{c+1} op ... op x_{p-1} op x_0 ... op x_c: the same on every run, the same bits on
-all ranks, but not rank order.
+Idea. Cut the array into p slices. Slice c starts at rank c+1 and visits every rank, which folds its own part in, until it is
+complete at rank c. A second turn brings every complete slice to all ranks. Each link carries the fewest bytes possible, and a
+rank receives from one peer at a time, which suits large groups and slow links; the price is 2(p-1) rounds. The fold of slice c
+runs x_{c+1} op ... op x_{p-1} op x_0 ... op x_c: the same on every run, the same bits on all ranks, but not rank order.
 
 Source. Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 
@@ -35,7 +34,7 @@ from ferrorpc.collectives.algorithms.plan import (
 
 
 def all_reduce(count: int, rank: int, size: int) -> Plan:
-    """A turn that reduces slices and a turn that hands them round."""
+    """A turn that reduces the slices, then a turn that distributes them."""
     if size == 1:
         return copy_plan("ring")
     cuts = slices(count, size)

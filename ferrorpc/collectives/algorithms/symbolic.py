@@ -18,8 +18,8 @@ class Term:
     """The symbolic value of a run.
 
     Attributes:
-        text: how it came about, such as "((x0+x1)+x2)", or "q(x1)" once a codec has rounded it; equal texts, equal bits.
-        ranks: whose parts it holds, in the order they were folded.
+        text: the formula, such as "((x0+x1)+x2)", or "q(x1)" once a codec has rounded it; equal texts, equal bits.
+        ranks: the ranks whose parts it holds, in the order they were folded.
         item: which of its ranks' IN arrays it comes from.
         chain: it is a left fold: every right operand was one rank's own part.
         finished: a reduction's last division and rounding was done.
@@ -33,7 +33,7 @@ class Term:
 
 
 Run: TypeAlias = tuple[int, int, Term | None]
-"""A number of elements, where the first of them was in its IN array, and their term; None: never written."""
+"""A number of elements, the position of the first in its IN array, and their term; None: never written."""
 
 
 def length(piece: Sequence[Run]) -> int:
@@ -53,12 +53,12 @@ class SymbolicArray:
         return self._ends[-1] if self._ends else 0
 
     def become(self, runs: Sequence[Run]) -> None:
-        """It holds these runs from now on."""
+        """Replaces its contents."""
         self._runs = [run for run in runs if run[0]]
         self._ends = list(accumulate([run[0] for run in self._runs]))
 
     def cut(self, start: int, stop: int) -> list[Run]:
-        """Elements [start, stop), as far as there are so many."""
+        """Elements [start, stop), as far as they exist."""
         piece: list[Run] = []
         index = bisect_right(self._ends, start)
         while start < stop and index < len(self._ends):
@@ -89,7 +89,7 @@ class SymbolicArray:
 
 
 def aligned(left: Sequence[Run], right: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
-    """Two sequences of equal length, cut wherever one of them is."""
+    """Two sequences of equal length, cut wherever either of them is."""
     here, there = iter(left), iter(right)
     one: Run = (0, 0, None)
     other: Run = one

@@ -1,4 +1,4 @@
-"""Binomial tree: in each round, everyone who has the message passes it to one who has not.
+"""Binomial tree: in each round, every rank that has the message passes it to one that has not.
 
 Idea. Number the ranks from the root on. Rank v's parent is v without its lowest set bit; its children are v plus each smaller
 power of two. Downwards this broadcasts in log2(p) rounds, with the root sending log2(p) times rather than p-1 times. Upwards it

@@ -36,7 +36,7 @@ RING_CHUNKS: Final = 2
 
 
 class OneShot(ArenaPrepared):
-    """The small form. Keeps views of everyone's slots, so that a call makes none."""
+    """The algorithm for small arrays. Caches views of all slots, so that a call creates none."""
 
     def __init__(self, arena: Arena, call: Call) -> None:
         super().__init__(arena, call)
@@ -61,7 +61,7 @@ class OneShot(ArenaPrepared):
         source = inputs[0]
         stage[...] = source if self._is_flat else source.reshape(-1)
         if channel.signed != digest:
-            checks_pending = self.sign(channel)
+            checks_pending = self.publish_signature(channel)
         block[STAGED] = done
         for other in channel.others:
             while other[STAGED] < done:
@@ -76,19 +76,19 @@ class OneShot(ArenaPrepared):
         return None if outputs else (results, self.specs)
 
     def _look(self, channel: Channel) -> tuple[Array, list[Array]]:
-        """Views of this rank's slot, and of everyone's in rank order."""
+        """Views of this rank's slot, and of all slots in rank order."""
         sources = [slot[: self._nbytes].view(self.specs[0].dtype.storage) for slot in channel.slots]
         found = self._views[channel] = sources[self.arena.rank], sources
-        channel.viewers.add(self)
+        channel.slot_users.add(self)
         return found
 
     def forget(self, channel: Channel) -> None:
-        """The channel's slots are given back."""
+        """Drops the views of a channel's slots, which are freed."""
         self._views.pop(channel, None)
 
 
 class TwoShot(ArenaPrepared):
-    """The large form."""
+    """The algorithm for large arrays."""
 
     def __init__(self, arena: Arena, call: Call) -> None:
         super().__init__(arena, call)
@@ -101,7 +101,7 @@ class TwoShot(ArenaPrepared):
         self.chunks = -(-self.count // self.chunk)
 
     def taken(self, peer: int) -> int:
-        """What the peer folds of this rank's array, and what this rank has folded."""
+        """The slice of this rank's array that the peer folds, and the slice that this rank has folded."""
         cuts = slices(self.count, self.arena.size)
         return sum(last - first for first, last in (cuts[peer], cuts[self.arena.rank])) * self.storage.itemsize
 
@@ -111,7 +111,7 @@ class TwoShot(ArenaPrepared):
             return super().start(key, inputs, outputs, guard)
         place = ferry.place(0, self.specs[0])
         here = [each for each in ferry.outputs or () if each is not None] if place is None else [place]
-        channel, before, base = self.turn(self.arena.bank(key.stream), key.number)
+        channel, before, base = self.claim(self.arena.bank(key.stream), key.number)
         steps = self.steps(channel, before, base, ferry.inputs, here, ferry)
         return ArenaExecution(self.arena, self.call, key, channel, steps, guard, ferry=ferry)
 
@@ -128,7 +128,7 @@ class TwoShot(ArenaPrepared):
         results = self.room(outputs)
         run = _TwoShotRun(self, channel, inputs[0].reshape(-1), results[0].reshape(-1))
         block, chunks = channel.block, self.chunks
-        self.sign(channel)
+        self.publish_signature(channel)
         yield from self._landed(ferry, 0)
         staged = block[STAGED] = base + (chunks if run.source_offset else run.stage(0))
         for chunk in range(chunks):
@@ -151,22 +151,22 @@ class TwoShot(ArenaPrepared):
                 ferry.lift(0, results[0], chunk * self.chunk, min((chunk + 1) * self.chunk, self.count))
         if run.is_read_in_place:
             yield from channel.await_others(LEFT, base + chunks)
-        # What was read in place from a rank that failed meanwhile may not be what it brought: its line says so.
+        # What was read in place from a rank that failed meanwhile may not be what it brought: its control block says so.
         yield from channel.await_others(STAGED, base + chunks)
         return results, self.specs
 
     def _landed(self, ferry: Ferry | None, chunk: int) -> Iterator[int]:
-        """Waits until a chunk has come down from a device."""
+        """Waits until a chunk has been copied from a device."""
         while ferry is not None and ferry.landed(0) < min((chunk + 1) * self.chunk, self.count):
             yield ferry.position
 
 
 class _TwoShotRun:
-    """Where everything of one operation lies.
+    """The memory of one operation.
 
     Attributes:
-        source_offset: of this rank's array in its segment; 0 where it has to be staged.
-        is_read_in_place: whether others read the caller's own arrays.
+        source_offset: offset of this rank's array in its segment; 0 where it has to be staged.
+        is_read_in_place: whether peers read the caller's own arrays.
     """
 
     def __init__(self, prepared: TwoShot, channel: Channel, source: Array, result: Array) -> None:
@@ -186,7 +186,7 @@ class _TwoShotRun:
         self._results: list[tuple[Array, bool]] = []
 
     def look(self) -> None:
-        """Finds the others' arrays, once they have staged. For each: elements, and whether they are those of a ring."""
+        """Finds the arrays of the peers, once they have staged. For each: elements, and whether they are in a ring."""
         channel, prepared = self._channel, self._prepared
         for peer, block in enumerate(channel.others):
             for places, offset in ((self._sources, block[SOURCE]), (self._results, block[RESULT])):
@@ -196,7 +196,7 @@ class _TwoShotRun:
         self._sources.insert(self._rank, (self._source, False))
 
     def stage(self, chunk: int) -> int:
-        """Copies what the others will read of a chunk into the ring; returns how many chunks are staged now."""
+        """Copies to the ring what peers read of a chunk. Returns how many chunks are staged now."""
         start, cuts = self._cuts(chunk)
         ring = self._channel.ring.view(self._prepared.storage)[chunk % RING_CHUNKS * self._prepared.chunk :]
         for rank, (first, last) in enumerate(cuts):
@@ -205,7 +205,7 @@ class _TwoShotRun:
         return chunk + 1
 
     def reduce(self, chunk: int) -> None:
-        """Folds this rank's slice of a chunk, and puts it where the others read it."""
+        """Folds this rank's slice of a chunk, and puts it where the peers read it."""
         start, cuts = self._cuts(chunk)
         first, last = cuts[self._rank]
         sources = [self._piece(place, chunk, start, first, last) for place in self._sources]
@@ -218,7 +218,7 @@ class _TwoShotRun:
             result[...] = shared
 
     def copy(self, chunk: int) -> None:
-        """Takes the slices that the others have folded."""
+        """Copies the slices that the peers have folded."""
         start, cuts = self._cuts(chunk)
         del cuts[self._rank]
         for place, (first, last) in zip(self._results, cuts, strict=True):

@@ -11,18 +11,18 @@ from ferrorpc.transports.mailbox import Entered
 from ferrorpc.wire.frames import Key
 
 PROGRAM_CHANNELS: Final = 4
-"""Operations in program order that may be under way at once before the next waits for the oldest."""
+"""Operations in program order that may be in flight at once; the next waits for the oldest."""
 
 
 class Arena:
-    """Shared-memory operations of one group, all of whose ranks are neighbours.
+    """Shared-memory operations of one group, all of whose ranks share a host.
 
     Args:
         control: this rank's control in this generation.
-        transport: lanes to the same ranks, by which those who are waited for are asked where they stand.
+        transport: lanes to the same ranks, over which peers that it waits for are probed.
         group: the group's id.
         ranks: world rank of each group rank.
-        describe: what is known of world ranks, in words.
+        describe: what is known of world ranks, as text.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Arena:
         self._banks: dict[int, Bank] = {}
 
     def open_stream(self, stream: int, channels: int) -> None:
-        """A stream has so many channels; before its first operation. What is not said has PROGRAM_CHANNELS."""
+        """Sets the number of channels of a stream, before its first operation. The default is PROGRAM_CHANNELS."""
         self._channels[stream] = channels
 
     def let_go(self, stream: int) -> None:
-        """This rank starts no operation there any more: its memory is given back in time. May be called by a finaliser."""
+        """This rank starts no operation of the stream any more; its memory is freed later. A finaliser may call it."""
         bank = self._banks.get(stream)
         if bank is not None:
             self.control.let_go(bank)
@@ -68,9 +68,9 @@ class Arena:
         return found
 
     def entered(self, key: Key) -> Entered:
-        """Which call of this rank has that place, and which was its last; a peer asks that is in another one.
+        """The answer to a peer's probe: this rank's call with that key, and the last one it entered.
 
-        An operation is known until the next one on its channel, which does not begin before every rank has left it.
+        A call is known until the next one on its channel, which does not begin before every rank has left it.
         """
         bank = self._banks.get(key.stream)
         if bank is None:

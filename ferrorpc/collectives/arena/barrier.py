@@ -27,7 +27,7 @@ class Barrier(ArenaPrepared):
         checks_pending = False
         if channel.signed != digest or not channel.is_free(before):
             yield from channel.enter(before)
-            checks_pending = self.sign(channel)
+            checks_pending = self.publish_signature(channel)
         block[STAGED] = done
         for other in channel.others:
             while other[STAGED] < done:

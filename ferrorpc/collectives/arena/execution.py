@@ -16,19 +16,19 @@ from ferrorpc.types import TensorSpec
 from ferrorpc.wire.frames import Key
 
 Outcome: TypeAlias = tuple[Sequence[Array], list[TensorSpec]]
-"""Results, and what they are."""
+"""Results and their specs."""
 Steps: TypeAlias = Generator[int, None, Outcome | None]
-"""A running operation: yields whenever it has to wait, and returns its results; or None, which a generator does in a fraction
-of the time, where they are what was known before."""
+"""A running operation: yields whenever it has to wait, and returns its results. Where they are known before, it returns None,
+which costs a generator a fraction of the time."""
 
 
 class ArenaExecution(Execution):
     """One run of a call.
 
     Args:
-        steps: the operation, as far as it has come.
+        steps: the operation.
         expected: its results, where the steps return none.
-        ferry: carries its arrays where some are on a device.
+        ferry: copies its arrays where some are on a device.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ArenaExecution(Execution):
         return self._complete if ferry is None else self._brought(ferry)
 
     def _brought(self, ferry: Ferry) -> bool:
-        """Takes on what goes up to a device; whether the operation is complete and its results are on their way."""
+        """Continues copies to a device. Returns whether the operation is complete and its results are queued there."""
         ferry.rise()
         self.position = self._reached + ferry.position
         brought = ferry.brought(self.results) if self._complete else None
@@ -99,7 +99,7 @@ class ArenaExecution(Execution):
         return absent or behind or list(peers)
 
     def probe(self) -> None:
-        """Asks over the lanes, too: a peer may be in a call that sends messages, or gone."""
+        """Probes over the lanes: a peer may be in a call that sends messages, or dead."""
         transport, signature = self._arena.transport, self._call.signature
         if not self._entered:
             self._entered = True

@@ -25,14 +25,14 @@ _TEXT: Final = 2
 
 
 class SignatureCheck:
-    """One operation, and the peers whose calls have not been compared with this rank's.
+    """The check of one operation with the peers whose calls have not been compared with this rank's.
 
     Args:
-        channel: where it runs; its line has no newer note yet.
+        channel: where it runs; its control block has no newer note yet.
         peers: their places among the others of the channel.
         base: of the operation's progress words.
-        signed: the call's hash, and where it is spelled out (`ControlBlocks.sign`).
-        signature: the call in words.
+        signed: the hash and the text offset of the call's signature (`ControlBlocks.sign`).
+        signature: of the call.
     """
 
     def __init__(self, channel: Channel, peers: frozenset[int], base: int, signed: tuple[int, int], signature: str) -> None:
@@ -48,14 +48,14 @@ class SignatureCheck:
 
     @property
     def is_over(self) -> bool:
-        """Whether everybody has been compared with."""
+        """Whether it has been compared with all peers."""
         return not self._peers
 
     def settle(self) -> None:
-        """Compares with those that have come so far. Two threads may be at it at once, each with an operation of the stream.
+        """Compares with the peers that have come so far. Two threads may do so at once, each in an operation of the stream.
 
         Raises:
-            CollectiveMismatchError: of this operation, which may be long over here.
+            CollectiveMismatchError: of this operation, which may have ended here long ago.
         """
         channel, ticket = self._channel, self._base >> CHUNK_BITS
         control, differing = channel.bank.control, {}
@@ -73,7 +73,7 @@ class SignatureCheck:
 
 
 def mismatch(signatures: dict[int, str], number: int) -> CollectiveMismatchError:
-    """The error that says who, by world rank, called what as operation `number`."""
+    """The error for operation `number`, with the signature of each world rank."""
     calls = ", ".join(f"rank {rank} called {text}" for rank, text in sorted(signatures.items()))
     text = f"ranks {sorted(signatures)} disagree about operation {number}: {calls}"
     return CollectiveMismatchError(signatures, text, number=number)

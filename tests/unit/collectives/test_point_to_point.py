@@ -115,6 +115,6 @@ def test_no_tag_is_remembered_once_its_messages_have_been_taken_or_nobody_waits_
                 group.recv(other, tag=1000 + tag, timeout=0.001)
         backend = group._backend
         mailbox = backend.transport.mailbox
-        return len(backend._lines._waiting), len(mailbox._inbound), len(mailbox._sending)
+        return len(backend._send_queues._waiting), len(mailbox._inbound), len(mailbox._sending)
 
     assert run_world(2, body) == [(0, 0, 0), (0, 0, 0)]

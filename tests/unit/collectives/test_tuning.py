@@ -90,7 +90,7 @@ def test_hosts_make_hierarchical_possible_where_there_are_several_with_several_r
         with pytest.raises(UsageError, match="on several hosts"):
             plan_for(asked, 0, 4, Tuning(hosts=hosts))
     assert layout.among([0, 2, 3]).hosts == (0, 1, 1)
-    wanted = Tuning(asked=parse_algorithms([("all_reduce", "hierarchical")]), hosts=(0, 0, 1, 1))
+    wanted = Tuning(algorithms=parse_algorithms([("all_reduce", "hierarchical")]), hosts=(0, 0, 1, 1))
     assert wanted.applied(example("all_reduce", 64, 4)).algorithm == "hierarchical"
     assert wanted.among([0, 1]).applied(example("all_reduce", 64, 2)).algorithm is None
 
@@ -106,7 +106,7 @@ def test_explain_says_by_which_table_and_what_was_asked_for():
     text = explain(example("all_reduce", 1 << 20, 4), 4, Tuning(SLOW_STARTS))
     assert "one_shot, in rank order" in text
     assert "by the cost table 'slow starts': 1e+06 us a round" in text
-    tuning = Tuning(asked=((Operation.ALL_REDUCE, "ring"),))
+    tuning = Tuning(algorithms=((Operation.ALL_REDUCE, "ring"),))
     assert "(asked for by FERRORPC_ALGORITHM)" in explain(example("all_reduce", 64, 2), 2, tuning)
     assert "(asked for)" not in explain(example("all_gather", 64, 2), 2)
 
