@@ -1,4 +1,4 @@
-"""Blocking calls of NumPy arrays in shared memory take a short way, with what comes of the general one, whatever is passed."""
+"""Blocking calls of NumPy arrays in shared memory take the fast path, with the results of the general path."""
 
 from __future__ import annotations
 

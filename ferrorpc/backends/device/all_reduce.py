@@ -1,6 +1,6 @@
 """all_reduce in its most frequent form: of one contiguous array of this GPU, into another or in place.
 
-The communicator then needs an address and a count alone, and nothing is announced, allocated or copied. So the shortest way
+The communicator then needs an address and a count alone, and nothing is announced, allocated or copied. So the fast path
 (`ferrorpc.operations.device_fast_path`) calls `start_at` with addresses; all other forms call `start`.
 """
 

@@ -1,4 +1,4 @@
-"""The short way takes only what it knows, and hands what fails to the general one, which breaks the generation."""
+"""The fast path takes only cached calls, and hands failures to the general path, which breaks the generation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.collectives.shared_world import SharedWorld
 
 
 class General:
-    """Stands for the general way of rank 0: keeps what it is handed, and does not drive it."""
+    """Stands for the general path of rank 0: keeps what it is handed, and does not drive it."""
 
     def __init__(self, world: SharedWorld) -> None:
         self.arena = world.arenas[0]
@@ -67,7 +67,7 @@ def world() -> Iterator[SharedWorld]:
         yield world
 
 
-def test_a_failure_is_handed_to_the_general_way(world: SharedWorld) -> None:
+def test_a_failure_is_handed_to_the_general_path(world: SharedWorld) -> None:
     general = General(world)
     fast = FastPath(general, general.arena)  # type: ignore[arg-type]
     world.begin(1, call_of(5), [np.ones(5)], number=1).advance()
@@ -97,14 +97,14 @@ def test_nothing_begins_once_the_group_is_closed_or_its_generation_over(world: S
     [np.zeros(4, np.float32), np.zeros(5), np.zeros(8)[::2], [0.0] * 4, np.zeros(4).astype(">f8")],
     ids=["dtype", "shape", "strided", "list", "byte order"],
 )
-def test_an_out_that_needs_more_than_writing_is_left_to_the_general_way(world: SharedWorld, out: Any) -> None:
+def test_an_out_that_needs_more_than_writing_is_left_to_the_general_path(world: SharedWorld, out: Any) -> None:
     general = General(world)
     assert FastPath(general, general.arena).all_reduce(np.ones(4), "sum", out) is GENERAL_PATH  # type: ignore[arg-type]
     assert general.handed == []
 
 
 @pytest.mark.parametrize("out", [np.zeros(4, np.float32), np.zeros(5), np.zeros(8)[::2]], ids=["dtype", "shape", "strided"])
-def test_what_only_this_rank_would_refuse_begins_in_the_general_way(world: SharedWorld, out: np.ndarray) -> None:
+def test_what_only_this_rank_would_refuse_begins_in_the_general_path(world: SharedWorld, out: np.ndarray) -> None:
     general, x = General(world), np.ones(4)
     fast = FastPath(general, general.arena)  # type: ignore[arg-type]
     assert fast.reduce(x, 0, "sum", out) is GENERAL_PATH
@@ -116,7 +116,7 @@ def test_what_only_this_rank_would_refuse_begins_in_the_general_way(world: Share
     assert general.next_number() == 1
 
 
-def test_an_out_that_overlaps_in_part_is_left_to_the_general_way(world: SharedWorld) -> None:
+def test_an_out_that_overlaps_in_part_is_left_to_the_general_path(world: SharedWorld) -> None:
     general, memory = General(world), np.ones(5)
     fast = FastPath(general, general.arena)  # type: ignore[arg-type]
     assert fast.all_reduce(memory[:4], "sum", memory[1:]) is GENERAL_PATH
@@ -134,7 +134,7 @@ def test_a_program_of_ever_other_shapes_does_not_keep_what_was_prepared_for_each
 
 
 @pytest.mark.parametrize("root", [None, True, -1, 2, 0.0, "0"])
-def test_a_root_that_is_none_is_for_the_general_way_to_refuse(world: SharedWorld, root: Any) -> None:
+def test_a_root_that_is_none_is_for_the_general_path_to_refuse(world: SharedWorld, root: Any) -> None:
     general = General(world)
     fast = FastPath(general, general.arena)  # type: ignore[arg-type]
     x = np.ones(2)
