@@ -44,7 +44,7 @@ class Running:
 
     def __init__(self, prepared: ArenaPrepared, bank: Bank, number: int, inputs, outputs=None) -> None:
         self.prepared = prepared
-        self.channel, before, base = prepared.turn(bank, number)
+        self.channel, before, base = prepared.claim(bank, number)
         self.steps = prepared.steps(self.channel, before, base, inputs, outputs)
         self.expected = outputs or [], prepared.specs
         self.results: list[Array] | None = None

@@ -121,8 +121,8 @@ def test_slots_that_are_given_back_are_forgotten_by_a_call_that_lives_on():
         call, array = Call(Operation.ALL_GATHER, (TensorSpec(DType.FLOAT32, (4,)),)), np.ones(4, np.float32)
         prepared = [laid_out(world, rank, call) for rank in range(2)]
         assert world.advance([Running(each, world.arenas[rank].bank(5), 1, [array]) for rank, each in enumerate(prepared)])
-        assert all(each._seats for each in prepared)
+        assert all(each._slot_layouts for each in prepared)
         for arena in world.arenas:
             arena.let_go(5)
             arena.bank(6)  # a stream that opens takes what can be given back
-        assert not any(each._seats for each in prepared)
+        assert not any(each._slot_layouts for each in prepared)
