@@ -56,7 +56,7 @@ def test_messages_that_keep_their_sender_busy_count():
 
 def test_a_setting_asks_for_calls_that_ask_for_nothing():
     tuning = Tuning(
-        asked=parse_algorithms(Config({}, {"FERRORPC_ALGORITHM": "all_reduce=ring, barrier=dissemination"})["algorithm"])
+        algorithms=parse_algorithms(Config({}, {"FERRORPC_ALGORITHM": "all_reduce=ring, barrier=dissemination"})["algorithm"])
     )
     assert tuning.applied(example("all_reduce", 64, 2)).algorithm == "ring"
     assert tuning.applied(Call(Operation.BARRIER)).signature == "barrier(algorithm=dissemination)"
