@@ -17,8 +17,8 @@ from dataclasses import replace
 
 from ferrorpc.cli.bench.fit import Case, cases, measure, table_of
 from ferrorpc.cli.table import table
-from ferrorpc.collectives.basis import LANE
 from ferrorpc.collectives.predict import predict
+from ferrorpc.collectives.tuning import LANE
 from ferrorpc.config import size_bytes
 
 ALGORITHMS = ("one_shot", "two_shot", "ring")

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ferrorpc.cli.bench.rank_processes import free_ports
 
 from benchmarks.gpu.timing import exit_code
+from ferrorpc.cli.bench.rank_processes import free_ports
 from ferrorpc.cli.table import table
 
 SECONDS_MAX = 5.0

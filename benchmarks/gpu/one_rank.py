@@ -28,7 +28,7 @@ from ferrorpc.backends.device.communicator import DataType, Op, State, reduction
 from ferrorpc.backends.nccl.api import NcclApi
 from ferrorpc.backends.nccl.backend import NcclBackend
 from ferrorpc.backends.nccl.choose import open_nccl
-from ferrorpc.backends.simulated import Lanes, SimulatedBackend
+from ferrorpc.backends.simulated import Networks, SimulatedBackend
 from ferrorpc.cli.table import table
 from ferrorpc.coordination.local import LocalWorld
 from ferrorpc.group import ProcessGroup
@@ -43,7 +43,7 @@ CALLS = 300
 def backend_of_one(device: CupyDevice, api: NcclApi) -> NcclBackend:
     """A world of one rank whose operations are NCCL's."""
     session = LocalWorld(1, clock=SYSTEM_CLOCK).session(0)
-    return NcclBackend(SimulatedBackend(session, Lanes(SYSTEM_CLOCK, None, 0), 60.0), device, api)
+    return NcclBackend(SimulatedBackend(session, Networks(SYSTEM_CLOCK, None, 0), 60.0), device, api)
 
 
 def check_values(cupy: Any, group: ProcessGroup, backend: NcclBackend) -> int:

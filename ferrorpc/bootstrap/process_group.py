@@ -8,12 +8,12 @@ import socket
 from typing import Any, Final
 
 from ferrorpc.backends import registry
-from ferrorpc.backends.gpu import said_at_join
+from ferrorpc.backends.gpu import join_labels
 from ferrorpc.bootstrap.address import advertised_host, require_authentication
 from ferrorpc.bootstrap.coordinator import start_coordinator
 from ferrorpc.bootstrap.environment import LaunchInfo, detect_launch, member_name, own_coordinator_address
 from ferrorpc.bootstrap.launcher_process import launcher_process_id
-from ferrorpc.collectives.basis import asked_for
+from ferrorpc.collectives.tuning import parse_algorithms
 from ferrorpc.config import LAUNCH_VARIABLE, Config, unknown_settings
 from ferrorpc.coordination import process_exit
 from ferrorpc.coordination.local import LocalSession, LocalWorld
@@ -82,7 +82,7 @@ def init_process_group(
         if meant:
             _log.warning("%s is set, but no setting is called so: %s is", name, meant)
     _check_backend(config)
-    asked = asked_for(config["algorithm"] or ())
+    asked = parse_algorithms(config["algorithm"] or ())
     launch = detect_launch(os.environ, config)
     _log.info("rank and world taken from %s: %s", launch.source, launch)
     session, server = _local_session(config) if _is_world_of_one(config, launch) else _remote_session(config, launch)
@@ -144,7 +144,7 @@ def _remote_session(config: Config, launch: LaunchInfo) -> tuple[RemoteSession, 
             worker_address=server.address,
             host=host,
             launch=os.environ.get(LAUNCH_VARIABLE, ""),
-            labels=said_at_join(config["backend"], config["device"], launch.local_rank),
+            labels=join_labels(config["backend"], config["device"], launch.local_rank),
             config=config,
         ).join()
     except BaseException as error:

@@ -14,13 +14,13 @@ from typing import Any, Final
 import click
 
 from ferrorpc.cli.table import table
-from ferrorpc.collectives.algorithms.entry import Entry
+from ferrorpc.collectives.algorithms.algorithm import Algorithm
 from ferrorpc.collectives.algorithms.plan import Action, Fold, FoldUnder, Quantise, Receive, Send
 from ferrorpc.collectives.arena.select import explain as explain_in_memory
-from ferrorpc.collectives.basis import Basis, asked_for, names_of
-from ferrorpc.collectives.call import Call, Operation, example
+from ferrorpc.collectives.call import Call, Operation, example, in_ranks
 from ferrorpc.collectives.predict import Prediction, predict
 from ferrorpc.collectives.select import explain, select
+from ferrorpc.collectives.tuning import Tuning, algorithm_names, parse_algorithms
 from ferrorpc.config import Config, size_bytes
 from ferrorpc.errors import ConfigError
 from ferrorpc.wire.cost_table import CostTable, parse
@@ -37,7 +37,7 @@ _WORDS: Final = {
 
 def command_of(operation: Operation) -> click.Command:
     """The command that plans one operation."""
-    names = ", ".join(names_of(operation))
+    names = ", ".join(algorithm_names(operation))
 
     told = f"Show what {operation.value} does on every rank, and what it would cost."
 
@@ -69,8 +69,8 @@ def command_of(operation: Operation) -> click.Command:
         if hosts > ranks:
             raise click.BadParameter(f"{ranks} ranks cannot be spread over {hosts} hosts", param_hint="--hosts")
         layout = tuple(each * hosts // ranks for each in range(ranks))
-        basis = Basis(_table(cost_table), asked_for(Config()["algorithm"] or ()), layout)
-        planned = _PlannedCall(replace(example(operation.value, _bytes(size), ranks), algorithm=algorithm), ranks, size, basis)
+        tuning = Tuning(_table(cost_table), parse_algorithms(Config()["algorithm"] or ()), layout)
+        planned = _PlannedCall(replace(example(operation.value, _bytes(size), ranks), algorithm=algorithm), ranks, size, tuning)
         if svg or png or trace:
             timeline = planned.prediction.timeline(planned.title)
             for path, write in ((svg, timeline.to_svg), (png, timeline.to_png), (trace, timeline.to_chrome_trace)):
@@ -101,18 +101,18 @@ def _table(given: str | None) -> CostTable | None:
 class _PlannedCall:
     """One call, its chosen algorithm, and the alternatives."""
 
-    def __init__(self, call: Call, ranks: int, size: str, basis: Basis) -> None:
-        self.given, self.call, self.ranks, self.basis = call, basis.applied(call), ranks, basis
-        self.chosen = select(self.call, ranks, basis)
-        self.title = f"{call.operation.value} by {self.chosen.name}, {size} on {ranks} ranks"
-        hosts = len(set(basis.hosts))
-        self.heading = f"{call.operation.value}, {size} on {ranks} rank{'s' * (ranks > 1)} of {hosts} host{'s' * (hosts > 1)}"
+    def __init__(self, call: Call, ranks: int, size: str, tuning: Tuning) -> None:
+        self.given, self.call, self.ranks, self.tuning = call, tuning.applied(call), ranks, tuning
+        self.chosen = select(self.call, ranks, tuning)
+        self.title = f"{call.operation.value} by {self.chosen.name}, {size} on {in_ranks(ranks)}"
+        hosts = len(set(tuning.hosts))
+        self.heading = f"{call.operation.value}, {size} on {in_ranks(ranks)} of {hosts} host{'s' * (hosts > 1)}"
         shares = hosts == 1 < ranks and Config()["transport"] != "grpc"
         self.in_memory = explain_in_memory(self.call, ranks) if shares else None
         """How it runs in shared memory, which ranks of one host use by default; None if it runs as messages."""
-        costs = basis.costs(ranks)
-        self.predictions: list[tuple[Entry, Prediction]] = [
-            (entry, predict(entry, call, ranks, costs)) for entry in basis.entries(call.operation)
+        costs = tuning.costs(ranks)
+        self.predictions: list[tuple[Algorithm, Prediction]] = [
+            (entry, predict(entry, call, ranks, costs)) for entry in tuning.algorithms_of(call.operation)
         ]
         self.predictions.sort(key=lambda each: each[1].seconds)
         self.prediction = next(found for entry, found in self.predictions if entry.name == self.chosen.name)
@@ -128,7 +128,7 @@ class _PlannedCall:
 
     def _choice(self) -> list[str]:
         """The choice, as `group.explain` describes it."""
-        return explain(self.given, self.ranks, self.basis).splitlines()[:2]
+        return explain(self.given, self.ranks, self.tuning).splitlines()[:2]
 
     def _actions(self, rank: int) -> tuple[Action, ...]:
         call = self.call
@@ -159,7 +159,7 @@ class _PlannedCall:
             "ranks": self.ranks,
             "algorithm": self.chosen.name,
             "in_memory": self.in_memory,
-            "cost_table": self.basis.table.name,
+            "cost_table": self.tuning.table.name,
             "algorithms": [
                 {
                     "algorithm": entry.name,

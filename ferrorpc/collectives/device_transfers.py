@@ -2,7 +2,7 @@
 
 Idea. For the executor, an input that is being downloaded is one more action (`DownloadInput`), which fills the input from its
 first element to its last. A result that goes to a GPU is one more action (`UploadResult`), which reads the result. So the rules
-that order a plan's actions (flow.py) order the transfers too: the first chunk is sent while later ones are still being
+that order a plan's actions (dependencies.py) order the transfers too: the first chunk is sent while later ones are still being
 downloaded, and a finished slice is uploaded while others are still on the wire. The actions only report progress. The thread
 that drives the operation does the copying, because a GPU notifies nobody: it polls the GPU each time it advances the operation.
 It polls often while a download is in progress, and rarely afterwards.
@@ -21,9 +21,9 @@ from ferrorpc.arrays.device import Device, is_host
 from ferrorpc.arrays.kinds import kind_of
 from ferrorpc.arrays.staging import Download, Upload
 from ferrorpc.collectives.algorithms.plan import Buffer, Region, Send
-from ferrorpc.collectives.flow import FAR
+from ferrorpc.collectives.dependencies import UNBOUNDED
 from ferrorpc.collectives.fusion import DownloadInput, Task, UploadResult
-from ferrorpc.collectives.polling import Watching
+from ferrorpc.collectives.polling import DevicePolling
 from ferrorpc.collectives.workspace import Rules, Workspace
 from ferrorpc.types import TensorSpec
 
@@ -91,7 +91,7 @@ class DeviceTransfers:
         self._is_over = False
         self._in_place = in_place
         self._downloads = downloads = {item: each for item, each in enumerate(self.sources) if isinstance(each, Download)}
-        self.polling = Watching(lambda: not _are_complete(downloads))
+        self.polling = DevicePolling(lambda: not _are_complete(downloads))
         self._uploads = {item: each for item, each in enumerate(self.targets or ()) if isinstance(each, Upload)}
 
     @property
@@ -129,10 +129,10 @@ class DeviceTransfers:
                 self.position += 1
 
     def downloaded(self, item: int) -> int:
-        """How many elements of an input are on the host; FAR if all are."""
+        """How many elements of an input are on the host; UNBOUNDED if all are."""
         download = self._downloads.get(item)
         if download is None or download.is_complete:
-            return FAR
+            return UNBOUNDED
         return download.valid_bytes // download.data.itemsize
 
     @property
@@ -215,8 +215,8 @@ def with_transfers(tasks: tuple[Task, ...], in_items: int) -> tuple[Task, ...]:
 def _disjoint(regions: list[Region]) -> list[Region]:
     """The regions themselves if they are disjoint, else one region that covers them."""
     ordered = sorted(regions, key=lambda region: region.start)
-    ends = [FAR if region.stop is None else region.stop for region in ordered]
+    ends = [UNBOUNDED if region.stop is None else region.stop for region in ordered]
     if all(region.start >= end for region, end in zip(ordered[1:], ends, strict=False)):
         return ordered
     stop = max(ends)
-    return [Region(Buffer.OUT, ordered[0].item, ordered[0].start, None if stop == FAR else stop)]
+    return [Region(Buffer.OUT, ordered[0].item, ordered[0].start, None if stop == UNBOUNDED else stop)]

@@ -28,8 +28,8 @@ from ferrorpc.arrays.staging import Download, Staging, Upload
 from ferrorpc.collectives.algorithms.plan import Copy, Finish, Fold, FoldOwn, FoldUnder, Load, Quantise, Receive, Region, Send
 from ferrorpc.collectives.executor import Layout, PlanExecution
 from ferrorpc.collectives.fusion import Reduce
-from ferrorpc.collectives.outgoing import CODED_VALUES, Encoded
-from ferrorpc.collectives.polling import Watching
+from ferrorpc.collectives.outgoing_message import CODED_VALUES, EncodedMessage
+from ferrorpc.collectives.polling import DevicePolling
 from ferrorpc.collectives.workspace import Rules, Workspace
 from ferrorpc.errors import CodecError
 from ferrorpc.guard import Guard
@@ -222,7 +222,7 @@ class DeviceWorkspace(Workspace):
             self._staging.uploads.keep(self.caller, self.mark)
 
 
-class DeviceOutgoing(Encoded):
+class DeviceOutgoing(EncodedMessage):
     """A message whose chunks are encoded on a device, some of them ahead."""
 
     __slots__ = ("_index", "_workspace")
@@ -261,7 +261,7 @@ class DeviceExecution(PlanExecution):
         guard: Guard,
     ) -> None:
         super().__init__(transport, describe, layout, key, workspace, guard)
-        self.polling = Watching(workspace.is_pending)
+        self.polling = DevicePolling(workspace.is_pending)
         self.device = workspace.device
         self._driver = 0
         self._moves = 0
@@ -284,9 +284,9 @@ class DeviceExecution(PlanExecution):
             self._workspace.close()
         return over
 
-    def poke(self) -> None:
+    def notify(self) -> None:
         if self._driver == threading.get_ident():
-            super().poke()
+            super().notify()
         else:
             self.wake()
 
@@ -299,10 +299,10 @@ class DeviceExecution(PlanExecution):
         self._deferred.clear()
         return super().step()
 
-    def _encoded(self, index: int, peer: int, header: Header, values: Any, codec: Codec) -> Encoded:
+    def _encoded(self, index: int, peer: int, header: Header, values: Any, codec: Codec) -> EncodedMessage:
         return DeviceOutgoing(self._workspace, index, peer, header, values, codec)
 
-    def _is_uploaded(self, index: int, frame: Frame) -> bool:
+    def _is_usable(self, index: int, frame: Frame) -> bool:
         if self._workspace.upload(frame):
             return True
         self._deferred.add(index)

@@ -1,4 +1,4 @@
-"""A call with its plan, ready to be run again and again: what runs it is chosen by where the arrays of each run are."""
+"""A call prepared with its plan. Where the arrays of a run are (host or GPU) decides what runs the plan."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from ferrorpc.collectives import on_device
 from ferrorpc.collectives.algorithms.plan import Plan
 from ferrorpc.collectives.call import Call
+from ferrorpc.collectives.dependencies import in_place
 from ferrorpc.collectives.device_transfers import TransferWorkspace, transfers_for, with_transfers
 from ferrorpc.collectives.execution import Execution, Prepared
 from ferrorpc.collectives.executor import Layout, PlanExecution
-from ferrorpc.collectives.flow import in_place
 from ferrorpc.collectives.fusion import fused
 from ferrorpc.collectives.workspace import Workspace
 from ferrorpc.guard import Guard
@@ -26,7 +26,7 @@ class PlanPrepared(Prepared):
     Args:
         ranks: world rank of each group rank.
         rank: own group rank.
-        describe: what is known of world ranks, in words; asked only when a deadline has passed.
+        describe: what is known of world ranks, as text; called only when a deadline has passed.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PlanPrepared(Prepared):
 
     @cached_property
     def transfer_layout(self) -> Layout:
-        """For arrays of which some are on a device."""
+        """The layout for runs with some arrays on a device."""
         tasks = with_transfers(self.layout.tasks, len(self.call.inputs))
         return Layout(self.call, self.plan, tasks, self.rank, self.layout.ranks)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
-from ferrorpc.backends.simulated import Lanes, SimulatedBackend
+from ferrorpc.backends.simulated import Networks, SimulatedBackend
 from ferrorpc.coordination.local import LocalSession, LocalWorld
 from ferrorpc.errors import UsageError
 from ferrorpc.group import ProcessGroup
@@ -49,7 +49,7 @@ class World:
         self._plan = FaultPlan() if faults is None else faults
         self._kills = self._plan.kills()
         self._operations = dict.fromkeys(self._kills, 0)
-        self._lanes = Lanes(self.clock, faults, seed)
+        self._lanes = Networks(self.clock, faults, seed)
         self._timeout = timeout
         self._ranks = RankThreads([self._group(self.job.session(rank)) for rank in range(size)], self.clock)
         self._arm_faults()

@@ -112,7 +112,7 @@ def test_buckets_leave_while_the_gpu_still_computes_and_the_host_goes_on(cupy: S
     def body(group: ProcessGroup) -> Any:
         like = {name: cupy.asarray(np.zeros(300)) for name in "abcdef"}
         sync = ferrorpc.GradientSynchronizer(like, group, bucket_cap_mb=0.004)
-        flying = group._dispatch._flying
+        flying = group._dispatch._in_flight
         released: list[bool] = []
         with cupy.cuda.Stream(non_blocking=True) as stream:
             stream.fake.enqueue(lambda: bool(released))  # what the gradients wait for takes long

@@ -230,9 +230,9 @@ def test_auto_looks_for_a_gpu_where_torch_has_begun_to_use_one(
 ) -> None:
     monkeypatch.setattr(gpu, "open_nccl", lambda: SimpleNamespace(version=FakeNccl(cupy.machine).api(0).version))
     monkeypatch.setattr(gpu, "sys", SimpleNamespace(modules={}))
-    assert gpu.said_at_join("auto", None, 1)["gpu"] == device_of(cupy, 1).uuid
+    assert gpu.join_labels("auto", None, 1)["gpu"] == device_of(cupy, 1).uuid
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert gpu.said_at_join("auto", None, 1) == {}
+    assert gpu.join_labels("auto", None, 1) == {}
 
 
 def test_a_ranks_gpu_is_the_one_that_torch_was_told_to_use(gpus: TorchGpus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,11 +32,11 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ferrorpc.cli.run import launch, make_plan
-from ferrorpc.collectives.algorithms.entry import Cost, Entry
+from ferrorpc.collectives.algorithms.algorithm import Algorithm, Cost
 from ferrorpc.collectives.algorithms.plan import Buffer, Plan, Receive, Region, Send
-from ferrorpc.collectives.basis import LANE, Basis
 from ferrorpc.collectives.call import Call, Operation, example
 from ferrorpc.collectives.predict import predict
+from ferrorpc.collectives.tuning import LANE, Tuning
 from ferrorpc.config import size_bytes
 from ferrorpc.errors import BackendUnavailableError
 from ferrorpc.kernels.reduction import kernel
@@ -72,11 +72,11 @@ class Case(NamedTuple):
     nbytes: int
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> Algorithm:
         """Its entry in the catalogue of algorithms, or one made for the round trip."""
         if self.operation == SEND:
-            return Entry(self.algorithm, _round_trip, lambda size, nbytes: Cost(2, nbytes, filling_bytes=nbytes))
-        return next(found for found in Basis().entries(Operation(self.operation)) if found.name == self.algorithm)
+            return Algorithm(self.algorithm, _round_trip, lambda size, nbytes: Cost(2, nbytes, filling_bytes=nbytes))
+        return next(found for found in Tuning().algorithms_of(Operation(self.operation)) if found.name == self.algorithm)
 
     def call(self, ranks: int) -> Call:
         """The call that a rank makes."""

@@ -1,4 +1,4 @@
-"""Blocking calls of NumPy arrays in shared memory take a short way, with what comes of the general one, whatever is passed."""
+"""Blocking calls of NumPy arrays in shared memory take the fast path, with the results of the general path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from ferrorpc.errors import FerroError
 from ferrorpc.group import ProcessGroup
-from ferrorpc.operations.shortcut import GENERAL, Shortcut
+from ferrorpc.operations.fast_path import GENERAL_PATH, FastPath
 from ferrorpc.testing import run_groups
 from tests.integration.test_grpc_backend import GrpcWorld
 
@@ -175,15 +175,15 @@ def test_the_short_way_is_taken(world: list[ProcessGroup], monkeypatch: pytest.M
     """What has every operation: contiguous NumPy arrays, with `out` and without."""
     taken: list[str] = []
     for name in ("all_reduce", "reduce", "broadcast", "gather", "scatter", "all_gather", "all_to_all", "reduce_scatter"):
-        way = getattr(Shortcut, name)
+        way = getattr(FastPath, name)
 
-        def seen(self: Shortcut, *args: Any, way: Any = way, name: str = name) -> Any:
+        def seen(self: FastPath, *args: Any, way: Any = way, name: str = name) -> Any:
             result = way(self, *args)
-            if result is not GENERAL:
+            if result is not GENERAL_PATH:
                 taken.append(name)
             return result
 
-        monkeypatch.setattr(Shortcut, name, seen)
+        monkeypatch.setattr(FastPath, name, seen)
     usual = ["all_reduce", "all_reduce mean into", "all_reduce in place", "reduce", "reduce in place", "broadcast"]
     usual += ["broadcast in place", "broadcast into", "gather", "scatter", "scatter of one array", "scatter into", "all_gather"]
     usual += ["all_gather into one", "all_to_all", "all_to_all of one", "all_to_all into"]

@@ -1,8 +1,8 @@
 """send and recv as executions, over a transport with a mailbox.
 
-Messages to one rank with one tag are received in the order of the calls. That is the order in which they begin to leave: a send
-waits in a line until the first chunk of the one before it is on its lane, which keeps the order. So neither side has to
-remember anything of a tag for which nothing is under way, and a job may use a fresh one for each message.
+Messages to one rank with one tag are received in the order of the send calls. To keep that order, a send waits in a queue until
+the first chunk of the previous one is on its lane. So neither side keeps any state for a tag without messages in flight, and a
+job may use a new tag for each message.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ferrorpc.collectives.advancing import Advancing
+from ferrorpc.collectives.dependencies import UNBOUNDED
 from ferrorpc.collectives.device_transfers import transfers_for
-from ferrorpc.collectives.flow import FAR
-from ferrorpc.collectives.outgoing import Outgoing
+from ferrorpc.collectives.event_driven import EventDrivenExecution
+from ferrorpc.collectives.outgoing_message import OutgoingMessage
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, TensorMismatchError
 from ferrorpc.guard import Guard
 from ferrorpc.transports.base import Transport
@@ -29,8 +29,8 @@ from ferrorpc.wire.frames import POINT_TO_POINT, Frame, Header, Key
 Array = np.ndarray[Any, Any]
 
 
-class Lines:
-    """The sends of one group that have not begun to leave, in a line for each (target, tag)."""
+class SendQueues:
+    """The sends of one group that have not begun, in a queue for each (target, tag)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,55 +38,63 @@ class Lines:
         self._waiting: dict[tuple[int, int], deque[SendExecution]] = {}
 
     def join(self, send: SendExecution) -> int:
-        """A send has been called. The number of its message, larger than those before it."""
+        """Adds a send. Returns the number of its message, larger than those before it."""
         with self._lock:
-            self._waiting.setdefault(send.way, deque()).append(send)
+            self._waiting.setdefault(send.destination, deque()).append(send)
             return next(self._numbers)
 
     def is_first(self, send: SendExecution) -> bool:
-        """Whether it is its turn."""
-        return self._waiting[send.way][0] is send
+        """Whether a send may begin."""
+        return self._waiting[send.destination][0] is send
 
     def leave(self, send: SendExecution) -> None:
-        """A send has begun to leave, or never will: the next one in its line may begin."""
+        """Removes a send that has begun, or never will: the next one in its queue may begin."""
         with self._lock:
-            line = self._waiting[send.way]
-            line.remove(send)
-            following = line[0] if line else None
+            queue = self._waiting[send.destination]
+            queue.remove(send)
+            following = queue[0] if queue else None
             if following is None:
-                del self._waiting[send.way]
+                del self._waiting[send.destination]
         if following is not None:
-            following.woken()
+            following.notify_if_driven()
 
 
-class _Pairwise(Advancing):
-    """An execution that is queued as soon as it is made, before a driver has it."""
+class _PointToPoint(EventDrivenExecution):
+    """An execution that can have events before it has a driver."""
 
-    def woken(self) -> None:
-        """There is news. Before a driver has it nothing needs to be done: its first `advance` looks at everything."""
+    def notify_if_driven(self) -> None:
+        """Reports an event. Before it has a driver nothing needs to be done: the first `advance` looks at everything."""
         if hasattr(self, "wake"):
-            self.poke()
+            self.notify()
 
 
-class SendExecution(_Pairwise):
+class SendExecution(_PointToPoint):
     """One send. `peer` is a world rank; `data` may be on a device."""
 
     def __init__(
-        self, transport: Transport, group: int, lines: Lines, data: Any, spec: TensorSpec, peer: int, tag: int, guard: Guard
+        self,
+        transport: Transport,
+        group: int,
+        queues: SendQueues,
+        data: Any,
+        spec: TensorSpec,
+        peer: int,
+        tag: int,
+        guard: Guard,
     ) -> None:
         super().__init__(guard, transfers_for([data], None, 0))
         self._transport = transport
-        self.way = peer, tag
-        """Where it goes: its line."""
-        self._lines: Lines | None = lines
-        """None once it has begun to leave."""
+        self.destination = peer, tag
+        """Peer and tag, which have one queue."""
+        self._queues: SendQueues | None = queues
+        """None once it has begun."""
         self._peer = peer
         self._tag = tag
         self._box: Box | None = None
         here = data if self.transfers is None else self.transfers.inputs[0]
-        self._outgoing = Outgoing(peer, Header(tag, "send", spec.dtype, spec.shape, here.nbytes), here.reshape(-1))
+        self._outgoing = OutgoingMessage(peer, Header(tag, "send", spec.dtype, spec.shape, here.nbytes), here.reshape(-1))
         self._spec = spec
-        self._key = Key(group, POINT_TO_POINT, lines.join(self))
+        self._key = Key(group, POINT_TO_POINT, queues.join(self))
 
     @property
     def label(self) -> str:
@@ -94,24 +102,24 @@ class SendExecution(_Pairwise):
 
     def step(self) -> bool:
         box, outgoing = self._box, self._outgoing
-        if self._lines is not None and not self._lines.is_first(self):
+        if self._queues is not None and not self._queues.is_first(self):
             return False
         if box is None:
             box = self._box = Box()
-            box.wake = self.poke
+            box.wake = self.notify
             self._transport.mailbox.start_sending(self._key, self._peer, self._tag, box)
-        # Room is news for the driver, which has nothing else to do: the lane's writer, who tells it, is to write what is there.
-        limit = FAR if self.transfers is None else self.transfers.downloaded(0)
+        # Room wakes the driver, which has nothing else to do: the lane's writer, which reports it, should write.
+        limit = UNBOUNDED if self.transfers is None else self.transfers.downloaded(0)
         while outgoing.send(self._transport, self._key, box, limit, self.wake):
-            self._begun()
+            self._leave_queue()
             if outgoing.done == outgoing.count:
                 return True
         return False
 
-    def _begun(self) -> None:
-        lines, self._lines = self._lines, None
-        if lines is not None:
-            lines.leave(self)
+    def _leave_queue(self) -> None:
+        queues, self._queues = self._queues, None
+        if queues is not None:
+            queues.leave(self)
 
     def waiting_on(self) -> list[int]:
         return [self._peer]
@@ -129,12 +137,12 @@ class SendExecution(_Pairwise):
         return CollectiveTimeoutError([self._peer], f"after {self.guard.seconds:g} s, {self.explain()}", hint=hint)
 
     def leave(self) -> None:
-        self._begun()
+        self._leave_queue()
         self._transport.mailbox.stop_sending(self._key, self._peer, self._tag)
         self._box = None
 
 
-class RecvExecution(_Pairwise):
+class RecvExecution(_PointToPoint):
     """One recv. `peer` is a world rank; `out` may be on a device.
 
     A timeout, or an `out` that does not fit, leaves the message for the next recv.
@@ -153,9 +161,9 @@ class RecvExecution(_Pairwise):
         self._out: Array | None = out if self.transfers is None else None
         self._spec = spec
         self._taken = np.empty(0, np.uint8)
-        """The bytes of `out`, of which the first `_received` are here."""
+        """The bytes of the result, of which the first `_received` are here."""
         self._received = -1
-        self._post: PostedReceive | None = PostedReceive(self.woken)
+        self._post: PostedReceive | None = PostedReceive(self.notify_if_driven)
         transport.mailbox.post(group, peer, tag, self._post)
 
     @property
@@ -209,7 +217,7 @@ class RecvExecution(_Pairwise):
         return [self._peer]
 
     def probe(self) -> None:
-        """Asks about an operation number that never exists (0): sending on the lane shows whether the peer is gone."""
+        """Probes operation number 0, which never exists: sending on the lane shows whether the peer is gone."""
         self._transport.probe(self._peer, Key(self._group, POINT_TO_POINT, 0), self.label)
 
     def explain(self) -> str:
@@ -227,7 +235,7 @@ class RecvExecution(_Pairwise):
         if post is None:
             return
         if post.message is not None and self._received > 0:
-            # The next recv begins where this one did: with one chunk that is as long as all that came.
+            # The next recv begins where this one did: all that has arrived becomes one chunk.
             begun = memoryview(self._taken[: self._received].tobytes())
             key = Key(self._group, POINT_TO_POINT, post.number)
             post.message.frames.appendleft(Frame(key, self._peer, post.message.header, 0, begun))

@@ -123,4 +123,4 @@ def test_equal_calls_are_never_accused(size, seed):
             running[rank] = [part for part in parts if not part.over]
         for arena in world.arenas:
             arena.bank(0).settle()
-            assert not arena.bank(0).doubts
+            assert not arena.bank(0).pending_checks

@@ -1,4 +1,4 @@
-"""Cutting arrays and ordering peers: the two small things every algorithm needs."""
+"""Slices of arrays and the order of peers, which every algorithm needs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def slices(count: int, size: int) -> list[tuple[int, int]]:
 
 
 def others(rank: int, size: int) -> list[int]:
-    """All ranks but this one, beginning with the next: so that ranks that start together do not all send to rank 0 first."""
+    """All other ranks, beginning with the next, so that ranks that start together do not all send to rank 0 first."""
     return [(rank + step) % size for step in range(1, size)]
 
 
-def alone(algorithm: str) -> Plan:
-    """What a group of one does with its single array, in any operation: the result is a copy, bit for bit."""
+def copy_plan(algorithm: str) -> Plan:
+    """The plan of every operation in a group of one: the result is a copy of the input, bit for bit."""
     return Plan(algorithm, (Copy(Region(Buffer.IN), Region(Buffer.OUT)),))

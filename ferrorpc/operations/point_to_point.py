@@ -1,4 +1,4 @@
-"""Messages between two ranks of a group, as training code sends them; and what every operation of a group has at hand."""
+"""send and recv of a group, as training code calls them, and the state that all operations of a group share."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from numpy.typing import NDArray
 
 from ferrorpc.arrays.kinds import NUMPY
 from ferrorpc.backends.base import Backend
-from ferrorpc.collectives.endpoints import peer_of, tag_of
+from ferrorpc.collectives.ranks_and_tags import peer_of, tag_of
 from ferrorpc.guard import seconds_of
 from ferrorpc.operations.arguments import Arguments
-from ferrorpc.operations.device_shortcut import DeviceShortcut
+from ferrorpc.operations.device_fast_path import DeviceFastPath
 from ferrorpc.operations.dispatch import Dispatch
 from ferrorpc.operations.expected import Expected
+from ferrorpc.operations.fast_path import FastPath
 from ferrorpc.operations.results import Into
-from ferrorpc.operations.shortcut import Shortcut
-from ferrorpc.operations.signatures import A, Array, Later, Now, Readable, Timed
+from ferrorpc.operations.type_hints import A, Array, Later, Now, Readable, Timed
 from ferrorpc.work import Work
 
 
-class Messages:
-    """What two ranks of a group do.
+class PointToPoint:
+    """send and recv of a group.
 
     Args:
         backend: performs the operations.
-        timeout: seconds an operation may take where none are given.
+        timeout: default timeout of an operation, in seconds.
     """
 
     def __init__(self, backend: Backend, timeout: float) -> None:
@@ -33,9 +33,9 @@ class Messages:
         self._dispatch = Dispatch(backend, timeout)
         self._rank = backend.rank
         self._size = backend.size
-        self._given = Arguments(backend.capabilities.device_arrays)
-        self._shortcut = None if backend.arena is None else Shortcut(self._dispatch, backend.arena)
-        self._device_shortcut = DeviceShortcut(self._dispatch) if backend.capabilities.device_moves else None
+        self._arguments = Arguments(backend.capabilities.device_arrays)
+        self._fast_path = None if backend.arena is None else FastPath(self._dispatch, backend.arena)
+        self._device_fast_path = DeviceFastPath(self._dispatch) if backend.capabilities.device_moves else None
 
     @property
     def timeout(self) -> float:
@@ -51,13 +51,13 @@ class Messages:
     def send(self, x: Any, dst: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None) -> Any:
         """Sends an array to rank `dst`. Returns, or the Work is done, when x may be changed again; receipt is not implied.
 
-        Of a message beyond 4 MiB the rest waits until rank `dst` is in its recv. So where two ranks exchange arrays, each
+        The part of a message beyond 4 MiB is sent only once rank `dst` is in its recv. So where two ranks exchange arrays, each
         sends with `async_op=True`, receives, and then waits.
 
         Raises:
             SelfSendError: `dst` is this rank.
         """
-        peer, tag, source = peer_of(dst, self._rank, self._size, "dst"), tag_of(tag), self._given.parcel(x)
+        peer, tag, source = peer_of(dst, self._rank, self._size, "dst"), tag_of(tag), self._arguments.view_to_send(x)
         guard = self._dispatch.guard(seconds_of(timeout, self.timeout))
         self._dispatch.check_open()
         return self._dispatch.send(self._backend.start_send(source.data, source.spec, peer, tag, guard), async_op)
@@ -87,7 +87,7 @@ class Messages:
             SelfSendError: `src` is this rank.
         """
         peer, tag = peer_of(src, self._rank, self._size, "src"), tag_of(tag)
-        result = self._given.one_result(out, NUMPY, None, [])
+        result = self._arguments.one_result(out, NUMPY, None, [])
         guard = self._dispatch.guard(seconds_of(timeout, self.timeout))
         self._dispatch.check_open()
         target, spec = (result.out.data, result.out.spec) if isinstance(result, Into) else (None, None)

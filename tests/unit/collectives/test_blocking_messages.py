@@ -10,10 +10,10 @@ import pytest
 
 from ferrorpc.collectives.algorithms import direct, ring
 from ferrorpc.collectives.algorithms.plan import Plan
+from ferrorpc.collectives.blocking import BlockingPrepared, message_tag
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.endpoints import TAG_MAX
 from ferrorpc.collectives.execution import Execution
-from ferrorpc.collectives.relay import RelayPrepared, relay_tag
+from ferrorpc.collectives.ranks_and_tags import TAG_MAX
 from ferrorpc.errors import CollectiveTimeoutError, PeerLostError
 from ferrorpc.guard import Guard, Latch
 from ferrorpc.testing import ManualClock
@@ -74,7 +74,7 @@ class Posts:
 
 
 def started(posts: Posts, clock: LateClock, call: Call, plan: Plan, inputs: list[np.ndarray], *out: np.ndarray) -> Execution:
-    return RelayPrepared(posts, call, plan).start(KEY, inputs, list(out) or None, Guard(clock, Latch(), 5.0))
+    return BlockingPrepared(posts, call, plan).start(KEY, inputs, list(out) or None, Guard(clock, Latch(), 5.0))
 
 
 def spec(count: int) -> TensorSpec:
@@ -139,6 +139,6 @@ def test_who_is_waited_for_is_named_by_world_rank() -> None:
 
 def test_every_message_has_a_tag_of_its_own_beyond_those_of_users() -> None:
     keys = [(Key(0, stream, number), slot) for stream in (0, 1, 2) for number in (1, 2, 1 << 20) for slot in (0, 1, 0xFFFF)]
-    tags = {relay_tag(key, slot) for key, slot in keys}
+    tags = {message_tag(key, slot) for key, slot in keys}
     assert len(tags) == len(keys)
     assert min(tags) > TAG_MAX

@@ -1,9 +1,8 @@
-"""Collectives over nothing but a backend's own blocking send and recv, so that a third party needs to write only those.
+"""Collectives over a backend's blocking send and recv, so that a third party needs to write nothing else.
 
-The same plans, another way to run them: sends go out on helper threads, one for each peer and to each in order (a backend's
-send may block until its peer receives), receives are blocking calls on the driver's thread. Every message has a tag of its
-own, made from the operation's key and the plan's slot. Such a backend runs one operation at a time, and cannot tell a
-mismatch from a delay.
+The plans are the same. Sends run on helper threads, one for each peer and in order, since a backend's send may block until its
+peer receives. Receives are blocking calls on the driver's thread. Every message has its own tag, made from the operation's key
+and the plan's slot. Such a backend runs one operation at a time, and cannot tell a mismatch from a delay.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from ferrorpc.wire.frames import Key
 Array = np.ndarray[Any, Any]
 
 
-class PointToPoint(Protocol):
-    """What is asked of a backend here: blocking send and recv between group ranks."""
+class SendRecv(Protocol):
+    """What this module needs of a backend: blocking send and recv between group ranks."""
 
     rank: int
     size: int
@@ -45,30 +44,30 @@ class PointToPoint(Protocol):
         """As `Backend.recv`."""
 
 
-def relay_tag(key: Key, slot: int) -> int:
-    """A tag that no other message between two ranks bears for a long time, apart from the users' own small ones."""
+def message_tag(key: Key, slot: int) -> int:
+    """A tag that is not used again between two ranks for a long time, and never by callers, whose tags are smaller."""
     return 1 << 62 | (key.stream & 0xFFFF) << 46 | (key.number & 0x3FFFFFFF) << 16 | (slot & 0xFFFF)
 
 
-class Courier:
-    """Sends arrays to each peer in order, on a thread for each; the first failure is kept for the driver."""
+class SenderThreads:
+    """Sends arrays to each peer in order, on one thread each. The first failure is kept for the driver."""
 
-    def __init__(self, backend: PointToPoint, guard: Guard) -> None:
+    def __init__(self, backend: SendRecv, guard: Guard) -> None:
         self._backend = backend
         self._guard = guard
         self._lock = threading.Lock()
         self._queues: dict[int, deque[tuple[Array, int]]] = {}
-        """What each peer is still to get; a peer is here as long as its thread runs."""
+        """What is still to be sent to each peer. A peer has an entry as long as its thread runs."""
         self._drained = guard.clock.parker()
         self.error: Exception | None = None
 
     def send(self, data: Array, peer: int, tag: int) -> None:
-        """Queues one array, which nobody may change any more."""
+        """Queues one array, which must not change any more."""
         with self._lock:
             start = peer not in self._queues
             self._queues.setdefault(peer, deque()).append((data, tag))
         if start:
-            self._guard.clock.start(lambda: self._run(peer), "ferrorpc-courier")
+            self._guard.clock.start(lambda: self._run(peer), "ferrorpc-senders")
 
     def _run(self, peer: int) -> None:
         while True:
@@ -92,10 +91,10 @@ class Courier:
             raise self.error
 
 
-class RelayExecution(Execution):
-    """What the executions of this file share: they block in `advance`, so there is nobody to ask and nothing to free."""
+class BlockingExecution(Execution):
+    """The base of these executions. They block in `advance`, so there is nothing to probe and nothing to free."""
 
-    def __init__(self, backend: PointToPoint, guard: Guard, label: str, peers: Sequence[int]) -> None:
+    def __init__(self, backend: SendRecv, guard: Guard, label: str, peers: Sequence[int]) -> None:
         self.guard = guard
         self.results: list[Array] = []
         self.specs: list[TensorSpec] = []
@@ -111,7 +110,7 @@ class RelayExecution(Execution):
         return [self._backend.world_ranks[peer] for peer in self._peers]
 
     def probe(self) -> None:
-        """A backend of send and recv cannot be asked where it stands."""
+        """Does nothing: a backend with only send and recv has no probes."""
 
     def explain(self) -> str:
         return f"{self._label} waits for ranks {self.waiting_on()}"
@@ -120,10 +119,10 @@ class RelayExecution(Execution):
         return CollectiveTimeoutError(self.waiting_on(), f"after {self.guard.seconds:g} s, {self.explain()}")
 
     def finish(self) -> None:
-        """Nothing is held."""
+        """Does nothing: it holds nothing."""
 
     def receive(self, src: int, tag: int, out: Array | None = None) -> Array:
-        """A blocking recv until the deadline. Its timeout is one of ours, also where the backend raises a socket's."""
+        """A blocking recv until the deadline. A timeout of the backend's socket is raised as this operation's own."""
         remaining = max(0.0, self.guard.deadline - self.guard.clock.now())
         try:
             return self._backend.recv(src, tag, out=out, timeout=remaining)
@@ -133,24 +132,24 @@ class RelayExecution(Execution):
             raise self.timeout_error() from late
 
 
-class RelayPrepared(Prepared):
-    """A call with its plan, to be run over `backend.send` and `backend.recv`."""
+class BlockingPrepared(Prepared):
+    """A call with its plan, run over `backend.send` and `backend.recv`."""
 
-    def __init__(self, backend: PointToPoint, call: Call, plan: Plan) -> None:
+    def __init__(self, backend: SendRecv, call: Call, plan: Plan) -> None:
         self.backend = backend
         self.call = call
         self.plan = plan
         self.rules = Rules(call, plan, plan.actions, backend.rank, backend.size)
 
     def start(self, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard) -> Execution:
-        return RelayCollective(self, key, inputs, outputs, guard)
+        return BlockingCollective(self, key, inputs, outputs, guard)
 
 
-class RelayCollective(RelayExecution):
+class BlockingCollective(BlockingExecution):
     """One run of a plan."""
 
     def __init__(
-        self, prepared: RelayPrepared, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard
+        self, prepared: BlockingPrepared, key: Key, inputs: Sequence[Array], outputs: Sequence[Array] | None, guard: Guard
     ) -> None:
         actions = prepared.plan.actions
         peers = {action.peer for action in actions if isinstance(action, Receive | Fold | FoldUnder)}
@@ -161,29 +160,29 @@ class RelayCollective(RelayExecution):
         self._workspace = Workspace(prepared.rules, inputs, outputs)
 
     def advance(self) -> bool:
-        courier = Courier(self._backend, self.guard)
+        senders = SenderThreads(self._backend, self.guard)
         for index, action in enumerate(self._actions):
-            if courier.error is not None:
-                raise courier.error
+            if senders.error is not None:
+                raise senders.error
             if isinstance(action, Send):
-                courier.send(self._message(index, action), action.peer, relay_tag(self._key, action.slot))
+                senders.send(self._message(index, action), action.peer, message_tag(self._key, action.slot))
             elif isinstance(action, Receive | Fold | FoldUnder):
                 self._take(action)
             else:
                 self._workspace.apply(index, 0, self._workspace.elements(action))
-        courier.drain()
+        senders.drain()
         self.results, self.specs = self._workspace.results
         return True
 
     def _message(self, index: int, action: Send) -> Array:
-        """What a send carries, as an array that nobody changes any more."""
+        """The contents of a send, as an array that does not change any more."""
         spec, values = self._workspace.outgoing(action.region)
         if self._codec is not None and values.size:
             return self._workspace.encoded(index, 0, values.size)
         return NUMPY.typed(values.copy().reshape(spec.shape), spec)
 
     def _take(self, action: Receive | Fold | FoldUnder) -> None:
-        data = self.receive(action.peer, relay_tag(self._key, action.slot))
+        data = self.receive(action.peer, message_tag(self._key, action.slot))
         spec = TensorSpec(dtype_of(data.dtype), data.shape)
         self._workspace.expect(action.region, spec)
         flat = np.ascontiguousarray(data).reshape(-1).view(spec.dtype.storage)
@@ -193,10 +192,10 @@ class RelayCollective(RelayExecution):
         self._workspace.accept(action, dtype, 0, flat)
 
 
-class RelaySend(RelayExecution):
+class BlockingSend(BlockingExecution):
     """One blocking send."""
 
-    def __init__(self, backend: PointToPoint, data: Array, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> None:
+    def __init__(self, backend: SendRecv, data: Array, spec: TensorSpec, dst: int, tag: int, guard: Guard) -> None:
         super().__init__(backend, guard, f"send({spec} to rank {backend.world_ranks[dst]}, tag={tag})", [dst])
         self._data = NUMPY.typed(data, spec)
         self._dst = dst
@@ -207,14 +206,12 @@ class RelaySend(RelayExecution):
         return True
 
 
-class RelayRecv(RelayExecution):
+class BlockingRecv(BlockingExecution):
     """One blocking recv."""
 
     timeout_breaks = False
 
-    def __init__(
-        self, backend: PointToPoint, src: int, tag: int, out: Array | None, spec: TensorSpec | None, guard: Guard
-    ) -> None:
+    def __init__(self, backend: SendRecv, src: int, tag: int, out: Array | None, spec: TensorSpec | None, guard: Guard) -> None:
         super().__init__(backend, guard, f"recv(from rank {backend.world_ranks[src]}, tag={tag})", [src])
         self._src = src
         self._tag = tag

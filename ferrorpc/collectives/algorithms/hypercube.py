@@ -1,8 +1,8 @@
-"""The hypercube that recursive algorithms walk through, for any number of ranks.
+"""The hypercube of the recursive algorithms, for any number of ranks.
 
-A cube of 2^k ranks exchanges along one axis after another. Where p is no power of two, the first 2(p - 2^k) ranks pair up
-beforehand: the odd one of each pair hands its array to the even one, which stands for both, and gets the result back in the
-end. So places of the cube cover contiguous runs of ranks, in order.
+A hypercube of 2^k ranks exchanges along one axis after another. Where p is no power of two, the first 2(p - 2^k) ranks pair up
+beforehand: the odd rank of each pair sends its array to the even one, which represents both, and receives the result at the
+end. So places of the hypercube cover contiguous runs of ranks, in order.
 
 Source. Rabenseifner, "Optimization of Collective Reduction Operations", 2004.
 """
@@ -12,18 +12,18 @@ from __future__ import annotations
 from ferrorpc.collectives.algorithms.plan import Action, Receive, Region, Send
 
 HAND_OVER = 0
-"""The slot in which the odd rank of a pair hands its array over."""
+"""The slot in which the odd rank of a pair sends its array."""
 HAND_BACK = 1
-"""The slot in which it gets the result."""
+"""The slot in which it receives the result."""
 FIRST_ROUND = 2
-"""The first slot that is free for the exchanges of the cube."""
+"""The first slot for the exchanges of the hypercube."""
 
 
-class Cube:
-    """Who takes part, in a group of `size` ranks.
+class Hypercube:
+    """The hypercube of a group of `size` ranks.
 
     Attributes:
-        steps: axes of the cube, k.
+        steps: its axes, k.
         count: its places, 2^k.
     """
 
@@ -37,7 +37,7 @@ class Cube:
         return rank < self._paired
 
     def place(self, rank: int) -> int | None:
-        """The place of a rank; None for one that its even neighbour stands for."""
+        """The place of a rank; None for one that its even neighbour represents."""
         if rank >= self._paired:
             return rank - self._paired // 2
         return None if rank % 2 else rank // 2
@@ -48,5 +48,5 @@ class Cube:
 
 
 def hand_over(rank: int, own: Region, result: Region) -> tuple[Action, ...]:
-    """What a rank does that has no place of its own."""
+    """The actions of a rank without a place."""
     return (Send(rank - 1, HAND_OVER, own), Receive(rank - 1, HAND_BACK, result))

@@ -1,4 +1,4 @@
-"""One message on its way out, chunk by chunk, as far as its data, its receiver's credit and its lane permit."""
+"""Sends one message chunk by chunk, as far as its data, the receiver's credit and the lane allow."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CODED_VALUES: Final = CHUNK_BYTES // 4
 Array = np.ndarray[Any, Any]
 
 
-class Outgoing:
+class OutgoingMessage:
     """A message whose bytes are those of an array.
 
     Args:
         peer: world rank.
-        values: the array, C-contiguous and one-dimensional; what is sent of it is copied then.
+        values: the array, C-contiguous and one-dimensional. Each chunk is copied when it is sent.
     """
 
     __slots__ = ("_header", "_peer", "count", "done", "values")
@@ -35,12 +35,12 @@ class Outgoing:
         self.values = values
         self.count = values.size
         self.done = 0
-        """Elements that have gone."""
+        """Elements that have been sent."""
 
     def send(self, transport: Transport, key: Key, box: Box, bound: int, room: Callable[[], None]) -> bool:
-        """Sends the next chunk, if all its elements are below `bound`. False when it may not go yet.
+        """Sends the next chunk, if all its elements are below `bound`. Returns False when it cannot be sent yet.
 
-        Where it found no room, `room` is called once when there is some.
+        Where the lane was full, `room` is called once it has room.
         """
         header = self._header
         if header.total == 0:
@@ -67,11 +67,11 @@ class Outgoing:
         return self.values[first:last].view(np.uint8)
 
 
-class Encoded(Outgoing):
-    """A message in a codec's bytes: runs of CODED_VALUES elements, each encoded by itself, one after the other.
+class EncodedMessage(OutgoingMessage):
+    """A compressed message: runs of CODED_VALUES elements, each encoded by itself.
 
     Args:
-        encode: elements [first, last) of the array in the codec's bytes.
+        encode: encodes elements [first, last) of the array.
     """
 
     __slots__ = ("_codec", "_encode", "_refused")
@@ -88,7 +88,7 @@ class Encoded(Outgoing):
         self._codec = codec
         self._encode = encode
         self._refused: tuple[int, Array] | None = None
-        """The chunk that found no room, and its first element: it is not encoded twice."""
+        """The last chunk and its first element, so that a chunk which found no room is not encoded twice."""
 
     def _step(self) -> int:
         return CODED_VALUES

@@ -1,8 +1,8 @@
-"""Operations whose size only the root knows, where that decides what is done: it is announced first.
+"""Broadcasts that begin with an announcement, because the algorithm depends on a size that only the root knows.
 
-An announcement goes down a binomial tree. Small arrays travel in it, and the operation is over as soon as a broadcast could be.
-Of larger ones it brings dtype and shape; then every rank knows the same, chooses the same algorithm for that size, and goes on
-with its plan under the same key: the announcement has a slot of its own, and what comes early waits in the mailbox.
+The announcement travels down a binomial tree. A small array travels in it, so the operation takes no longer than a plain
+broadcast. For a larger one it holds dtype and shape. Then every rank knows the size, selects the same algorithm, and continues
+with its plan under the same key. The announcement has a slot of its own; messages that arrive early wait in the mailbox.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ferrorpc.arrays.device import is_host
 from ferrorpc.collectives import select
 from ferrorpc.collectives.algorithms import tree
 from ferrorpc.collectives.algorithms.plan import Plan
-from ferrorpc.collectives.basis import Basis
 from ferrorpc.collectives.call import Call
 from ferrorpc.collectives.device_transfers import on_host, transfers_for
 from ferrorpc.collectives.execution import Execution, Prepared
-from ferrorpc.collectives.select import ANYWHERE, bytes_of
+from ferrorpc.collectives.select import DEFAULT_TUNING, bytes_of
+from ferrorpc.collectives.tuning import Tuning
 from ferrorpc.errors import FerroError
 from ferrorpc.guard import Guard
 from ferrorpc.types import DType, TensorSpec
@@ -29,40 +29,42 @@ from ferrorpc.wire import announcement
 from ferrorpc.wire.frames import Key
 
 ANNOUNCEMENT_SLOT: Final = 0xFFFF
-"""Beyond the slots of any plan."""
+"""Greater than the slots of every plan."""
 _KNOWN_MAX: Final = 64
-"""Plans for announced arrays that are kept."""
+"""How many plans for announced arrays are cached."""
 
 Array = np.ndarray[Any, Any]
 
 
-def prepare(call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared], basis: Basis = ANYWHERE) -> Prepared:
-    """A call validated and laid out, after an announcement where it needs one.
+def prepare(
+    call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared], tuning: Tuning = DEFAULT_TUNING
+) -> Prepared:
+    """Validates a call and prepares its plan, with an announcement first where it needs one.
 
     Args:
         run: prepares one call with one plan.
-        basis: what the choice rests on.
+        tuning: what the selection depends on.
 
     Raises:
         UsageError, TensorMismatchError: as `select.plan_for`.
     """
-    call = basis.applied(call)
+    call = tuning.applied(call)
     select.check(call)
-    if not select.is_announced(call, size, basis):
-        return run(call, select.plan_for(call, rank, size, basis))
-    return AnnouncedPrepared(call, rank, size, run, basis)
+    if not select.is_announced(call, size, tuning):
+        return run(call, select.plan_for(call, rank, size, tuning))
+    return AnnouncedPrepared(call, rank, size, run, tuning)
 
 
 class AnnouncedPrepared(Prepared):
     """A broadcast that begins with an announcement.
 
     Args:
-        call: as this rank made it: only the root brings an array.
+        call: as this rank made it: only the root has an array.
         run: prepares one call with one plan.
-        basis: what the choice rests on.
+        tuning: what the selection depends on.
     """
 
-    def __init__(self, call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared], basis: Basis) -> None:
+    def __init__(self, call: Call, rank: int, size: int, run: Callable[[Call, Plan], Prepared], tuning: Tuning) -> None:
         if call.root is None:
             raise AssertionError(f"{call.operation.value} was called without a root")
         self.is_root = rank == call.root
@@ -71,21 +73,21 @@ class AnnouncedPrepared(Prepared):
         self._rank = rank
         self._size = size
         self._run = run
-        self._basis = basis
+        self._tuning = tuning
         self._known: dict[TensorSpec, Prepared] = {}
         inputs = (
             tuple(TensorSpec(DType.UINT8, (announcement.size_bytes(spec),)) for spec in call.inputs) if self.is_root else ()
         )
         self.opening = run(replace(call, inputs=inputs), tree.broadcast(rank, size, call.root, ANNOUNCEMENT_SLOT))
 
-    def known(self, spec: TensorSpec) -> Prepared:
-        """The call, now that all ranks know the array."""
+    def prepared_for(self, spec: TensorSpec) -> Prepared:
+        """The prepared call for an array whose dtype and shape all ranks know."""
         found = self._known.get(spec)
         if found is None:
             if len(self._known) >= _KNOWN_MAX:
                 self._known.clear()
             call = replace(self.call, inputs=(spec,))
-            found = self._known[spec] = self._run(call, select.plan_for(call, self._rank, self._size, self._basis))
+            found = self._known[spec] = self._run(call, select.plan_for(call, self._rank, self._size, self._tuning))
         return found
 
     def start(self, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard) -> Execution:
@@ -93,7 +95,7 @@ class AnnouncedPrepared(Prepared):
 
 
 class AnnouncedExecution(Execution):
-    """The announcement, then the array if it did not come along."""
+    """The announcement, then the array unless it travelled in the announcement."""
 
     def __init__(
         self, prepared: AnnouncedPrepared, key: Key, inputs: Sequence[Any], outputs: Sequence[Any] | None, guard: Guard
@@ -105,13 +107,13 @@ class AnnouncedExecution(Execution):
         self._key = key
         if prepared.is_inline:
             inputs = [on_host(each) for each in inputs]
-        # What is on a device is ordered after the stream of this thread, which may not be the one that goes on.
+        # Arrays on a device are ordered after the stream of this thread; another thread may run the second phase.
         self._transfers = transfers_for(inputs, outputs, 1)
         self._inputs: Sequence[Any] = inputs if self._transfers is None else self._transfers.sources
         self._outputs: Sequence[Any] | None = outputs if self._transfers is None else self._transfers.targets
         self.polling = None if self._transfers is None else self._transfers.polling
-        brought = [announcement.pack(prepared.call.inputs[0], self._inputs[0])] if prepared.is_root else []
-        self._phases = [prepared.opening.start(key, brought, None, guard)]
+        packed = [announcement.pack(prepared.call.inputs[0], self._inputs[0])] if prepared.is_root else []
+        self._phases = [prepared.opening.start(key, packed, None, guard)]
 
     @property
     def _phase(self) -> Execution:
@@ -128,12 +130,12 @@ class AnnouncedExecution(Execution):
                 return True
             spec, data = announcement.unpack(phase.results[0])
             if data is not None:
-                self.results, self.specs = [self._kept(data)], [spec]
+                self.results, self.specs = [self._copied(data)], [spec]
                 return True
-            self._phases.append(self._prepared.known(spec).start(self._key, self._inputs, self._outputs, self.guard))
+            self._phases.append(self._prepared.prepared_for(spec).start(self._key, self._inputs, self._outputs, self.guard))
 
-    def _kept(self, data: Array) -> Array:
-        """The array in the caller's memory where that is on the host and fits, else in memory of its own."""
+    def _copied(self, data: Array) -> Array:
+        """The array in the caller's memory where that is on the host and fits, else a copy."""
         given: Array | None = self._outputs[0] if self._outputs and is_host(self._outputs[0]) else None
         if given is None or given.shape != data.shape or given.dtype != data.dtype:
             return data.copy()
@@ -142,7 +144,7 @@ class AnnouncedExecution(Execution):
 
     @property
     def position(self) -> int:  # type: ignore[override]
-        """As that of its phase."""
+        """That of the current phase, higher in the second."""
         return len(self._phases) + self._phase.position
 
     def make_stream_wait(self) -> None:

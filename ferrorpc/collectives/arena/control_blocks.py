@@ -1,15 +1,15 @@
-"""Where ranks of one host tell each other how far they are: words in memory that only their owner writes.
+"""Control blocks in shared memory, in which the ranks of one host tell each other how far they are. Only the owner writes one.
 
-Every rank has a *line* of words for each channel of each stream of each group, in its own segment. Peers map it for reading and
-poll it. Progress words only grow, so whoever reads an old value waits a little longer and nothing worse; and since x86-64 keeps
-stores in order, a reader that sees a word sees all that was written before it.
+Every rank has a *control block* of words for each channel of each stream of each group, in its own segment. Peers map it for
+reading and poll it. Progress words only grow, so a reader of an old value just waits a little longer. x86-64 keeps stores in
+order, so a reader that sees a word sees everything that was written before it.
 
-A *channel* runs one operation at a time; a stream has several, and operation `number` uses channel `number % channels`. So
-operations of different channels overtake each other, and one that comes back to a channel waits until every rank has left
-the one before it there.
+A *channel* runs one operation at a time. A stream has several; operation `number` uses channel `number % channels`. So
+operations of different channels may overtake each other, and an operation waits until every rank has left the previous one on
+its channel.
 
 Idea. Single-writer flags whose values only grow, instead of states that are set and reset, as in Open MPI's xhc component
-(Katevenis and Ploumidis, 2022) and MPICH's release-gather (Jain et al., 2018): nothing has to be cleaned up after an operation.
+(Katevenis and Ploumidis, 2022) and MPICH's release-gather (Jain et al., 2018): nothing has to be reset after an operation.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from ferrorpc.transports.shared_memory.segment import CONTROL_OFFSET, Segment
 Array: TypeAlias = np.ndarray[Any, Any]
 Words: TypeAlias = "memoryview[int]"
 Place: TypeAlias = tuple[Array, Array]
-"""The lines of a stream's channels, and their slots."""
+"""The control blocks of a stream's channels, and their slots."""
 Wait: TypeAlias = Generator[int, None, None]
-"""Yields for as long as it has to wait, each time how far its rank is."""
+"""Yields while it has to wait, each time the progress of its rank."""
 
-LINE_WORDS: Final = 16
+BLOCK_WORDS: Final = 16
 """Two cache lines, because processors fetch them in pairs."""
 STAGED: Final = 0
-"""How many chunks of the operation this rank has put where others can read them; POISONED after a failure."""
+"""How many chunks of the operation this rank has published; POISONED after a failure."""
 REDUCED: Final = 1
-"""How many of them it has reduced its slice of."""
+"""Of how many chunks it has reduced its slice."""
 LEFT: Final = 2
-"""How many of them it needs nothing more of."""
+"""How many chunks it needs no longer."""
 SIGNATURE: Final = 3
-"""Hash of the call that it is in."""
+"""Hash of the signature of its current call."""
 TEXT: Final = 4
-"""Where in its segment that call is spelled out."""
+"""Offset of that signature's text in its segment."""
 RING: Final = 5
-"""Where the memory is through which it passes what others cannot read in place."""
+"""Offset of its ring, through which it passes what others cannot read in place."""
 SOURCE: Final = 6
-"""Where its array, or the table of its parts, lies; 0: its array comes through the ring."""
+"""Offset of its array, or of the table of its parts; 0: its array comes through the ring."""
 RESULT: Final = 7
-"""Where its result lies; 0: it comes through the ring."""
+"""Offset of its result; 0: it comes through the ring."""
 
 NOTES: Final = (8, 11)
-"""Where notes of calls stand that only send (`doubts`): of each a ticket, a hash, and where it is spelled out."""
+"""Offsets of the notes of calls that only send (`signature_check`): ticket, hash, offset of the signature's text."""
 
-LINE_BYTES: Final = LINE_WORDS * 8
+BLOCK_BYTES: Final = BLOCK_WORDS * 8
 SLOT_BYTES: Final = 128 << 10
 """Every channel has a slot of this size for small arrays; it never moves."""
 
 CHUNK_BITS: Final = 20
 """A progress word is ticket << CHUNK_BITS | chunks."""
 POISONED: Final = -1
-"""Less than any progress: whoever waits for a rank that failed waits until the generation's end is known."""
+"""Less than any progress: a rank that waits for a failed one waits until it learns of the generation's end."""
 
 """At the front of every segment is the directory: a count, then entries of (group, stream, offsets of its lines and slots)."""
 DIRECTORY_ENTRIES: Final = 4096
@@ -75,7 +75,7 @@ _NOTHING: Final[Array] = np.empty(0, np.uint8)
 
 
 class Memory(Protocol):
-    """What is asked of the memory that ranks of one host share (`transports.shared_memory.host_peers`)."""
+    """What this module needs of the memory that ranks of one host share (`transports.shared_memory.host_peers`)."""
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -86,14 +86,15 @@ class Memory(Protocol):
         """This rank's segment."""
 
     def memory(self, rank: int) -> Array:
-        """The whole segment of a world rank as bytes; only one's own can be written."""
+        """The whole segment of a world rank as bytes; only this rank's own can be written."""
 
 
-class Board:
-    """This rank's lines, and the way to those of the others. One per generation.
+class ControlBlocks:
+    """This rank's control blocks, and access to those of its peers. One per generation.
 
-    Lines stay where they are until its end, so that a peer never takes something else for one. The larger memory of a stream
-    that is over on this rank is given back, once its peers have left it too, when the next stream needs some.
+    Control blocks stay where they are until the end of the generation, so that a peer never reads anything else in their place.
+    The larger memory of a stream that has ended on this rank is freed when the next stream is opened, once its peers have left
+    it too.
 
     Args:
         memory: the shared segments.
@@ -121,20 +122,20 @@ class Board:
         with self._lock:
             found = self._banks.get((group, stream))
             if found is None:
-                self._fold()
+                self._free_ended()
                 found = self._banks[group, stream] = Bank(
                     self, (group, stream), ranks, channels, self._open(group, stream, channels)
                 )
         return found
 
     def let_go(self, bank: Bank) -> None:
-        """This rank starts nothing more there. For finalisers, which may come between any two lines: so without the lock."""
+        """This rank starts nothing more there. Takes no lock, because a finaliser may run at any point of any thread."""
         self._over.append(bank)
 
-    def _fold(self) -> None:
+    def _free_ended(self) -> None:
         for _ in range(len(self._over)):
             bank = self._over.popleft()
-            if not bank.fold():
+            if not bank.free():
                 self._over.append(bank)
 
     def _open(self, group: int, stream: int, channels: int) -> Place:
@@ -145,14 +146,14 @@ class Board:
                 f"rank {self.rank} has opened {count} streams and subgroups in this generation, and there is room for no more",
                 hint="keep subgroups and streams instead of making new ones",
             )
-        lines_offset, lines = self.allocate(channels * LINE_BYTES)
-        lines[:] = 0
+        blocks_offset, blocks = self.allocate(channels * BLOCK_BYTES)
+        blocks[:] = 0
         slots_offset, slots = self.allocate(channels * SLOT_BYTES)
         entry = 1 + count * _ENTRY_WORDS
-        for word, value in enumerate((_signed(group), stream, lines_offset, slots_offset)):
+        for word, value in enumerate((_signed(group), stream, blocks_offset, slots_offset)):
             directory[entry + word] = value
         directory[0] = count + 1
-        return lines, slots
+        return blocks, slots
 
     def allocate(self, nbytes: int) -> tuple[int, Array]:
         """New memory in this rank's segment: its offset and bytes, free again when nothing refers to them any more."""
@@ -168,12 +169,12 @@ class Board:
         directory, wanted = _directory(memory), (_signed(stream[0]), stream[1])
         for entry in range(1, 1 + min(directory[0], DIRECTORY_ENTRIES) * _ENTRY_WORDS, _ENTRY_WORDS):
             if (directory[entry], directory[entry + 1]) == wanted:
-                lines, slots = directory[entry + 2], directory[entry + 3]
-                return memory[lines : lines + channels * LINE_BYTES], memory[slots : slots + channels * SLOT_BYTES]
+                blocks, slots = directory[entry + 2], directory[entry + 3]
+                return memory[blocks : blocks + channels * BLOCK_BYTES], memory[slots : slots + channels * SLOT_BYTES]
         return None
 
     def sign(self, text: str) -> tuple[int, int]:
-        """The hash of a signature, and where it is spelled out in this rank's segment."""
+        """The hash of a signature, and the offset of its text in this rank's segment."""
         with self._lock:
             found = self._texts.get(text)
             if found is None:
@@ -187,7 +188,7 @@ class Board:
         return found
 
     def read_text(self, rank: int, offset: int) -> str:
-        """A signature as another rank spelled it out."""
+        """The text of another rank's signature."""
         memory = self.memory.memory(rank)
         if offset % 8 or not 0 < offset <= memory.size - 8:
             return "an operation that it does not name"
@@ -195,51 +196,51 @@ class Board:
         return bytes(memory[offset + 8 : offset + 8 + length]).decode(errors="replace")
 
 
-class Giving(Protocol):
-    """A call that lets peers read this rank's memory each time it is run."""
+class Readable(Protocol):
+    """A prepared call whose runs let peers read this rank's memory."""
 
     def given_bytes(self) -> dict[int, int]:
-        """World rank of a peer -> what it took in all runs so far."""
+        """World rank of a peer -> bytes it has read in all runs so far."""
 
 
-class Viewer(Protocol):
-    """A call that keeps views of a channel's slots."""
+class SlotUser(Protocol):
+    """A prepared call that caches views of a channel's slots."""
 
     def forget(self, channel: Channel) -> None:
         """Drops them."""
 
 
-class Doubt(Protocol):
-    """An operation whose call has not been compared with everybody's yet (`doubts`)."""
+class PendingCheck(Protocol):
+    """An operation whose call has not been compared with that of every peer yet (`signature_check`)."""
 
     @property
     def is_over(self) -> bool:
-        """Whether it has."""
+        """Whether it has been compared with all."""
 
     def settle(self) -> None:
-        """Compares what can be compared by now. Raises CollectiveMismatchError."""
+        """Compares with the peers that have come so far. Raises CollectiveMismatchError."""
 
 
 class Calls:
-    """All that peers have taken out of this rank's memory: by calls that may be run again, and by those that are gone."""
+    """Counts the bytes that peers have read from this rank's memory, by prepared calls that exist and those that are gone."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._live: WeakSet[Giving] = WeakSet()
+        self._live: WeakSet[Readable] = WeakSet()
         self._gone: Counter[int] = Counter()
         self._going: deque[dict[int, int]] = deque()
 
-    def add(self, call: Giving) -> None:
-        """From now on its runs count."""
+    def add(self, call: Readable) -> None:
+        """Counts the runs of a prepared call from now on."""
         with self._lock:
             self._live.add(call)
 
-    def forget(self, call: Giving) -> None:
-        """It is not run again. For its finaliser, which may come between any two lines of any thread: so without the lock."""
+    def forget(self, call: Readable) -> None:
+        """A prepared call is dropped. Takes no lock, because its finaliser may run at any point of any thread."""
         self._going.append(call.given_bytes())
 
     def taken_bytes(self) -> dict[int, int]:
-        """World rank of a peer -> payload bytes that it has taken, or is about to."""
+        """World rank of a peer -> payload bytes that it has read, or is about to."""
         with self._lock:
             live = list(self._live)
             while self._going:
@@ -254,95 +255,97 @@ class Bank:
     """The channels of one stream.
 
     Attributes:
-        board: what it belongs to.
+        control: this rank's control blocks.
         peers: world ranks of the others, in group order.
         memories: their segments, in the same order.
         channels: in order.
-        doubts: operations whose calls have not been compared with everybody's yet.
+        pending_checks: operations whose calls have not been compared with that of every peer yet.
     """
 
-    def __init__(self, board: Board, stream: tuple[int, int], ranks: Sequence[int], channels: int, own: Place) -> None:
-        self.board = board
-        self.peers = tuple(rank for rank in ranks if rank != board.rank)
-        self.memories = [board.memory.memory(peer) for peer in self.peers]
+    def __init__(
+        self, control: ControlBlocks, stream: tuple[int, int], ranks: Sequence[int], channels: int, own: Place
+    ) -> None:
+        self.control = control
+        self.peers = tuple(rank for rank in ranks if rank != control.rank)
+        self.memories = [control.memory.memory(peer) for peer in self.peers]
         self.channels = [Channel(self, number) for number in range(channels)]
-        self.doubts: list[Doubt] = []
+        self.pending_checks: list[PendingCheck] = []
         self._stream = stream
         self._ranks = tuple(ranks)
-        self._places = {board.rank: own}
+        self._places = {control.rank: own}
         for channel in self.channels:
-            channel.line = _line(own, channel.number)
+            channel.block = _block(own, channel.number)
 
     def meet(self) -> Wait:
-        """Waits until every peer has opened this stream, then gives the channels everyone's lines and slots."""
+        """Waits until every peer has opened this stream, then gives the channels the control blocks and slots of all ranks."""
         for peer in self.peers:
             while peer not in self._places:
-                place = self.board.find(peer, self._stream, len(self.channels))
+                place = self.control.find(peer, self._stream, len(self.channels))
                 if place is None:
                     yield 0
                 else:
                     self._places[peer] = place
         for channel in self.channels:
             channel.slots = [_slot(self._places[rank], channel.number) for rank in self._ranks]
-            channel.others = [_line(self._places[peer], channel.number) for peer in self.peers]
+            channel.others = [_block(self._places[peer], channel.number) for peer in self.peers]
 
-    def fold(self) -> bool:
-        """Gives back slots and rings, unless somebody is in an operation that this rank has started here. Whether it did.
+    def free(self) -> bool:
+        """Frees slots and rings, unless a rank is still in an operation of this stream. Returns whether it did.
 
-        A stream that was never used keeps its own: its peers, who may be about to meet this rank here, are not known.
+        A stream that was never used keeps its own: its peers may be about to read its directory entry.
         """
         if not all(channel.is_free(channel.last) for channel in self.channels):
             return False
-        self._places[self.board.rank] = self._places[self.board.rank][0], _NOTHING
+        self._places[self.control.rank] = self._places[self.control.rank][0], _NOTHING
         for channel in self.channels:
             channel.slots, channel.ring = [], _NOTHING
-            for viewer in list(channel.viewers):
-                viewer.forget(channel)
+            for user in list(channel.slot_users):
+                user.forget(channel)
         return True
 
     def settle(self) -> None:
-        """Compares what can be compared by now, and makes the stream's next operations do so, too, if something is left.
+        """Compares with the peers that have come so far. If checks remain, the stream's next operations settle them.
 
         Raises:
             CollectiveMismatchError: a peer was in another call.
         """
-        for doubt in tuple(self.doubts):
+        for doubt in tuple(self.pending_checks):
             doubt.settle()
             if doubt.is_over:
-                with contextlib.suppress(ValueError):  # another thread has taken it off already
-                    self.doubts.remove(doubt)
-        if self.doubts:
+                with contextlib.suppress(ValueError):  # another thread has removed it already
+                    self.pending_checks.remove(doubt)
+        if self.pending_checks:
             for channel in self.channels:
                 channel.signed = 0
 
     def latest(self, peer: int) -> tuple[int, str]:
-        """Ticket and signature of the operation that a peer entered last; (0, "") before its first."""
+        """Ticket and signature of the operation that a peer has entered last; (0, "") before its first."""
         place = self._places.get(peer)
         if place is None:
             return 0, ""
-        line = max((_line(place, channel.number) for channel in self.channels), key=lambda line: line[STAGED])
-        ticket = line[STAGED] >> CHUNK_BITS
-        return (ticket, self.board.read_text(peer, line[TEXT])) if ticket > 0 else (0, "")
+        block = max((_block(place, channel.number) for channel in self.channels), key=lambda block: block[STAGED])
+        ticket = block[STAGED] >> CHUNK_BITS
+        return (ticket, self.control.read_text(peer, block[TEXT])) if ticket > 0 else (0, "")
 
 
 class Channel:
     """One rank's side of one channel.
 
     Attributes:
-        bank: what it belongs to.
-        line: own words.
-        others: the peers' words, in the order of `bank.peers`; empty until they have been met.
-        slots: everyone's memory for small arrays, in group order, the own one included; empty until then, too.
-        last: the value that LEFT will have when the latest operation started here is over.
-        signed: the hash that stands in the line; 0: the next operation must sign, and settle doubts.
+        bank: the channels of its stream.
+        block: this rank's control block.
+        others: the peers' control blocks, in the order of `bank.peers`; empty until all have opened the stream.
+        slots: the memory of all ranks for small arrays, in group order; empty until then, too.
+        last: the value of LEFT at the end of the latest operation started here.
+        signed: the hash in the control block; 0: the next operation must publish its own, and settle pending checks.
         noted: how many notes of calls this rank has made.
-        ring: own memory for what others cannot read in place.
-        viewers: calls that keep views of `slots`.
+        ring: this rank's memory for what others cannot read in place.
+        slot_users: prepared calls that cache views of `slots`.
     """
 
-    __slots__ = ("bank", "last", "line", "noted", "number", "others", "ring", "signed", "slots", "viewers")
+    __slots__ = ("bank", "block", "last", "noted", "number", "others", "ring", "signed", "slot_users", "slots")
 
-    line: Words
+    block: Words
 
     def __init__(self, bank: Bank, number: int) -> None:
         self.bank = bank
@@ -353,11 +356,11 @@ class Channel:
         self.signed = 0
         self.noted = 0
         self.ring = _NOTHING
-        self.viewers: WeakSet[Viewer] = WeakSet()
+        self.slot_users: WeakSet[SlotUser] = WeakSet()
 
     def is_free(self, before: int) -> bool:
         """Whether every rank, this one included, has left the operation that ended with this value of LEFT."""
-        if self.line[LEFT] < before or not self.others:
+        if self.block[LEFT] < before or not self.others:
             return False
         for other in self.others:  # noqa: SIM110  a generator for all() would cost every operation as much as its flags
             if other[LEFT] < before:
@@ -372,24 +375,24 @@ class Channel:
             yield before
 
     def await_others(self, word: int, goal: int, places: Sequence[int] | None = None) -> Wait:
-        """Waits until this word of every other rank, or of those at these places among them, has come so far."""
+        """Waits until this word of all other ranks, or of those at these places among them, has reached `goal`."""
         for other in self.others if places is None else [self.others[place] for place in places]:
             while other[word] < goal:
                 yield goal
 
     def widen(self, nbytes: int) -> None:
-        """Makes the ring at least so large. Only after `enter`."""
+        """Makes the ring at least `nbytes` large. Only after `enter`."""
         if self.ring.size < nbytes:
-            offset, self.ring = self.bank.board.allocate(nbytes)
-            self.line[RING] = offset
+            offset, self.ring = self.bank.control.allocate(nbytes)
+            self.block[RING] = offset
 
     def poison(self) -> None:
-        """This rank's operation failed: what it staged may change from now on, so nobody may rely on it any more."""
-        self.line[STAGED] = POISONED
+        """This rank's operation failed: what it published may change from now on, so peers must not use it."""
+        self.block[STAGED] = POISONED
 
 
-def _line(place: Place, channel: int) -> Words:
-    return words_of(place[0][channel * LINE_BYTES : (channel + 1) * LINE_BYTES])
+def _block(place: Place, channel: int) -> Words:
+    return words_of(place[0][channel * BLOCK_BYTES : (channel + 1) * BLOCK_BYTES])
 
 
 def _slot(place: Place, channel: int) -> Array:

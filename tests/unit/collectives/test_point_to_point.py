@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrorpc.collectives.pairwise import Lines, SendExecution
+from ferrorpc.collectives.point_to_point import SendExecution, SendQueues
 from ferrorpc.errors import CollectiveTimeoutError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 from ferrorpc.testing import run_world
@@ -50,7 +50,7 @@ class Lane(Transport):
 class Sender:
     def __init__(self, room: int) -> None:
         self.lane = Lane(room)
-        self.lines = Lines()
+        self.lines = SendQueues()
 
     def call(self, number: int, tag: int = 0, size: int = 1) -> SendExecution:
         data = np.full(size, number, np.uint8)
@@ -115,6 +115,6 @@ def test_no_tag_is_remembered_once_its_messages_have_been_taken_or_nobody_waits_
                 group.recv(other, tag=1000 + tag, timeout=0.001)
         backend = group._backend
         mailbox = backend.transport.mailbox
-        return len(backend._lines._waiting), len(mailbox._inbound), len(mailbox._sending)
+        return len(backend._send_queues._waiting), len(mailbox._inbound), len(mailbox._sending)
 
     assert run_world(2, body) == [(0, 0, 0), (0, 0, 0)]

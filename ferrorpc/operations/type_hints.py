@@ -1,7 +1,7 @@
-"""What type checkers are told of the operations: arrays come back as what they went in, by `async_op` at once or as a Work.
+"""The types of the operations for type checkers: an array comes back as its own type, at once or, with `async_op`, as a Work.
 
-An `Array` comes back in its own type: NumPy's with its dtype, torch's, CuPy's. A NumPy scalar
-and whatever else is `Readable` comes back as a NumPy array.
+An `Array` comes back in its own type: NumPy's with its dtype, torch's, CuPy's. A NumPy scalar, or anything else that is
+`Readable`, comes back as a NumPy array.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ferrorpc.types import ReduceOp
 
 
 class Array(Protocol):
-    """What NumPy, CuPy and torch arrays have in common; JAX's, which cannot be written, are no such arrays."""
+    """What NumPy, CuPy and torch arrays have in common. JAX arrays, which cannot be written, are not included."""
 
     @property
     def shape(self) -> Any:
@@ -29,29 +29,29 @@ class Array(Protocol):
 
 
 class ReadThroughDLPack(Protocol):
-    """An array of any library that speaks DLPack."""
+    """An array of any library that supports DLPack."""
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         """The array as a capsule."""
 
     def __dlpack_device__(self) -> Any:
-        """Where it lies."""
+        """The device it is on."""
 
 
 class Timed(TypedDict, total=False):
-    """What every operation takes."""
+    """Options of every operation."""
 
     timeout: float | None
 
 
 class Moving(Timed, total=False):
-    """What operations take that have several algorithms."""
+    """Options of operations with several algorithms."""
 
     algorithm: str | None
 
 
 class Reducing(Moving, total=False):
-    """What reductions take."""
+    """Options of reductions."""
 
     wire: str | None
 

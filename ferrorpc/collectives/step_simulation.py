@@ -1,8 +1,8 @@
-"""The steps of a collective in time: what waits for what, and who has to wait for a lane or for a processor.
+"""Simulates the steps of a collective in time: which wait for each other, for a link, or for a processor.
 
-Each rank has three *lanes*: its link outwards, its link inwards, and the kernel that folds; each does one thing at a time.
-Where the ranks share the processors of one host, each step keeps one of these as well: a rank that could go on waits for one.
-First come, first served, at lanes and at processors; ties go by the order of the list.
+Each rank has three *lanes*: its outgoing link, its incoming link, and its reduction kernel. A lane does one step at a time.
+Where the ranks share the processors of one host, each running step also occupies one processor. Lanes and processors are
+granted first come, first served; ties are broken by the order of the list.
 
 Cost: about 20 us a step.
 """
@@ -23,11 +23,11 @@ _LANE_NAMES: Final = ("sends", "receives", "folds")
 _KINDS: Final = ("send", "receive", "fold")
 _WORDS: Final = ("to", "from", "+")
 _ENDS, _READY = range(2)
-"""What happens to a step, in the order in which it is dealt with at one moment."""
+"""Events of a step; those at one time are processed in this order."""
 
 
 class CollectiveTimeline(Timeline):
-    """What the ranks of one collective do, in milliseconds."""
+    """The timeline of one collective, in milliseconds."""
 
     key = "to 3: sent to rank 3 · from 3: received from it · + 3: its part folded in"
     unit = "milliseconds"
@@ -40,11 +40,11 @@ class CollectiveTimeline(Timeline):
 
 
 class Step(NamedTuple):
-    """A chunk on one lane of one rank, or (lane None) something that takes no time.
+    """A chunk on one lane of one rank, or (lane None) a step that takes no time.
 
     Attributes:
-        needs: steps that have to be over.
-        begun: a step of another rank whose *beginning* has to be `lag_seconds` ago; None for none.
+        needs: steps that must have ended.
+        begun: a step of another rank that must have *begun* `lag_seconds` ago; None for none.
     """
 
     rank: int
@@ -58,12 +58,12 @@ class Step(NamedTuple):
 
     @property
     def place(self) -> int:
-        """Its lane among those of all ranks."""
+        """The index of its lane among those of all ranks."""
         return 3 * self.rank + (self.lane or 0)
 
 
-class Steps:
-    """All steps of all ranks, in an order in which each stands after those it needs, and when they run."""
+class StepSimulation:
+    """All steps of all ranks, each after those it needs, and their start times once it has run."""
 
     def __init__(self, costs: Costs, size: int) -> None:
         self.costs = costs
@@ -76,12 +76,12 @@ class Steps:
         return len(self.all) - 1
 
     def run(self) -> float:
-        """Finds when each step starts; returns when the last one ends, in seconds."""
+        """Computes the start of each step. Returns the end of the last one, in seconds."""
         waits, wakes = self._dependencies()
         ready = [0.0] * len(self.all)
         starts = self.starts = [0.0] * len(self.all)
         queue = [(0.0, _READY, index) for index, count in enumerate(waits) if not count]
-        room = _Room(self.all, 3 * self.size, self.costs.processors)
+        room = _Resources(self.all, 3 * self.size, self.costs.processors)
         last = 0.0
         while queue:
             now, what, index = heappop(queue)
@@ -101,7 +101,7 @@ class Steps:
         return last
 
     def _dependencies(self) -> tuple[list[int], list[list[int]]]:
-        """How many steps each waits for, and which wait for it."""
+        """For each step, how many it waits for, and which wait for it."""
         waits: list[int] = []
         wakes: list[list[int]] = [[] for _ in self.all]
         for index, step in enumerate(self.all):
@@ -139,39 +139,39 @@ class Steps:
         return CollectiveTimeline(lanes, placed, title)
 
 
-class _Room:
-    """Who is on each lane, who waits there, and who has a lane and waits for a processor."""
+class _Resources:
+    """The queue of each lane, and the steps that have a lane and wait for a processor."""
 
     def __init__(self, steps: list[Step], lanes: int, processors: int | None) -> None:
         self._steps = steps
         self._lanes: list[deque[int]] = [deque() for _ in range(lanes)]
-        """The first of each has the lane."""
+        """The first step of each queue has the lane."""
         self._free = lanes if processors is None else processors
-        self._unserved: deque[int] = deque()
+        self._waiting: deque[int] = deque()
 
     def for_ready(self, index: int) -> list[int]:
-        """A step could begin: those that now do."""
+        """A step is ready. Returns the steps that begin now."""
         step = self._steps[index]
         if step.lane is None:
             return [index]
         lane = self._lanes[step.place]
         lane.append(index)
         if len(lane) == 1:
-            self._unserved.append(index)
-        return self._served()
+            self._waiting.append(index)
+        return self._start_waiting()
 
     def after_end(self, index: int) -> list[int]:
-        """A step is over: those that now begin."""
+        """A step has ended. Returns the steps that begin now."""
         lane = self._lanes[self._steps[index].place]
         lane.popleft()
         self._free += 1
         if lane:
-            self._unserved.append(lane[0])
-        return self._served()
+            self._waiting.append(lane[0])
+        return self._start_waiting()
 
-    def _served(self) -> list[int]:
+    def _start_waiting(self) -> list[int]:
         served = []
-        while self._free and self._unserved:
+        while self._free and self._waiting:
             self._free -= 1
-            served.append(self._unserved.popleft())
+            served.append(self._waiting.popleft())
         return served

@@ -1,4 +1,4 @@
-"""Whom a message is from and to, and its tag, as callers name them."""
+"""Checks the ranks and tags that callers pass."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Final
 from ferrorpc.errors import InvalidRankError, SelfSendError, UsageError
 
 TAG_MAX: Final = (1 << 62) - 1
-"""Larger tags belong to collectives that run over a backend's send and recv."""
+"""The largest tag of callers. Larger ones belong to collectives that run over a backend's send and recv (blocking.py)."""
 BACKEND_TAG_MAX: Final = (1 << 63) - 1
-"""A backend takes theirs, too."""
+"""The largest tag of a backend's own send and recv."""
 
 
 def rank_of(rank: Any, size: int, what: str) -> int:

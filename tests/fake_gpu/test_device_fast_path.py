@@ -1,4 +1,4 @@
-"""all_reduce of plain arrays on a GPU takes the shortest way, and nobody can tell: results, errors, order, memory."""
+"""all_reduce of plain arrays on a GPU takes the fast path, with the same results, errors, order and memory."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_it_takes_what_the_general_way_takes_and_refuses_what_that_refuses(cupy:
     def body(group: ProcessGroup) -> list[Any]:
         x = cupy.asarray((numbers(group.rank) % 3).astype(dtype))
         found: list[Any] = []
-        for strides in ((2, 1), (1, 1), (2, 1)):  # the general way, the short one, and the general one again
+        for strides in ((2, 1), (1, 1), (2, 1)):  # the general path, the fast one, and the general one again
             wide = cupy.empty((3, 8), x.dtype)
             given = wide[:, :: strides[0]][:, :4]
             given[...] = x
@@ -242,7 +242,7 @@ def test_ranks_that_call_different_things_get_both_signatures(cupy: StandIn, oth
         assert "all_reduce(op=sum, float32[3,4]) by NCCL" in text
 
 
-@pytest.mark.parametrize("way", ["the short way", "the general way"])
+@pytest.mark.parametrize("way", ["the fast path", "the general path"])
 @pytest.mark.parametrize("first", [False, True], ids=["the first", "a later one"])
 def test_one_whose_peer_never_comes_ends_in_its_deadline_and_names_it(cupy: StandIn, first: bool, way: str) -> None:
     """Although an aborted communicator lets the GPU come past what was in it: that is no result."""
@@ -253,7 +253,7 @@ def test_one_whose_peer_never_comes_ends_in_its_deadline_and_names_it(cupy: Stan
         if first:
             group.all_reduce(x)
         if group.rank == 0:
-            work = group.all_reduce(x if way == "the short way" else x.T, async_op=True, timeout=0.5)
+            work = group.all_reduce(x if way == "the fast path" else x.T, async_op=True, timeout=0.5)
             with pytest.raises(CollectiveTimeoutError, match=r"after 0.5 s, .* by NCCL #[12] waits for"):
                 work.wait(host=True)
         else:

@@ -1,13 +1,13 @@
-"""Which actions of a plan wait for which, element by element.
+"""Which actions of a plan depend on which, element by element.
 
-A plan's actions mean what they do when done in order. Done in any other order they mean the same as long as no two of them
-that touch the same element, one of them writing it, change places there. Actions go through their regions from the first
-element to the last, so how far one has come is one number, and it bounds what the others may do. This is what lets an
-executor send the first chunk of a slice on while its later chunks still arrive, and what a plan need not say itself.
+A plan means what its actions do in order. Another order gives the same result as long as no two actions that touch the same
+element, at least one of them writing it, are swapped for that element. Actions process their regions from the first element to
+the last, so the progress of an action is one number, and it bounds what the others may do. That lets the executor send the
+first chunk of a slice on while later chunks still arrive, without the plan having to say so.
 
-OUT may be the memory of IN where a call works in place, so there the two count as one array.
+OUT may be the memory of IN where a call works in place, so the two then count as one array.
 
-Cost: each action waits at most for the last that wrote each of its elements and for those that read them since.
+Cost: each action depends at most on the last writer of each of its elements and on those that have read them since.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ferrorpc.collectives.algorithms.plan import Buffer, Copy, Finish, FoldOwn, 
 from ferrorpc.collectives.call import Operation
 from ferrorpc.collectives.fusion import Reduce, Task, UploadResult
 
-FAR: Final = 1 << 62
-"""More elements than any array has: how far a complete action has come, and where arrays of unknown size end."""
+UNBOUNDED: Final = 1 << 62
+"""More elements than any array has: the progress of a complete action, and the end of an array of unknown size."""
 
 Place: TypeAlias = tuple[Buffer, int]
 
 
 class Wait(NamedTuple):
-    """Elements [low, high) of an array that the waiting action touches once `action` is done with them."""
+    """The waiting action may touch elements [low, high) of an array once `action` has done them."""
 
     action: int
     first: int
@@ -37,8 +37,8 @@ class Wait(NamedTuple):
     """Where the region of the waiting action begins in it."""
 
 
-class Step(NamedTuple):
-    """One action, as it hangs together with the others.
+class Dependencies(NamedTuple):
+    """The dependencies of one action.
 
     Attributes:
         waits: what it waits for.
@@ -50,8 +50,8 @@ class Step(NamedTuple):
 
 
 def bound(waits: tuple[Wait, ...], done: list[int]) -> int:
-    """Up to which element of its region an action may go; `done`: how many elements each action has done, FAR when all."""
-    furthest = FAR
+    """The element up to which an action may go. `done`: elements that each action has done, UNBOUNDED when complete."""
+    furthest = UNBOUNDED
     for action, first, low, high, start in waits:
         position = first + done[action]
         if position < high:
@@ -61,42 +61,42 @@ def bound(waits: tuple[Wait, ...], done: list[int]) -> int:
     return furthest
 
 
-def steps_of(tasks: Sequence[Task], operation: Operation, rank: int) -> tuple[Step, ...]:
-    """The steps of a rank's part in an operation, one for each of its actions, in their order."""
-    strips: dict[Place, _Strip] = {}
+def dependencies_of(tasks: Sequence[Task], operation: Operation, rank: int) -> tuple[Dependencies, ...]:
+    """The dependencies of each task of a rank, in their order."""
+    histories: dict[Place, _History] = {}
     own = in_place(operation, rank)
     waits: list[tuple[Wait, ...]] = []
     last_fence = -1
     for index, action in enumerate(tasks):
         if action.region.start == action.region.stop:
-            # It moves nothing and stands for an order in time: it waits for all before it, and all after it wait for it.
+            # It moves nothing and is a fence: it waits for all actions before it, and all after it wait for it.
             found = [_whole(earlier) for earlier in range(max(last_fence, 0), index)]
             last_fence = index
         else:
             found = [_whole(last_fence)] if last_fence >= 0 else []
             for region, writes in _touched(action):
-                strip = strips.setdefault(
-                    own if region.buffer is Buffer.OUT and own else (region.buffer, region.item), _Strip()
+                history = histories.setdefault(
+                    own if region.buffer is Buffer.OUT and own else (region.buffer, region.item), _History()
                 )
-                found += strip.touch(index, region, writes)
+                found += history.touch(index, region, writes)
         waits.append(tuple(found))
     wakes: list[list[int]] = [[] for _ in waits]
     for index, each in enumerate(waits):
         for wait in each:
             wakes[wait.action].append(index)
-    return tuple(Step(each, tuple(dict.fromkeys(woken))) for each, woken in zip(waits, wakes, strict=True))
+    return tuple(Dependencies(each, tuple(dict.fromkeys(woken))) for each, woken in zip(waits, wakes, strict=True))
 
 
 def in_place(operation: Operation, rank: int) -> Place | None:
-    """The array of IN whose memory OUT may be."""
+    """The IN array whose memory OUT may be."""
     if operation in (Operation.ALL_REDUCE, Operation.REDUCE, Operation.BROADCAST):
         return Buffer.IN, 0
     return (Buffer.IN, rank) if operation is Operation.REDUCE_SCATTER else None
 
 
 def _whole(index: int) -> Wait:
-    """Nothing may be done before action `index` is complete."""
-    return Wait(index, -FAR, 0, 0, 0)
+    """A wait until action `index` is complete."""
+    return Wait(index, -UNBOUNDED, 0, 0, 0)
 
 
 def _touched(action: Task) -> Iterator[tuple[Region, bool]]:
@@ -108,40 +108,40 @@ def _touched(action: Task) -> Iterator[tuple[Region, bool]]:
     yield action.region, not isinstance(action, Send | UploadResult)
 
 
-class _Touch(NamedTuple):
-    """An action that touched elements of an array, and where its region there begins."""
+class _Access(NamedTuple):
+    """An action that accessed elements of an array, and where its region there begins."""
 
     action: int
     first: int
 
 
 class _Run(NamedTuple):
-    """Elements [low, high) of an array: who wrote them last, and who read them since."""
+    """Elements [low, high) of an array: the action that wrote them last, and those that have read them since."""
 
     low: int
     high: int
-    writer: _Touch | None
-    readers: tuple[_Touch, ...]
+    writer: _Access | None
+    readers: tuple[_Access, ...]
 
-    def before(self, writes: bool) -> Iterator[_Touch]:
-        """Whom an action that reads or writes these elements has to let go first."""
+    def before(self, writes: bool) -> Iterator[_Access]:
+        """The accesses that an action which reads or writes these elements depends on."""
         if self.writer is not None:
             yield self.writer
         if writes:
             yield from self.readers
 
 
-class _Strip:
-    """One array, as runs of elements."""
+class _History:
+    """The accesses to one array, as runs of elements."""
 
     def __init__(self) -> None:
-        self._runs: list[_Run] = [_Run(0, FAR, None, ())]
+        self._runs: list[_Run] = [_Run(0, UNBOUNDED, None, ())]
 
     def touch(self, index: int, region: Region, writes: bool) -> list[Wait]:
-        """Action `index` reads or writes a region; what it has to wait for. Several overlaps with one action become one."""
-        low, high = region.start, FAR if region.stop is None else region.stop
-        own = _Touch(index, low)
-        extents: dict[_Touch, tuple[int, int]] = {}
+        """Records that action `index` reads or writes a region. Returns its waits; overlaps with one action become one wait."""
+        low, high = region.start, UNBOUNDED if region.stop is None else region.stop
+        own = _Access(index, low)
+        extents: dict[_Access, tuple[int, int]] = {}
         runs: list[_Run] = []
         for run in self._runs:
             first, last = max(run.low, low), min(run.high, high)

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 
-from ferrorpc.collectives.advancing import Advancing
+from ferrorpc.collectives.event_driven import EventDrivenExecution
 from ferrorpc.collectives.progress import drive
 from ferrorpc.errors import CollectiveTimeoutError, FerroError, UsageError
 from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
@@ -19,7 +19,7 @@ from ferrorpc.guard import SYSTEM_CLOCK, Guard, Latch
 SECONDS = 20.0
 
 
-class Counting(Advancing):
+class Counting(EventDrivenExecution):
     """Complete once `count` pieces of news have come, each of which is one item of `news`."""
 
     def __init__(self, count: int, work: Callable[[], None] = lambda: None) -> None:
@@ -48,7 +48,7 @@ class Counting(Advancing):
 
     def tell(self) -> None:
         self.news.append(1)
-        self.poke()
+        self.notify()
 
     @property
     def label(self) -> str:
@@ -91,8 +91,8 @@ def test_the_driver_sleeps_while_those_who_have_news_do_the_work() -> None:
 def test_no_news_is_lost_however_many_bring_it() -> None:
     each, threads = 2000, 4
     execution = Counting(each * threads)
-    woken = threading.Event()
-    execution.wake = woken.set
+    notify_if_driven = threading.Event()
+    execution.wake = notify_if_driven.set
     assert not execution.advance()
 
     def body() -> None:
@@ -100,7 +100,7 @@ def test_no_news_is_lost_however_many_bring_it() -> None:
             execution.tell()
 
     together(threads, body)
-    assert woken.wait(SECONDS)
+    assert notify_if_driven.wait(SECONDS)
     assert execution.advance()
 
 
@@ -114,20 +114,20 @@ def test_nobody_waits_for_a_turn_that_another_has() -> None:
     execution = Counting(1)
     assert not execution.advance()
     execution._work = slow
-    threading.Thread(target=execution.poke, daemon=True).start()
+    threading.Thread(target=execution.notify, daemon=True).start()
     assert entered.wait(SECONDS)
     execution.tell()
     assert not execution.advance()
     execution._work = lambda: None
-    woken = threading.Event()
-    execution.wake = woken.set
+    notify_if_driven = threading.Event()
+    execution.wake = notify_if_driven.set
     go_on.set()
-    assert woken.wait(SECONDS)
+    assert notify_if_driven.wait(SECONDS)
     assert execution.advance()
 
 
 def test_news_that_comes_after_whoever_has_the_turn_has_looked_is_looked_for_once_more() -> None:
-    looked, go_on, woken = threading.Event(), threading.Event(), threading.Event()
+    looked, go_on, notify_if_driven = threading.Event(), threading.Event(), threading.Event()
 
     def hold() -> None:
         looked.set()
@@ -135,12 +135,12 @@ def test_news_that_comes_after_whoever_has_the_turn_has_looked_is_looked_for_onc
 
     execution = Counting(1)
     assert not execution.advance()
-    execution.looked, execution.wake = hold, woken.set
-    threading.Thread(target=execution.poke, daemon=True).start()
+    execution.looked, execution.wake = hold, notify_if_driven.set
+    threading.Thread(target=execution.notify, daemon=True).start()
     assert looked.wait(SECONDS)
     execution.tell()
     go_on.set()
-    assert woken.wait(SECONDS)
+    assert notify_if_driven.wait(SECONDS)
     assert execution.advance()
 
 

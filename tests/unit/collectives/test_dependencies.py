@@ -24,7 +24,7 @@ from ferrorpc.collectives.algorithms.plan import (
     Send,
 )
 from ferrorpc.collectives.call import Call, Operation
-from ferrorpc.collectives.flow import FAR, bound, steps_of
+from ferrorpc.collectives.dependencies import UNBOUNDED, bound, dependencies_of
 from tests.unit.collectives.test_algorithms import case, rooted
 
 Take = Receive | Fold | FoldUnder
@@ -45,7 +45,7 @@ class Rank:
     def __init__(self, number: int, call: Call, plan: Plan, in_place: bool) -> None:
         self.number = number
         self.plan = plan
-        self.steps = steps_of(plan.actions, call.operation, number)
+        self.steps = dependencies_of(plan.actions, call.operation, number)
         self.done = [0] * len(plan.actions)
         self.arrays: dict[tuple[Buffer, int], list[str]] = {}
         self.counts: dict[Region, int] = {}
@@ -86,7 +86,7 @@ class World:
 
     def advance(self, rank: Rank, index: int) -> bool:
         """Does one element of an action; False when it has to wait."""
-        if rank.done[index] == FAR or bound(rank.steps[index].waits, rank.done) <= rank.done[index]:
+        if rank.done[index] == UNBOUNDED or bound(rank.steps[index].waits, rank.done) <= rank.done[index]:
             return False
         action = rank.plan.actions[index]
         if isinstance(action, Send):
@@ -133,7 +133,7 @@ class World:
     def step(self, rank: Rank, index: int, count: int) -> None:
         rank.done[index] += 1
         if rank.done[index] >= count:
-            rank.done[index] = FAR
+            rank.done[index] = UNBOUNDED
 
     def run(self, chance: random.Random) -> list[dict[tuple[Buffer, int], list[str]]]:
         """Everybody's arrays in the end. Of what is allowed, some is done at once and some as late as possible."""
@@ -144,7 +144,7 @@ class World:
             moved = [self.advance(*entry) for entry in eager]
             if not any(moved):
                 assert any(self.advance(*entry) for entry in chance.sample(left, len(left))), "nobody can go on"
-            left = [(rank, index) for rank, index in left if rank.done[index] != FAR]
+            left = [(rank, index) for rank, index in left if rank.done[index] != UNBOUNDED]
         return [rank.arrays for rank in self.ranks]
 
 
@@ -162,7 +162,7 @@ def in_order(calls: list[Call], plans: list[Plan], in_place: bool) -> list[dict[
                 if not world.advance(rank, index):
                     break
                 moved = True
-                position[rank.number] += rank.done[index] == FAR
+                position[rank.number] += rank.done[index] == UNBOUNDED
     assert position == [len(plan.actions) for plan in plans]
     return [rank.arrays for rank in world.ranks]
 
@@ -188,7 +188,7 @@ def results(ranks: list[dict[tuple[Buffer, int], list[str]]]) -> list[list[list[
 
 
 def steps(*actions, operation=Operation.ALL_REDUCE):
-    return steps_of(actions, operation, 0)
+    return dependencies_of(actions, operation, 0)
 
 
 def test_what_was_reduced_may_be_sent_on_element_by_element():
@@ -196,13 +196,13 @@ def test_what_was_reduced_may_be_sent_on_element_by_element():
     flow = steps(Receive(1, 0, total), Finish(total, result), Send(1, 1, result))
     assert bound(flow[1].waits, [3, 0, 0]) == 3
     assert bound(flow[2].waits, [3, 2, 0]) == 2
-    assert bound(flow[2].waits, [FAR, FAR, 0]) == FAR
+    assert bound(flow[2].waits, [UNBOUNDED, UNBOUNDED, 0]) == UNBOUNDED
     assert (flow[0].wakes, flow[1].wakes) == ((1,), (2,))
 
 
 def test_only_the_elements_two_actions_share_are_waited_for():
     flow = steps(Receive(1, 0, Region(WORK, 0, 4, 8)), Send(1, 1, Region(WORK, 0, 0, 6)))
-    assert [bound(flow[1].waits, [done, 0]) for done in (0, 1, 2, FAR)] == [4, 5, FAR, FAR]
+    assert [bound(flow[1].waits, [done, 0]) for done in (0, 1, 2, UNBOUNDED)] == [4, 5, UNBOUNDED, UNBOUNDED]
 
 
 def test_a_writer_lets_readers_go_first_and_readers_pass_each_other():
@@ -219,20 +219,20 @@ def test_a_writer_lets_readers_go_first_and_readers_pass_each_other():
 )
 def test_results_may_be_the_memory_of_what_was_brought(operation, item):
     moves = (Send(1, 0, Region(IN, item, 0, 8)), Receive(1, 1, Region(OUT, 0, 0, 8)))
-    assert bound(steps_of(moves, operation, 2)[1].waits, [3, 0]) == 3
-    assert bound(steps_of(moves, Operation.ALL_TO_ALL, 2)[1].waits, [3, 0]) == FAR
+    assert bound(dependencies_of(moves, operation, 2)[1].waits, [3, 0]) == 3
+    assert bound(dependencies_of(moves, Operation.ALL_TO_ALL, 2)[1].waits, [3, 0]) == UNBOUNDED
 
 
 def test_nothing_overtakes_an_action_that_only_stands_for_an_order_in_time():
-    flow = steps_of(barrier.dissemination(0, 8).actions, Operation.BARRIER, 0)
+    flow = dependencies_of(barrier.dissemination(0, 8).actions, Operation.BARRIER, 0)
     done = [0] * len(flow)
     for index, step in enumerate(flow):
-        assert bound(step.waits, done) == FAR
+        assert bound(step.waits, done) == UNBOUNDED
         for later in flow[index + 1 :]:
             assert bound(later.waits, done) == 0
-        done[index] = FAR
+        done[index] = UNBOUNDED
 
 
 def test_what_moves_something_waits_for_an_action_that_only_stands_for_an_order_in_time():
     flow = steps(Receive(1, 0, Region(OUT, 0, 0, 0)), Send(1, 1, Region(IN, 0, 0, 8)))
-    assert [bound(flow[1].waits, [done, 0]) for done in (0, FAR)] == [0, FAR]
+    assert [bound(flow[1].waits, [done, 0]) for done in (0, UNBOUNDED)] == [0, UNBOUNDED]

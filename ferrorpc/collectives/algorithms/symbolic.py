@@ -1,7 +1,7 @@
-"""Arrays of symbols: what a plan's arrays hold, told by how it came about instead of by numbers.
+"""Symbolic arrays for the validator: what the elements of a plan's arrays are computed from, instead of their values.
 
-A `Term` says of neighbouring elements whose parts they hold and in which order these were folded. A `Strip` is an array as runs
-of such elements, so arrays of any length cost no more than the number of cuts in them.
+A `Term` says which ranks' elements were folded, and in which order. A `SymbolicArray` is an array as runs of neighbouring
+elements with one term each, so arrays of any length cost no more than the number of cuts in them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Term:
     """The symbolic value of a run.
 
     Attributes:
-        text: how it came about, such as "((x0+x1)+x2)", or "q(x1)" once a codec has rounded it; equal texts, equal bits.
-        ranks: whose parts it holds, in the order they were folded.
+        text: the formula, such as "((x0+x1)+x2)", or "q(x1)" once a codec has rounded it; equal texts, equal bits.
+        ranks: the ranks whose parts it holds, in the order they were folded.
         item: which of its ranks' IN arrays it comes from.
         chain: it is a left fold: every right operand was one rank's own part.
         finished: a reduction's last division and rounding was done.
@@ -33,7 +33,7 @@ class Term:
 
 
 Run: TypeAlias = tuple[int, int, Term | None]
-"""A number of elements, where the first of them was in its IN array, and their term; None: never written."""
+"""A number of elements, the position of the first in its IN array, and their term; None: never written."""
 
 
 def length(piece: Sequence[Run]) -> int:
@@ -41,7 +41,7 @@ def length(piece: Sequence[Run]) -> int:
     return sum([run[0] for run in piece])
 
 
-class Strip:
+class SymbolicArray:
     """An array. Runs are found by bisection; what is written replaces only the runs it meets."""
 
     __slots__ = ("_ends", "_runs")
@@ -53,12 +53,12 @@ class Strip:
         return self._ends[-1] if self._ends else 0
 
     def become(self, runs: Sequence[Run]) -> None:
-        """It holds these runs from now on."""
+        """Replaces its contents."""
         self._runs = [run for run in runs if run[0]]
         self._ends = list(accumulate([run[0] for run in self._runs]))
 
     def cut(self, start: int, stop: int) -> list[Run]:
-        """Elements [start, stop), as far as there are so many."""
+        """Elements [start, stop), as far as they exist."""
         piece: list[Run] = []
         index = bisect_right(self._ends, start)
         while start < stop and index < len(self._ends):
@@ -89,7 +89,7 @@ class Strip:
 
 
 def aligned(left: Sequence[Run], right: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
-    """Two sequences of equal length, cut wherever one of them is."""
+    """Two sequences of equal length, cut wherever either of them is."""
     here, there = iter(left), iter(right)
     one: Run = (0, 0, None)
     other: Run = one
