@@ -40,5 +40,5 @@ def tag_of(tag: Any, largest: int = TAG_MAX) -> int:
         found = -1
     if not 0 <= found <= largest:
         reach = largest.bit_length()
-        raise UsageError(f"tag={tag!r} is no integer from 0 to 2^{reach} - 1", hint="leave it away, or count from 0")
+        raise UsageError(f"tag={tag!r} is no integer from 0 to 2^{reach} - 1", hint="leave it out, or count from 0")
     return found

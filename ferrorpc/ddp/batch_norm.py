@@ -71,7 +71,7 @@ def batch_norm(x: Any, group: ProcessGroup, *, axis: int = 1, epsilon: float = 1
     """
     group_given(group)
     if not isinstance(epsilon, Real) or not 0 <= epsilon < math.inf:
-        raise UsageError(f"epsilon={epsilon!r} is no number of 0 or more", hint="leave it away for 1e-5")
+        raise UsageError(f"epsilon={epsilon!r} is no number of 0 or more", hint="leave it out for 1e-5")
     source = _checked(x, axis)
     values = _channels_first(source, axis)
     moments = _moments(values, group)

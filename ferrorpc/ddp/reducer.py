@@ -153,5 +153,5 @@ def cap_bytes(bucket_cap_mb: Any) -> int:
     """The cap in bytes. Raises UsageError unless it is a positive number."""
     is_number = isinstance(bucket_cap_mb, int | float) and not isinstance(bucket_cap_mb, bool)
     if not is_number or not 0 < bucket_cap_mb < math.inf:
-        raise UsageError(f"bucket_cap_mb={bucket_cap_mb!r} is no positive number", hint="leave it away for 25")
+        raise UsageError(f"bucket_cap_mb={bucket_cap_mb!r} is no positive number", hint="leave it out for 25")
     return int(bucket_cap_mb * MEBIBYTE)
