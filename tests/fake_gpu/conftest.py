@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -15,18 +14,15 @@ from tests.fake_gpu.host_kernels import HostKernels, build
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Contract suites that repeat another one with other arrays set `largest_world`: larger worlds are left to the other."""
-    beyond = {item for item in items if isinstance(item, pytest.Function) and _size_of(item) > largest_world(item.cls)}
-    if beyond:
-        config.hook.pytest_deselected(items=list(beyond))
-        items[:] = [item for item in items if item not in beyond]
+    beyond = [item for item in items if isinstance(item, pytest.Function) and _is_beyond(item)]
+    config.hook.pytest_deselected(items=beyond)
+    left_out = set(beyond)
+    items[:] = [item for item in items if item not in left_out]
 
 
-def largest_world(suite: type | None) -> int:
-    return getattr(suite, "largest_world", sys.maxsize)
-
-
-def _size_of(item: pytest.Function) -> int:
-    return item.callspec.params.get("size", 0) if hasattr(item, "callspec") else 0
+def _is_beyond(item: pytest.Function) -> bool:
+    largest = getattr(item.cls, "largest_world", None)
+    return largest is not None and hasattr(item, "callspec") and item.callspec.params.get("size", 0) > largest
 
 
 @pytest.fixture
