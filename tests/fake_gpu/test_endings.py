@@ -123,7 +123,7 @@ def end_by_abort(group: ProcessGroup, seconds: float) -> None:
 
 def end_by_leaving(group: ProcessGroup, seconds: float) -> None:
     SYSTEM_CLOCK.parker().park(SYSTEM_CLOCK.now() + seconds)
-    group._say_goodbye("ValueError: gone")
+    group._leave("ValueError: gone")
 
 
 def form_again(cupy: StandIn, group: ProcessGroup, program: Sequence[Call]) -> None:

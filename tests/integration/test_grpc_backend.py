@@ -30,10 +30,10 @@ class Announced(LocalSession):
 
     addresses: dict[str, str]
 
-    def enter(self, membership: Membership) -> None:
+    def assign(self, membership: Membership) -> None:
         assignment = membership.assignment
         peers = tuple(dataclasses.replace(peer, address=self.addresses.get(peer.name, "")) for peer in assignment.peers)
-        super().enter(Membership(dataclasses.replace(assignment, peers=peers), membership.latch))
+        super().assign(Membership(dataclasses.replace(assignment, peers=peers), membership.latch))
 
 
 class GrpcWorld:
@@ -55,7 +55,7 @@ class GrpcWorld:
             session = self.world.session(rank)
             session.__class__ = Announced
             session.addresses = addresses
-            session.enter(session.membership)
+            session.assign(session.membership)
             places.append(Place(session, server, transports[rank], timeout=SECONDS))
         with ThreadPoolExecutor(size) as pool:
             self.backends: list[Backend] = list(pool.map(lambda place: create("auto", place), places))
