@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from ferrorpc.kernels.workplace import WORKPLACE, aligned
+from ferrorpc.kernels.thread_state import THREAD_STATE, aligned
 from ferrorpc.types import DType, ReduceOp
 
 BLOCK_ELEMENTS: Final = 1 << 16
@@ -265,4 +265,4 @@ class NumpyBFloat16(Converter):
 
 def holds_nan(values: Array) -> bool:
     """Whether one of these floats, at least one, is NaN; it goes through a maximum, which is one pass and writes nothing."""
-    return bool(np.isnan(WORKPLACE.run(np.maximum.reduce, values)))
+    return bool(np.isnan(THREAD_STATE.run(np.maximum.reduce, values)))

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from ferrorpc.kernels.half import Array, Converter, NumpyBFloat16
-from ferrorpc.kernels.workplace import aligned
+from ferrorpc.kernels.thread_state import aligned
 from ferrorpc.types import DType, ReduceOp
 
 _BLOCK_ELEMENTS: Final = 32_704

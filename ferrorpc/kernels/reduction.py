@@ -24,7 +24,7 @@ import numpy as np
 from ferrorpc.errors import TensorMismatchError
 from ferrorpc.kernels.half import Converter
 from ferrorpc.kernels.registry import converter
-from ferrorpc.kernels.workplace import BLOCK_BYTES, WORKPLACE
+from ferrorpc.kernels.thread_state import BLOCK_BYTES, THREAD_STATE
 from ferrorpc.types import DType, ReduceOp, refusal
 
 Array = np.ndarray[Any, Any]
@@ -68,7 +68,7 @@ class Kernel:
         `out` may be the memory of any of them.
         """
         if len(sources) == 2 and self._mean is None and len(out) > 1:
-            WORKPLACE.run(self._ufunc, sources[0], sources[1], out=out)
+            THREAD_STATE.run(self._ufunc, sources[0], sources[1], out=out)
             return
         block = BLOCK_BYTES // self.work.itemsize
         if len(out) <= block:
@@ -82,7 +82,7 @@ class Kernel:
         """Only the last source is folded into `out`, those before in scratch: none is overwritten before it is read."""
         left, last = sources[0], len(sources) - 1
         if last > 1:
-            work = WORKPLACE.scratch[self.work.char][: len(out)]
+            work = THREAD_STATE.scratch[self.work.char][: len(out)]
             for source in sources[1:last]:
                 self._apply(left, source, work)
                 left = work
@@ -116,7 +116,7 @@ class Kernel:
         """storage[:] = work, divided by `size` for MEAN, rounded once to the dtype. `storage` may be `work` itself."""
         if self._mean is not None:
             divide, size = self._mean
-            WORKPLACE.run(divide, work, size, out=storage)
+            THREAD_STATE.run(divide, work, size, out=storage)
         elif not _is_same(storage, work):
             np.copyto(storage, work)
 
@@ -124,9 +124,9 @@ class Kernel:
         if len(work) == 1:
             # NumPy takes an in-place call on one element for a reduction along it, and multiplies complex numbers there
             # without fused instructions: other bits than the same element has inside a longer array.
-            work[:] = WORKPLACE.run(self._ufunc, left, right)
+            work[:] = THREAD_STATE.run(self._ufunc, left, right)
         else:
-            WORKPLACE.run(self._ufunc, left, right, out=work)
+            THREAD_STATE.run(self._ufunc, left, right, out=work)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class HalfKernel(Kernel):
                 self._apply(total, convert.widen(other[number], 1), total)
             if self._mean is not None:
                 divide, size = self._mean
-                WORKPLACE.run(divide, total, size, out=total)
+                THREAD_STATE.run(divide, total, size, out=total)
             convert.narrow(target)
 
     def load(self, work: Array, storage: Array) -> None:
@@ -173,7 +173,7 @@ class HalfKernel(Kernel):
         start = 0
         for block in convert.blocks(storage):
             count = len(block)
-            WORKPLACE.run(divide, work[start : start + count], size, out=convert.wide[0][:count])
+            THREAD_STATE.run(divide, work[start : start + count], size, out=convert.wide[0][:count])
             convert.narrow(block)
             start += count
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ferrorpc.kernels.half import Converter, NumpyBFloat16, NumpyFloat16
 from ferrorpc.kernels.half_torch import TorchBFloat16, TorchFloat16
-from ferrorpc.kernels.proof import is_exact
+from ferrorpc.kernels.self_test import is_exact
 from ferrorpc.types import DType
 
 

@@ -12,7 +12,7 @@ import pytest
 from ferrorpc.kernels.half import BLOCK_ELEMENTS
 from ferrorpc.kernels.reduction import HalfKernel, kernel
 from ferrorpc.kernels.registry import available
-from ferrorpc.kernels.workplace import BLOCK_BYTES
+from ferrorpc.kernels.thread_state import BLOCK_BYTES
 from ferrorpc.types import DType, ReduceOp
 from tests.unit.kernels.values import ALLOWED, fold_of, hard_ranks, ranks
 

@@ -13,7 +13,7 @@ import pytest
 
 from ferrorpc.kernels import registry
 from ferrorpc.kernels.half import NumpyBFloat16, NumpyFloat16
-from ferrorpc.kernels.proof import is_exact
+from ferrorpc.kernels.self_test import is_exact
 from ferrorpc.types import DType, ReduceOp
 
 HALVES = (DType.FLOAT16, DType.BFLOAT16)

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from ferrorpc.kernels.half import BLOCK_ELEMENTS, Array, Converter
-from ferrorpc.kernels.workplace import WORKPLACE
+from ferrorpc.kernels.thread_state import THREAD_STATE
 from ferrorpc.types import DType, ReduceOp
 
 _LOWER_HALVES: Final = (0x0, 0x1, 0x0FFF, 0x1000, 0x1001, 0x1FFF, 0x2000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
@@ -68,9 +68,9 @@ def _folds_alike(candidate: Converter, reference: Converter, distance: int) -> b
         if with_nan:
             replaced = np.isnan(wide_left) & np.isnan(wide_right)  # which of two NaN is kept is open
         else:
-            replaced = np.isnan(WORKPLACE.run(ufunc, wide_left, wide_right))
+            replaced = np.isnan(THREAD_STATE.run(ufunc, wide_left, wide_right))
         wide_left[replaced] = wide_right[replaced] = left[replaced] = right[replaced] = 0
-        expected = _narrowed(reference, WORKPLACE.run(ufunc, wide_left, wide_right))
+        expected = _narrowed(reference, THREAD_STATE.run(ufunc, wide_left, wide_right))
         found = expected.copy()
         candidate.fold_two(op, left, right, found)
         if found.tobytes() != expected.tobytes():

@@ -24,7 +24,7 @@ _LINE_BYTES: Final = 64
 Array = np.ndarray[Any, Any]
 
 
-class Workplace(threading.local):
+class ThreadState(threading.local):
     """One per thread; the attributes are made when a thread first asks.
 
     Memory is taken once, and the system gives pages only to what is written.
@@ -59,4 +59,4 @@ def _run_in_error_state(function: Callable[..., Any], *arguments: Any, **options
         return function(*arguments, **options)
 
 
-WORKPLACE: Final = Workplace()
+THREAD_STATE: Final = ThreadState()
