@@ -1,8 +1,8 @@
-"""What each thread keeps for its reductions: an error state that warns of nothing, and scratch that fits the cache.
+"""The state that each thread keeps for reductions: a NumPy error state without warnings, and a cache-sized scratch buffer.
 
-NumPy reports overflow and the like through an error state. Entering `np.errstate` costs about 1 us, four times an addition of
-1 KiB. Since NumPy 2.0 that state is a context variable, so a thread keeps a context of its own in which everything is ignored,
-and a call inside it costs 30 ns. The caller's own state is neither read nor changed.
+NumPy reports overflow and the like according to an error state. Entering `np.errstate` takes about 1 us, four times as long as
+adding 1 KiB. Since NumPy 2.0 the error state is a context variable. So each thread keeps a context in which everything is
+ignored, and a call in that context adds 30 ns. The caller's error state is neither read nor changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from ferrorpc.types import DType
 
 BLOCK_BYTES: Final = 256 * 1024
-"""Bytes worked on at a time: with its sources a block stays in a core's second-level cache."""
+"""Bytes processed at a time. Such a block and its sources fit in a core's L2 cache."""
 
 _LINE_BYTES: Final = 64
 
@@ -25,21 +25,21 @@ Array = np.ndarray[Any, Any]
 
 
 class ThreadState(threading.local):
-    """One per thread; the attributes are made when a thread first asks.
+    """The state of one thread, created on the thread's first use.
 
-    Memory is taken once, and the system gives pages only to what is written.
+    The buffer is allocated once; the operating system provides its pages only when they are written.
     """
 
     def __init__(self) -> None:
         self.run = _quiet()
-        """run(ufunc, *arguments, **options): the call, without warnings and without errors from the arithmetic."""
+        """run(ufunc, *arguments, **options) calls the ufunc without warnings or floating-point errors."""
         memory = aligned(BLOCK_BYTES, np.dtype(np.uint8))
         self.scratch = {dtype.storage.char: memory.view(dtype.storage) for dtype in DType}
-        """By the character of a dtype: BLOCK_BYTES of it. All are the same memory."""
+        """Arrays of BLOCK_BYTES bytes by the character of their dtype. All share one buffer."""
 
 
 def aligned(count: int, dtype: np.dtype[Any]) -> Array:
-    """A new array of shape (count,), all zero, that begins where a cache line does, which saves a third of the time."""
+    """A new zeroed array of shape (count,), aligned to a cache line, which saves a third of the time."""
     memory = np.zeros(count * dtype.itemsize + _LINE_BYTES, np.uint8)
     skip = -memory.__array_interface__["data"][0] % _LINE_BYTES
     return memory[skip : skip + count * dtype.itemsize].view(dtype)
@@ -54,7 +54,7 @@ def _quiet() -> Callable[..., Any]:
 
 
 def _run_in_error_state(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """For NumPy 1, whose error state belongs to the thread: set and restored around the call."""
+    """Sets and restores the error state around a call. NumPy 1 keeps this state per thread, not in a context variable."""
     with np.errstate(all="ignore"):
         return function(*arguments, **options)
 
