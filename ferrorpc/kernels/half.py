@@ -66,7 +66,7 @@ class Converter(ABC):
 
     @abstractmethod
     def narrow(self, block: Any) -> None:
-        """block[:] = the first values of slot 0, rounded to nearest, ties to even. Values that are too large become infinite."""
+        """block[:] = the first values of slot 0, rounded to nearest, ties to even. Values out of range become infinite."""
 
     def fold_two(self, op: ReduceOp, left: Array, right: Array, out: Array) -> int:
         """out[:n] = left[:n] op right[:n], rounded once, for the n elements that need no slots; returns n, which may be 0.
