@@ -30,7 +30,7 @@ def fresh(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
-def test_numpy_is_taken_where_nothing_else_is_loaded(fresh, monkeypatch, dtype):
+def test_numpy_is_used_if_nothing_else_is_loaded(fresh, monkeypatch, dtype):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.delitem(sys.modules, "ml_dtypes", raising=False)
     assert list(registry.available(dtype)) == ["numpy"]
@@ -39,7 +39,7 @@ def test_numpy_is_taken_where_nothing_else_is_loaded(fresh, monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
-def test_torch_is_taken_from_when_it_is_loaded(fresh, monkeypatch, dtype):
+def test_torch_is_used_as_soon_as_it_is_loaded(fresh, monkeypatch, dtype):
     torch = pytest.importorskip("torch")
     monkeypatch.delitem(sys.modules, "torch")
     first = registry.converter(dtype)
@@ -48,7 +48,7 @@ def test_torch_is_taken_from_when_it_is_loaded(fresh, monkeypatch, dtype):
     assert registry.converter(dtype).name == "torch"
 
 
-def test_nothing_loads_torch_or_ml_dtypes():
+def test_reductions_import_neither_torch_nor_ml_dtypes():
     code = (
         "import sys, numpy as np\n"
         "from ferrorpc.kernels.reduction import kernel\n"
@@ -73,7 +73,7 @@ def test_a_torch_that_is_being_imported_is_not_touched_yet(fresh, monkeypatch, d
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.label)
-def test_a_torch_without_what_is_needed_is_passed_over(fresh, monkeypatch, dtype):
+def test_a_torch_without_the_needed_functions_is_skipped(fresh, monkeypatch, dtype):
     monkeypatch.delitem(sys.modules, "ml_dtypes", raising=False)
     monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
     assert registry.converter(dtype).name == "numpy"
