@@ -1,4 +1,4 @@
-"""The reference implementation of folds.cu in NumPy. The kernels give the same bits, except that one NaN may be another."""
+"""The reference implementation of folds.cu in NumPy. The kernels give the same bits, except for the bits of NaN results."""
 
 from __future__ import annotations
 
