@@ -25,7 +25,7 @@ import numpy as np
 
 from ferrorpc.errors import CodecError, UsageError
 from ferrorpc.kernels.registry import converter
-from ferrorpc.kernels.workplace import WORKPLACE
+from ferrorpc.kernels.thread_state import THREAD_STATE
 from ferrorpc.types import DType
 
 BLOCK_VALUES: Final = 256
@@ -159,10 +159,10 @@ class _Blocks(Codec):
         scales, integers = _parts(encoded, count)
         for start, stop, length in _steps(count):
             first = start // BLOCK_VALUES
-            values = WORKPLACE.scratch["f"][: stop - start]
+            values = THREAD_STATE.scratch["f"][: stop - start]
             np.copyto(values, integers[start:stop])
             blocks = values.reshape(-1, length)
-            WORKPLACE.run(np.multiply, blocks, scales[first : first + len(blocks), None], out=blocks)
+            THREAD_STATE.run(np.multiply, blocks, scales[first : first + len(blocks), None], out=blocks)
             yield start, values
 
 
@@ -178,11 +178,11 @@ def _steps(count: int) -> Iterator[tuple[int, int, int]]:
 def _encode_blocks(values: Array, scales: Array, integers: Array) -> None:
     """Encodes blocks of shape (b, n): writes scales of shape (b,) and integers of shape (b, n)."""
     count = values.size
-    bits = WORKPLACE.scratch["I"][:count].reshape(values.shape)
-    peaks = WORKPLACE.scratch["I"][count : count + len(values)]
+    bits = THREAD_STATE.scratch["I"][:count].reshape(values.shape)
+    peaks = THREAD_STATE.scratch["I"][count : count + len(values)]
     np.bitwise_and(values.view(np.uint32), _MAGNITUDE, out=bits)
     np.maximum.reduce(bits, axis=1, out=peaks)  # as integers, which have the same order, in half the time
-    run = WORKPLACE.run
+    run = THREAD_STATE.run
     run(np.divide, peaks.view(np.float32), _LARGEST, out=scales)
     run(np.maximum, scales, _SMALLEST_SCALE, out=scales)
     run(np.minimum, scales, _LARGEST_SCALE, out=scales)
