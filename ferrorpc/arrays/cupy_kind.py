@@ -1,6 +1,6 @@
 """CuPy arrays. CuPy is never imported here: who passes such an array has done so.
 
-A backend that takes arrays where they are gets them by `view_near` and `out_near`: nothing is copied, and nothing waits. For
+A backend that takes arrays where they are gets them by `view_on_device` and `out_on_device`: nothing is copied, and nothing waits. For
 others `view` and `out` copy them through pinned slots (staging.py), ordered after the caller's current stream.
 """
 
@@ -49,10 +49,10 @@ class CupyKind(Kind):
         return self.device.staging
 
     def view(self, x: Any) -> View:
-        near = self.view_near(x)  # refused before anything is copied
+        near = self.view_on_device(x)  # refused before anything is copied
         return View(self, near.spec, self.staging.to_host(near.data), False, None)
 
-    def view_near(self, x: Any) -> View:
+    def view_on_device(self, x: Any) -> View:
         spec = self.spec(x)
         origin = _stored(x, spec.dtype)
         if origin.flags.c_contiguous:
@@ -72,9 +72,9 @@ class CupyKind(Kind):
         _check_separate(stored)
         return Out(given, spec, None, lambda data: self.assign(stored, self.staging.to_device(data)))
 
-    def out_near(self, x: Any, spec: TensorSpec) -> Out:
+    def out_on_device(self, x: Any, spec: TensorSpec) -> Out:
         fit(self.spec(x), spec)
-        return NearOut(self, x, _stored(x, spec.dtype), spec)
+        return DeviceOut(self, x, _stored(x, spec.dtype), spec)
 
     def wrap(self, data: Any, spec: TensorSpec) -> Any:
         near = self.staging.to_device(data) if isinstance(data, np.ndarray) else data
@@ -106,7 +106,7 @@ def cupy_kind(device: int) -> CupyKind:
     return CupyKind(device)
 
 
-class NearOut(Out):
+class DeviceOut(Out):
     """An array of a GPU that results are written to where it is.
 
     Args:

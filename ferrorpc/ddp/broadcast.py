@@ -23,7 +23,7 @@ def broadcast_arrays(arrays: Mapping[str, Any], group: ProcessGroup, root: int =
     for name, array in arrays.items():
         with ErrorPrefix(name):
             specs[name] = spec_of(array)
-            view_out(array, specs[name], near=True)  # refused before anything is sent
+            view_out(array, specs[name], on_device=True)  # refused before anything is sent
     layout = lay_out(list(specs.items()), MESSAGE_BYTES, MESSAGE_BYTES)
     packer, is_root = Packer(arrays), group.rank == root
     packed = [packer.packed(each, arrays, "array") if is_root else packer.zeros(each) for each in layout.buckets]

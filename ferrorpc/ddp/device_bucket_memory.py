@@ -233,7 +233,7 @@ class DeviceBucketMemory(BucketMemory):
         return self._storage[slot.start : slot.stop]
 
     def alias(self, slot: Slot, kind: Kind) -> Any | None:
-        return kind.wrap(self.place(slot), slot.spec) if kind.near is self._context.kind else None
+        return kind.wrap(self.place(slot), slot.spec) if kind.device_kind is self._context.kind else None
 
     def read(self, slots: Sequence[Slot], targets: Sequence[Any]) -> None:
         filled = [(slot, target) for slot, target in zip(slots, targets, strict=True) if slot.start < slot.stop]

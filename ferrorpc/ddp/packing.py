@@ -51,7 +51,7 @@ class Packer:
         with current_device(self._kind):
             for slot in bucket.slots:
                 with ErrorPrefix(f"{what} {slot.name!r}"):
-                    got = view(arrays.get(slot.name), near=self._kind is not None)
+                    got = view(arrays.get(slot.name), on_device=self._kind is not None)
                 if got.spec != slot.spec:
                     raise TensorMismatchError(
                         f"{what} {slot.name!r} is {got.spec}, but was {slot.spec} when it was wrapped",
@@ -69,6 +69,6 @@ class Packer:
         """Writes each array from its slot, in place."""
         with current_device(self._kind):
             for slot in bucket.slots:
-                place = view_out(arrays[slot.name], slot.spec, near=self._kind is not None)
+                place = view_out(arrays[slot.name], slot.spec, on_device=self._kind is not None)
                 place.data.reshape(-1)[...] = packed[slot.start : slot.stop]
                 place.commit()

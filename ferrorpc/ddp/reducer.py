@@ -100,7 +100,7 @@ class Reducer(BucketSet):
                 f"{what} is on {device_name(gradient)}, but its bucket is on GPU {self.kind.device.index}",
                 hint="compute it there, or give all as arrays on the host from the beginning",
             )
-        return view(gradient, near=True)
+        return view(gradient, on_device=True)
 
     def begin(self, weight: float | None = None) -> Reduction:
         """Begins the next step's reduction. All ranks begin it with a weight, or all without.

@@ -74,7 +74,7 @@ class Shard:
                 if given is None:
                     place[...] = 0
                 else:
-                    copy_into(place, view(given, near=self._kind is not None).data.reshape(-1))
+                    copy_into(place, view(given, on_device=self._kind is not None).data.reshape(-1))
         out = self._typed[1] if self._kind is None else None
         parts = split(self._flat, self._group.size)
         work: Work[Any] = self._group.reduce_scatter(parts, op=ReduceOp.MEAN, out=out, async_op=True)
@@ -98,7 +98,7 @@ class Shard:
             start, stop = slot.start - self.bucket.header, slot.stop - self.bucket.header
             first, last = max(start, self._first), min(stop, self._first + len(self.weights))
             if first < last:
-                source = view(arrays[slot.name], near=self._kind is not None).data.reshape(-1)
+                source = view(arrays[slot.name], on_device=self._kind is not None).data.reshape(-1)
                 copy_into(place.data[first - self._first : last - self._first], source[first - start : last - start])
         place.commit()
 
@@ -124,7 +124,7 @@ class Shard:
         """Writes the gathered weights to the parameters."""
         with self._stream_order():
             for slot in self.bucket.slots:
-                place = view_out(weights[slot.name], slot.spec, near=self._kind is not None)
+                place = view_out(weights[slot.name], slot.spec, on_device=self._kind is not None)
                 place.data.reshape(-1)[...] = self._place(slot.start, slot.stop)
                 place.commit()
 

@@ -51,7 +51,7 @@ def open_lanes(group: ProcessGroup, links: Iterable[Link], kinds: Iterable[Kind]
         if link not in lanes and on_gpu[link[0]] and on_gpu[link[1]]:
             lanes[link] = lane = group.subgroup(link)
             if lane is not None:  # NCCL connects two ranks at their first operation, which needs both of them
-                lane.broadcast(own[0].near.empty((1,), DType.UINT8), SENDER)
+                lane.broadcast(own[0].device_kind.empty((1,), DType.UINT8), SENDER)
     return {link: lane for link, lane in lanes.items() if lane is not None and on_gpu[link[0]] and on_gpu[link[1]]}
 
 
@@ -85,7 +85,7 @@ class LaneReceiver:
         return self._begun.pop(transfer)
 
     def _receive(self, message: Message, kind: Kind) -> Work[Any]:
-        out = kind.near.empty((message.layout.end,), DType.UINT8)
+        out = kind.device_kind.empty((message.layout.end,), DType.UINT8)
         return self._lane.broadcast(None, SENDER, out=out, async_op=True, timeout=SEND_SECONDS)
 
 

@@ -128,7 +128,7 @@ def pack_split(envelope: Envelope, value: Any) -> tuple[Any, Any]:
 
 def _parts(value: Any) -> tuple[_Layout, list[tuple[slice, View]]]:
     is_tuple = isinstance(value, tuple)
-    views = [None if item is None else view(item, near=True) for item in (value if is_tuple else (value,))]
+    views = [None if item is None else view(item, on_device=True) for item in (value if is_tuple else (value,))]
     layout = _layout(is_tuple, tuple([None if each is None else each.spec for each in views]))
     return layout, [(place, each) for place, each in zip(layout.places, views, strict=True) if each is not None]
 
