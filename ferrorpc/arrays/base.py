@@ -134,7 +134,7 @@ class Kind(ABC):
 
     @property
     def device_kind(self) -> Kind:
-        """The kind of the arrays that `view_on_device` and `out_on_device` give: torch tensors on a GPU are seen as CuPy arrays."""
+        """The kind of what `view_on_device` and `out_on_device` give: torch tensors on a GPU are seen as CuPy arrays."""
         return self
 
     def home(self, data: Any, spec: TensorSpec) -> np.ndarray[Any, Any]:
@@ -157,8 +157,8 @@ class Kind(ABC):
         return 0
 
     def address(self, x: Any) -> int:
-        """The device address of x if it is contiguous in the memory of this kind's GPU and its dtype can be sent; otherwise 0. x is
-        an array of this kind's library."""
+        """The device address of x, an array of this kind's library with a dtype that can be sent; 0 unless it is contiguous and on
+        this kind's GPU."""
         return 0
 
     def takes_any_order(self, x: Any) -> bool:

@@ -1,7 +1,7 @@
-"""CuPy arrays. CuPy is never imported here: who passes such an array has done so.
+"""CuPy arrays. CuPy is never imported here: a caller with a CuPy array has imported it.
 
-A backend that takes arrays where they are gets them by `view_on_device` and `out_on_device`: nothing is copied, and nothing waits. For
-others `view` and `out` copy them through pinned slots (staging.py), ordered after the caller's current stream.
+A backend for device arrays gets them by `view_on_device` and `out_on_device`: nothing is copied or synchronised. For other
+backends `view` and `out` copy through pinned slots (staging.py), ordered after the caller's current stream.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ def on_one_device(views: Sequence[View]) -> bool:
 
 
 def laid_out(parts: Sequence[tuple[slice, View]], end: int, tail: np.ndarray[Any, Any] = NOTHING) -> Any:
-    """A copy of arrays as one array of bytes, with a tail: on the GPU, without synchronisation, if all of them are on it and were
-    viewed with `on_device`; else on the host.
+    """A copy of arrays as one array of bytes, with a tail. It is on the GPU if all arrays are on it and were viewed with
+    `on_device`, without synchronisation; else on the host.
 
     Args:
         parts: the arrays and their places.

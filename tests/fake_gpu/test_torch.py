@@ -103,8 +103,8 @@ def test_what_cannot_be_passed_is_refused_as_on_the_host(gpus: TorchGpus) -> Non
         with pytest.raises(TensorMismatchError, match="share memory"):
             view_out(x[:1].expand(4), TensorSpec(DType.FLOAT32, (4,)), near)
     with pytest.raises(UsageError, match="overlaps"):
-        view_out(x[1:5], TensorSpec(DType.FLOAT32, (4,)), near=True).shares(view(x[:4], on_device=True))
-    assert view_out(x, TensorSpec(DType.FLOAT32, (6,)), near=True).shares(view(x, on_device=True))
+        view_out(x[1:5], TensorSpec(DType.FLOAT32, (4,)), on_device=True).shares(view(x[:4], on_device=True))
+    assert view_out(x, TensorSpec(DType.FLOAT32, (6,)), on_device=True).shares(view(x, on_device=True))
 
 
 def test_the_callers_stream_is_cupys_or_else_torchs(gpus: TorchGpus) -> None:
