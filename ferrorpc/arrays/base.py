@@ -157,8 +157,8 @@ class Kind(ABC):
         return 0
 
     def address(self, x: Any) -> int:
-        """The device address of x, an array of this kind's library with a dtype that can be sent; 0 unless it is contiguous and on
-        this kind's GPU."""
+        """The device address of x, an array of this kind's library with a dtype that can be sent; 0 unless it is contiguous and
+        on this kind's GPU."""
         return 0
 
     def takes_any_order(self, x: Any) -> bool:
